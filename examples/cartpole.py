@@ -1,0 +1,81 @@
+"""PPO on CartPole-v1, until the last 100 episodes have a mean return of 475."""
+
+import sys
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
+
+NUM_ENVS, FRAGMENT_LENGTH = 64, 64
+EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01
+TARGET_RETURN, MAX_UPDATES = 475.0, 400
+
+
+class Policy(RLModule):
+    """Two hidden layers, one head for the logits and one for the value."""
+
+    def setup(self) -> None:
+        self.trunk = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        self.logits, self.value = nn.Linear(64, 2), nn.Linear(64, 1)
+
+    def _forward(self, batch: dict[str, torch.Tensor], **kwargs: Any) -> dict[str, torch.Tensor]:
+        hidden = self.trunk(batch["obs"])
+        return {"action_dist_inputs": self.logits(hidden), "vf_preds": self.value(hidden).squeeze(-1)}
+
+
+def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+    """Some epochs of PPO's clipped objective over one train batch."""
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(batch["obs"])).split(MINIBATCH):
+            part = {name: column[rows] for name, column in batch.items()}
+            output = policy.forward_train(part)
+            distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
+            ratio = torch.exp(distribution.log_prob(part["actions"]) - part["action_logp"])
+            advantages = part["advantages"]
+            gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).mean()
+            value_loss = (output["vf_preds"] - part["value_targets"]).square().clamp(max=100.0).mean()
+            loss = 0.05 * value_loss - gain - ENTROPY * distribution.entropy().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            optimizer.step()
+
+
+def main(seed: int = 0) -> float:
+    """Train one policy; the mean return over the last 100 episodes."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    policy = Policy()
+    optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, eps=1e-5)
+    rollout = Rollout(
+        "CartPole-v1",
+        module=policy,
+        num_envs=NUM_ENVS,
+        fragment_length=FRAGMENT_LENGTH,
+        seed=seed,
+        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95),
+    )
+    began, tty = time.perf_counter(), sys.stdout.isatty()
+    with rollout:
+        for number, batch in enumerate(rollout.batches(), start=1):
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / (MAX_UPDATES + 1))
+            update(policy, optimizer, batch)
+            version = rollout.publish(policy.state_dict())
+            returns = rollout.returns
+            if tty:
+                rate = rollout.num_steps / (time.perf_counter() - began)
+                held = rollout.report().bottleneck
+                line = f"{rate:8,.0f} steps/s   mean return {returns.mean:6.1f}   policy version {version}"
+                print(f"\r{line}   held back by {held}", end="", flush=True)
+            if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
+                break
+    seconds = time.perf_counter() - began
+    print("\n" * tty + f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps in {seconds:.0f} s")
+    return returns.mean
+
+
+if __name__ == "__main__":
+    main()

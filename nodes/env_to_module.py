@@ -1,0 +1,69 @@
+"""The stage before the forward pass: connector pieces, and the cutting of fragments."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.lane import Lane
+
+
+class Prepared(NamedTuple):
+    """What one lane's turn gives: its batch for the module, and at times a finished fragment."""
+
+    batches: Lane | None
+    fragments: Fragment | None
+
+
+class EnvToModule:
+    """A node that runs an env-to-module pipeline over a lane, and cuts its fragment when that is full.
+
+    The cut comes after the pipeline, so that a fragment's last observation has been through it as all others have.
+
+        pipeline         may change the observations of the lane's episodes, and makes the forward batch
+        module           what the pieces see as `rl_module`
+        explore          what the pieces see as `explore`
+        num_fragments    after so many fragments a lane stops; None: it never does
+        metrics          what the pieces see as `metrics`
+    """
+
+    def __init__(
+        self,
+        pipeline: EnvToModulePipeline,
+        module: Any,
+        *,
+        explore: bool = True,
+        num_fragments: int | None = None,
+        metrics: Any = None,
+    ) -> None:
+        self.pipeline = pipeline
+        self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
+        self._num_fragments = num_fragments
+        self._lanes: dict[int, Lane] = {}
+
+    def __call__(self, steps: Lane) -> Prepared:
+        """Turn the lane's newest observations into a batch for the module."""
+        lane = steps
+        ended = lane.ended
+        if ended is not None:
+            if self.pipeline.changes_episodes:
+                self.pipeline(batch={}, episodes=ended, shared_data={}, **self._context)
+            lane.commit_ended()
+        if lane.index not in self._lanes:
+            self._lanes[lane.index] = lane
+            lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
+        shared_data = lane.shared_data
+        shared_data["step"] = lane.vector_steps
+        lane.batch = self.pipeline(batch={}, episodes=lane.episodes, shared_data=shared_data, **self._context)
+        lane.commit()
+        if not lane.is_full:
+            return Prepared(lane, None)
+        fragment = lane.cut()
+        stops = self._num_fragments is not None and fragment.sequence + 1 >= self._num_fragments
+        return Prepared(None if stops else lane, fragment)
+
+    def finish(self) -> Iterator[Prepared]:
+        """Cut what every lane has so far."""
+        for lane in self._lanes.values():
+            if not lane.at_start:
+                yield Prepared(None, lane.cut())

@@ -1,0 +1,49 @@
+"""How old a fragment may be, in policy versions, when a learner gets it."""
+
+from typing import Literal
+
+from rollflow.nodes.policy_weights import PolicyWeights
+from rollflow.stream.errors import LagError
+from rollflow.stream.fragment import Fragment
+
+OnExcess = Literal["drop", "pace"]
+
+
+class LagBound:
+    """Refuses fragments that are more than `max_lag` policy versions old.
+
+        weights      whose newest version a fragment's oldest is compared with
+        max_lag      versions; None: any age will do
+        on_excess    "drop": an older fragment is left out and counted
+                     "pace": the rollout is held back so that none gets older, as long as the weights are published
+                     once per batch; one that is older nonetheless raises LagError
+
+        dropped_fragments, dropped_steps    what was left out so far
+    """
+
+    def __init__(self, weights: PolicyWeights, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
+        self.max_lag = max_lag
+        self.on_excess: OnExcess = on_excess
+        self.dropped_fragments = 0
+        self.dropped_steps = 0
+        self._weights = weights
+
+    def lag(self, fragment: Fragment) -> int:
+        """Versions published since the oldest that an action of the fragment was computed with."""
+        return self._weights.version - fragment.policy_version
+
+    def admits(self, fragment: Fragment) -> bool:
+        """Whether a learner may have the fragment; one it may not have is counted. Raises LagError under "pace"."""
+        if self.max_lag is None:
+            return True
+        lag = self.lag(fragment)
+        if lag <= self.max_lag:
+            return True
+        if self.on_excess == "pace":
+            raise LagError(
+                f"{fragment!r} is {lag} policy versions old, expected at most max_lag={self.max_lag}: under "
+                "on_excess='pace' publish once per batch, or use on_excess='drop'"
+            )
+        self.dropped_fragments += 1
+        self.dropped_steps += fragment.num_steps
+        return False

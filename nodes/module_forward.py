@@ -1,0 +1,131 @@
+"""The forward pass: one lane at a time, or several ready lanes in one pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import torch
+
+from rollflow.nodes.policy_weights import PolicyWeights
+from rollflow.stream.channel import Inlet, Outlet
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.lane import Lane
+from rollflow.stream.tree import Tree, map_tree
+
+
+class ModuleForward:
+    """A node that runs a module over a lane's batch.
+
+        module     has `forward_exploration(batch)` and `forward_inference(batch)`, each dict to dict
+        weights    where newly published weights come from; loaded between two passes, never during one
+        explore    which of the two methods is called
+
+    The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
+    is no dict.
+    """
+
+    def __init__(self, module: Any, weights: PolicyWeights, *, explore: bool = True) -> None:
+        self.module = module
+        self.policy_version = weights.version
+        self._weights = weights
+        self._forward: Callable[[dict[str, Any]], dict[str, Any]] = (
+            module.forward_exploration if explore else module.forward_inference
+        )
+
+    def __call__(self, batches: Lane) -> Lane:
+        """Replace the lane's batch by the module's output."""
+        lane = batches
+        lane.batch = self.forward(lane.batch)
+        lane.policy_version = self.policy_version
+        return lane
+
+    def forward_lanes(self, lanes: Sequence[Lane]) -> None:
+        """Replace every lane's batch by its part of one pass over all of them."""
+        if len(lanes) == 1:
+            self(lanes[0])
+            return
+        sizes = [lane.layout.num_slots for lane in lanes]
+        batch = map_tree(lambda *parts: torch.cat(parts), *(lane.batch for lane in lanes))
+        output = self.forward(batch)
+        begin = 0
+        for lane, size in zip(lanes, sizes, strict=True):
+            lane.batch = _rows(output, begin, begin + size)
+            lane.policy_version = self.policy_version
+            begin += size
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One pass with one version of the weights."""
+        fresh = self._weights.take()
+        if fresh is not None:
+            self.policy_version, state = fresh
+            self.module.load_state_dict(state)
+        with torch.inference_mode():
+            output = self._forward(batch)
+        if not isinstance(output, dict):
+            raise ModuleError(
+                f"{type(self.module).__name__}.{self._forward.__name__} returned {type(output).__name__}, expected a "
+                "dict of tensors such as {'action_dist_inputs': …} or {'actions': …}"
+            )
+        return output
+
+
+class GatheringForward:
+    """A node that waits for what lanes are ready and runs the module over all of them in one pass.
+
+    forward      the pass
+    max_batch    slots in one pass, at most
+    max_wait     seconds to wait for further lanes once one is there
+    in_thread    run the pass in a worker thread, so that other lanes' environments step meanwhile
+    """
+
+    def __init__(
+        self, forward: ModuleForward, *, max_batch: int, max_wait: float = 0.0, in_thread: bool = False
+    ) -> None:
+        self._forward = forward
+        self._max_batch = max_batch
+        self._max_wait = max_wait
+        self._in_thread = in_thread
+
+    async def run(self, batches: Inlet[Lane], outputs: Outlet[Lane]) -> None:
+        """Gather, pass, split, until no more lanes come."""
+        waiting: Lane | None = None  # came last, but did not fit into the pass before
+        async for first in batches:
+            waiting = first
+            while waiting is not None:
+                lanes, waiting = await self._gather(waiting, batches)
+                if self._in_thread:
+                    await anyio.to_thread.run_sync(self._forward.forward_lanes, lanes)
+                else:
+                    self._forward.forward_lanes(lanes)
+                for lane in lanes:
+                    await outputs.send(lane)
+
+    def describe(self) -> str:
+        """The bounds of a pass, for `explain()`."""
+        return f"up to {self._max_batch} slots a pass, waits {self._max_wait * 1e3:g} ms"
+
+    async def _gather(self, first: Lane, batches: Inlet[Lane]) -> tuple[list[Lane], Lane | None]:
+        lanes, slots = [first], first.layout.num_slots
+        with anyio.move_on_after(self._max_wait):
+            while slots < self._max_batch:
+                try:
+                    lane = batches.receive_nowait()
+                except anyio.WouldBlock:
+                    if self._max_wait == 0.0:
+                        break
+                    try:
+                        lane = await batches.receive()
+                    except anyio.EndOfStream:
+                        break
+                except anyio.EndOfStream:
+                    break
+                if slots + lane.layout.num_slots > self._max_batch:
+                    return lanes, lane
+                lanes.append(lane)
+                slots += lane.layout.num_slots
+        return lanes, None
+
+
+def _rows(output: dict[str, Any], begin: int, end: int) -> dict[str, Tree]:
+    return {name: map_tree(lambda leaf: leaf[begin:end], column) for name, column in output.items()}

@@ -1,0 +1,35 @@
+"""The stage after the forward pass: connector pieces turn the module's output into actions."""
+
+from typing import Any
+
+from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.stream.lane import Lane
+from rollflow.stream.tree import stack_trees
+
+
+class ModuleToEnv:
+    """A node that runs a module-to-env pipeline over a lane's batch and records the actions that come out.
+
+    pipeline    makes `actions` (and maybe `actions_for_env`) out of the module's output
+    module      what the pieces see as `rl_module`
+    explore     what the pieces see as `explore`
+    metrics     what the pieces see as `metrics`
+    """
+
+    def __init__(
+        self, pipeline: ModuleToEnvPipeline, module: Any, *, explore: bool = True, metrics: Any = None
+    ) -> None:
+        self.pipeline = pipeline
+        self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
+
+    def __call__(self, outputs: Lane) -> Lane:
+        """Work out the actions for the lane's environments."""
+        lane = outputs
+        batch = self.pipeline(
+            batch=lane.batch, episodes=lane.episodes, shared_data=lane.shared_data, **self._context
+        )
+        if not self.pipeline.columnar:
+            batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+        lane.batch = batch
+        lane.record_actions(batch)
+        return lane

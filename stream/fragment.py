@@ -1,0 +1,322 @@
+"""A fragment: T vector steps of one lane, in time-major columns; the unit that leaves a rollout.
+
+Rows are counted over the whole column. With a lookback of H rows, N slots and T vector steps:
+
+    row          0 … H-1          H … H+T-1                         H+T
+    obs          the last H of    observation before step           observation after
+                 the fragment     row - H                           the last step
+                 before
+    all others   the same         what step row - H did             (no such row)
+
+A transition is (obs[row], actions[row], rewards[row], obs[row + 1]). An episode that ends under
+gymnasium's SAME_STEP or DISABLED mode has its last observation in `finals`, since obs[row + 1] is already
+the next episode's first. Under NEXT_STEP the row after an end only resets: it is dead, no transition.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ColumnError
+from rollflow.stream.tree import Tree, concatenate_trees, map_tree
+from rollflow.stream.window import InfosWindow, SealedWindow
+
+RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+
+
+@dataclass(frozen=True, slots=True)
+class FragmentLayout:
+    """What every fragment of a lane has in common."""
+
+    num_slots: int
+    num_rows: int  # T
+    lookback: int  # H
+    action_space: gym.Space[Any]
+    resets_next_step: bool  # a dead row follows each episode's end
+    episode_id: Callable[[int, int], str]  # (slot, how many episodes the slot had before) -> id
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Final:
+    """The last observations and infos of the episodes that ended in one row, where obs[row + 1] lacks them."""
+
+    row: int
+    slots: NDArray[np.int64]  # i64[K]
+    observations: Tree  # any[K, ...]
+    infos: Mapping[str, Any]  # gymnasium's vector form, over all slots
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkIndex:
+    """Where the chunks of a fragment lie: slot by slot, within a slot by time. C chunks, none empty."""
+
+    slot: NDArray[np.int64]  # i64[C]
+    number: NDArray[np.int64]  # i64[C]  how many episodes the slot had before this one
+    start: NDArray[np.int64]  # i64[C]  row of the first transition
+    stop: NDArray[np.int64]  # i64[C]  row after the last transition
+    t_started: NDArray[np.int64]  # i64[C]  episode steps before `start`
+    lookback: NDArray[np.int64]  # i64[C]  rows before `start` that belong to the same episode, at most H
+    terminated: NDArray[np.bool_]  # bool[C]
+    truncated: NDArray[np.bool_]  # bool[C]
+
+
+class Fragment:
+    """T vector steps of one lane. Built by a `Lane`; read-only once it has left it.
+
+    Columns (`N` slots, `H` lookback rows, trees of arrays for nested spaces):
+
+        obs                        space's dtype[H+T+1, N, ...]
+        actions                    space's dtype[H+T, N, ...]   what the module chose
+        rewards                    f32[H+T, N]
+        terminateds, truncateds    bool[H+T, N]
+        policy_version             i64[H+T, N]   weights the action was computed with
+        one per extra output       any[H+T, N, ...]   action_logp, vf_preds, action_dist_inputs, …
+    """
+
+    def __init__(
+        self,
+        layout: FragmentLayout,
+        lane: int,
+        sequence: int,
+        columns: dict[str, Column],
+        *,
+        episode_start: NDArray[np.int64],
+        episode_number: NDArray[np.int64],
+    ) -> None:
+        self.layout = layout
+        self.lane = lane
+        self.sequence = sequence  # number of this fragment within its lane
+        self.columns = columns
+        self.observation_space: gym.Space[Any] | None = None
+        self.num_rows = layout.num_rows
+        self.episode_start = episode_start  # i64[N] row at which the slot's first episode began, may be negative
+        self.episode_number = episode_number  # i64[N]
+        self.finals: list[Final] = []
+        self.infos: list[Mapping[str, Any]] = [{}] * (layout.lookback + layout.num_rows + 1)
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+
+    @property
+    def first_row(self) -> int:
+        """The row of the first vector step: H."""
+        return self.layout.lookback
+
+    @property
+    def last_row(self) -> int:
+        """The row after the last vector step: H + T."""
+        return self.layout.lookback + self.num_rows
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions held, dead rows and lookback left out."""
+        return int((self.chunks.stop - self.chunks.start).sum())
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """Names of the extra model outputs, `policy_version` among them."""
+        return tuple(name for name in self.columns if name not in RECORDED and name != Columns.OBS)
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest policy version that an action of this fragment was computed with."""
+        return int(self.column(Columns.POLICY_VERSION).min())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in columns."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def column(self, name: str) -> Tree:
+        """The T rows of a column, lookback left out: a tree of views `any[T, N, ...]`.
+
+        Raises ColumnError for a name that the fragment does not have.
+        """
+        return self._named(name).rows(self.first_row, self.last_row)
+
+    def gather(self, name: str) -> Tree:
+        """A column's rows, chunk by chunk: a tree of new arrays `any[num_steps, ...]`."""
+        return map_tree(self.in_chunk_order, self.column(name))
+
+    def in_chunk_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """`any[T, N, ...]` to a new `any[num_steps, ...]`: the transitions alone, chunk by chunk."""
+        order = self.row_order
+        if order is None:
+            return np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1, *rows.shape[2:])
+        return rows.reshape(-1, *rows.shape[2:]).take(order, axis=0)
+
+    def last_observations(self) -> Tree:
+        """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
+        chunks = self.chunks
+        observations = map_tree(lambda leaf: leaf[chunks.stop, chunks.slot], self.columns[Columns.OBS].tree)
+        at = {(int(stop), int(slot)): i for i, (stop, slot) in enumerate(zip(chunks.stop, chunks.slot, strict=True))}
+        for final in self.finals:
+            places = [at[final.row + 1, int(slot)] for slot in final.slots]
+            map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
+        return observations
+
+    @cached_property
+    def chunks(self) -> ChunkIndex:
+        """Where the chunks lie."""
+        layout, first, last = self.layout, self.first_row, self.last_row
+        terminateds, truncateds = self.columns[Columns.TERMINATEDS].tree, self.columns[Columns.TRUNCATEDS].tree
+        done = (terminateds | truncateds)[first:last]
+        ended_slot, ended_row = np.nonzero(done.T)
+        ended_row += first
+        everyone = np.arange(layout.num_slots)
+        begin = np.maximum(self.episode_start, first)
+        gap = 2 if layout.resets_next_step else 1
+        # Each slot begins one chunk and, at every end, another; the sort keeps a slot's chunks in time order.
+        slot = np.concatenate([everyone, ended_slot])
+        order = np.argsort(slot, kind="stable")
+        slot = slot[order]
+        start = np.concatenate([begin, ended_row + gap])[order]
+        stop_order = np.argsort(np.concatenate([ended_slot, everyone]), kind="stable")
+        stop = np.concatenate([ended_row + 1, np.full(layout.num_slots, last)])[stop_order]
+        ended = np.concatenate([np.ones(len(ended_row), bool), np.zeros(layout.num_slots, bool)])[stop_order]
+        nth = np.arange(len(slot)) - np.searchsorted(slot, slot)
+        t_started = np.where(nth == 0, np.maximum(first - self.episode_start[slot], 0), 0)
+        keep = start < stop
+        slot, start, stop, ended, t_started = (x[keep] for x in (slot, start, stop, ended, t_started))
+        return ChunkIndex(
+            slot=slot,
+            number=self.episode_number[slot] + nth[keep],
+            start=start,
+            stop=stop,
+            t_started=t_started,
+            lookback=np.minimum(t_started, layout.lookback),
+            terminated=ended & terminateds[stop - 1, slot],
+            truncated=ended & truncateds[stop - 1, slot],
+        )
+
+    @cached_property
+    def row_order(self) -> NDArray[np.int64] | None:
+        """i64[num_steps]: `time * N + slot` of each transition, chunk by chunk; None when no row is dead."""
+        chunks, slots = self.chunks, self.layout.num_slots
+        lengths = chunks.stop - chunks.start
+        total = int(lengths.sum())
+        if total == self.num_rows * slots:
+            return None
+        offset = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        return (np.repeat(chunks.start - self.first_row, lengths) + offset) * slots + np.repeat(chunks.slot, lengths)
+
+    def episodes(self) -> "FragmentEpisodes":
+        """The chunks as a sequence of `SingleAgentEpisode`, made when asked for."""
+        return FragmentEpisodes([self])
+
+    def chunk(self, index: int) -> SingleAgentEpisode:
+        """Chunk number `index` of `chunks`, as an episode over views of the columns."""
+        chunks = self.chunks
+        slot, start, stop = int(chunks.slot[index]), int(chunks.start[index]), int(chunks.stop[index])
+        number, lookback = int(chunks.number[index]), int(chunks.lookback[index])
+        final = self._final_items.get((stop - 1, slot))
+        begin = start - lookback
+
+        def window(name: str, space: gym.Space[Any] | None = None) -> SealedWindow:
+            return SealedWindow(self.columns[name].tree, slot, begin, stop, lookback=lookback, space=space)
+
+        episode = SingleAgentEpisode(
+            self.layout.episode_id(slot, number),
+            observations=SealedWindow(
+                self.columns[Columns.OBS].tree,
+                slot,
+                begin,
+                stop + 1,
+                lookback=lookback,
+                space=self.observation_space,
+                last=None if final is None else final[0],
+            ),
+            observation_space=self.observation_space,
+            actions=window(Columns.ACTIONS, self.layout.action_space),
+            action_space=self.layout.action_space,
+            rewards=window(Columns.REWARDS),
+            infos=InfosWindow(
+                self.infos, slot, begin, stop + 1, lookback=lookback, last=None if final is None else final[1]
+            ),
+            extra_model_outputs={name: window(name) for name in self.extra_columns},
+            terminated=bool(chunks.terminated[index]),
+            truncated=bool(chunks.truncated[index]),
+            t_started=int(chunks.t_started[index]),
+            len_lookback_buffer=lookback,
+        )
+        episode.custom_data.update(self.custom_data.get((slot, number), {}))
+        return episode
+
+    def seal(self, num_rows: int) -> None:
+        """Take the first `num_rows` vector steps as the whole and make every column read-only."""
+        self.num_rows = num_rows
+        del self.infos[self.last_row + 1 :]
+        for column in self.columns.values():
+            column.seal()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Fragment {self.sequence} of lane {self.lane}: "
+            f"{self.num_rows} vector steps x {self.layout.num_slots} slots>"
+        )
+
+    def _named(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise ColumnError(f"{self!r} has no column '{name}'; columns: {', '.join(self.columns)}") from None
+
+    @cached_property
+    def _final_items(self) -> dict[tuple[int, int], tuple[Tree, Mapping[str, Any]]]:
+        """(row, slot) of an end -> that episode's last observation and the vector infos that go with it."""
+        return {
+            (final.row, int(slot)): (map_tree(lambda leaf, i=i: leaf[i], final.observations), final.infos)
+            for final in self.finals
+            for i, slot in enumerate(final.slots)
+        }
+
+
+class FragmentEpisodes(Sequence[SingleAgentEpisode]):
+    """The chunks of some fragments, fragment by fragment, as episodes that are made only when asked for.
+
+    A learner piece that loops over it gets episodes; one that asks for columns gets all rows at once.
+    """
+
+    def __init__(self, fragments: Sequence[Fragment]) -> None:
+        self.fragments = list(fragments)
+        self._bounds = np.cumsum([len(fragment.chunks.slot) for fragment in self.fragments])
+        self._made: dict[int, SingleAgentEpisode] = {}
+
+    def __len__(self) -> int:
+        return int(self._bounds[-1]) if self.fragments else 0
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]  # an IndexError for what lies outside, as a list gives
+        episode = self._made.get(position)
+        if episode is None:
+            which = int(np.searchsorted(self._bounds, position, side="right"))
+            before = int(self._bounds[which - 1]) if which else 0
+            episode = self._made[position] = self.fragments[which].chunk(position - before)
+        return episode
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """Names of the extra model outputs that every fragment has."""
+        return self.fragments[0].extra_columns if self.fragments else ()
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """i64[C]: steps of each chunk."""
+        return np.concatenate([fragment.chunks.stop - fragment.chunks.start for fragment in self.fragments])
+
+    def gather(self, name: str) -> Tree:
+        """A column's rows of all chunks, end to end: a tree of new arrays `any[sum(lengths), ...]`."""
+        return concatenate_trees([fragment.gather(name) for fragment in self.fragments])
+
+    def last_observations(self) -> Tree:
+        """The observation after each chunk's last step: a tree of new arrays `any[C, ...]`."""
+        return concatenate_trees([fragment.last_observations() for fragment in self.fragments])
+

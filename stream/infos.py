@@ -1,0 +1,60 @@
+"""gymnasium's vector infos: one dict over all slots, taken apart when somebody asks.
+
+`{"key": values over the slots, "_key": bool[N]}`: the mask says which slots have the key. Values may be arrays,
+lists, or such dicts again.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def info_of(infos: Mapping[str, Any], slot: int) -> dict[str, Any]:
+    """The info dict of one slot."""
+    return {
+        key: info_of(value, slot) if isinstance(value, Mapping) else _value_of(value, slot)
+        for key, value in infos.items()
+        if not _is_mask(infos, key) and _has(infos, key, slot)
+    }
+
+
+def replaced(
+    infos: Mapping[str, Any], others: Mapping[str, Any], slots: NDArray[np.bool_]
+) -> Mapping[str, Any]:
+    """`infos`, but for the slots in the mask `slots`: they have what `others` says of them, and no more."""
+    if not infos and not others:
+        return infos
+    per_slot = [info_of(others if taken else infos, slot) for slot, taken in enumerate(slots.tolist())]
+    keys = dict.fromkeys(key for info in per_slot for key in info)
+    merged: dict[str, Any] = {}
+    for key in keys:
+        values = np.empty(len(per_slot), dtype=object)
+        for slot, info in enumerate(per_slot):
+            values[slot] = info.get(key)
+        merged[key] = values
+        merged[f"_{key}"] = np.array([key in info for info in per_slot])
+    return merged
+
+
+def without(infos: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
+    """`infos` without these keys and their masks."""
+    dropped = {*keys, *(f"_{key}" for key in keys)}
+    return {key: value for key, value in infos.items() if key not in dropped}
+
+
+def _is_mask(infos: Mapping[str, Any], key: str) -> bool:
+    return key.startswith("_") and key[1:] in infos
+
+
+def _has(infos: Mapping[str, Any], key: str, slot: int) -> bool:
+    mask = infos.get(f"_{key}")
+    return mask is None or bool(mask[slot])
+
+
+def _value_of(value: Any, slot: int) -> Any:
+    """One slot's value; what does not run over the slots belongs to all of them."""
+    if isinstance(value, np.ndarray | list | tuple) and len(value) > slot:
+        return value[slot]
+    return value

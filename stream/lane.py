@@ -1,0 +1,396 @@
+"""A lane: slots that step together, the fragment that they are filling, and what travels with them.
+
+One lane is one message in the ring. At every moment it stands at a `row` of its fragment: the observation of
+that row is known, the action of that row is what is being worked out. A vector step is
+
+    record_actions(...)    what the module chose, into row `row`
+    record_step(...)       what the environment answered; `row` moves on by one
+    observations(), …      connector pieces read the new row and may write it back
+    commit()               the row is final; a full fragment may now be cut
+
+Observations that pieces rewrite may change the type of the `obs` column: see `commit`.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ColumnError, EpisodeError
+from rollflow.stream.fragment import Final, Fragment, FragmentLayout
+from rollflow.stream.space import row_of
+from rollflow.stream.tree import Tree, map_tree, stack_trees
+from rollflow.stream.window import LiveInfosWindow, LiveObservationsWindow, LiveWindow
+
+
+class Lane:
+    """The slots of one lane and the fragment in the making.
+
+        index            number of this lane
+        row              row of the current observation, H … H+T
+        batch            what flows between the stages: column name -> tree of arrays `any[N, ...]`
+        shared_data      what connector pieces tell each other, from env-to-module to module-to-env
+        policy_version   of the weights that the last forward pass used
+        num_steps        transitions recorded since the first reset
+
+    Raises ColumnError whenever an array does not fit its column.
+    """
+
+    def __init__(self, index: int, layout: FragmentLayout, observation_space: gym.Space[Any]) -> None:
+        self.index = index
+        self.layout = layout
+        self.batch: dict[str, Any] = {}
+        self.shared_data: dict[str, Any] = {}
+        self.policy_version = 0
+        self.num_steps = 0
+        self.episodes = LaneEpisodes(self)
+        # Spaces that the observation may have where pieces rewrite it, the environment's first.
+        self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
+        self.row = layout.lookback
+        self.episode_start = np.full(layout.num_slots, self.row)  # i64[N] row of the slot's first observation
+        self.episode_number = np.zeros(layout.num_slots, np.int64)
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
+        self._ended: Final | None = None  # episodes that ended in the last step and left obs[row] to the next
+        self._ended_items: dict[int, Tree] = {}
+        self._latest: Tree = None  # the current row, as the environment or the last piece left it
+        self._items: list[Tree] | None = None  # the same, slot by slot, while pieces write single slots
+        self._settled = False  # whether `_latest` is the column's own row
+        self._rewritten = False
+        self._typing = True  # until the first step the obs column may still take another type
+        self._extra: tuple[str, ...] | None = None
+        self.fragment = self._first_fragment()
+
+    # What the environment and the module say
+
+    def reset(self, observations: Tree, infos: Mapping[str, Any]) -> None:
+        """Take the first observations: a tree of arrays `any[N, ...]`, and gymnasium's vector infos."""
+        self.fragment.infos[self.row] = infos
+        self._take_observations(observations)
+
+    def record_actions(self, outputs: Mapping[str, Tree]) -> None:
+        """Write `actions` and every extra output, trees of arrays `any[N, ...]`, into the current row.
+
+        The first call fixes the names and types of the extra outputs; `policy_version` is added to them.
+        """
+        columns, row = self.fragment.columns, self.row
+        if self._extra is None:
+            self._add_extra_columns(outputs)
+        if len(outputs) != len(self._extra or ()) + 1:
+            self._refuse_outputs(outputs)
+        try:
+            columns[Columns.ACTIONS].write(row, outputs[Columns.ACTIONS])
+            for name in self._extra or ():
+                columns[name].write(row, outputs[name])
+        except KeyError:
+            self._refuse_outputs(outputs)
+        columns[Columns.POLICY_VERSION].tree[row] = self.policy_version
+
+    def record_step(
+        self,
+        observations: Tree,
+        rewards: NDArray[Any],
+        terminateds: NDArray[np.bool_],
+        truncateds: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write what one vector step gave, and move on to the next row.
+
+            observations               any[N, ...]  a tree; after an end, as the autoreset mode has it
+            rewards                    number[N]
+            terminateds, truncateds    bool[N]
+            infos                      gymnasium's vector form
+            final                      last observations (one per ended slot, in slot order) and their infos,
+                                       where `observations` already holds the next episodes' first
+        """
+        fragment, row = self.fragment, self.row
+        columns = fragment.columns
+        columns[Columns.REWARDS].write(row, rewards)
+        columns[Columns.TERMINATEDS].write(row, terminateds)
+        columns[Columns.TRUNCATEDS].write(row, truncateds)
+        self.num_steps += self.layout.num_slots
+        self.row = row + 1
+        self._typing = False
+        fragment.infos[row + 1] = infos
+        done = np.logical_or(terminateds, truncateds)
+        dead = self._dead
+        if dead is not None:
+            self._wake(dead, row)
+            done &= ~dead
+            self._dead = None
+        if np.count_nonzero(done):
+            if final is None:
+                self._dead = done
+            else:
+                slots = np.flatnonzero(done)
+                self._ended_items = dict(zip(slots.tolist(), final[0], strict=True))
+                self._ended = Final(row, slots, None, final[1])
+        self._take_observations(observations)
+
+    # What connector pieces read and write
+
+    def observations(self) -> Tree:
+        """The current observation of every slot, a tree of arrays `any[N, ...]`: a view, not to be written to."""
+        if self._items is not None:
+            self._latest, self._items = self._stacked(), None
+        if not self._settled:
+            self._settle()
+        return self._latest
+
+    def set_observations(self, observations: Tree) -> None:
+        """Replace the current observation of every slot by a tree of arrays `any[N, ...]`."""
+        self._latest, self._items, self._settled = observations, None, False
+        self._rewritten = True
+
+    def observation(self, slot: int) -> Tree:
+        """The current observation of one slot; of an episode that has just ended, its last."""
+        if self._ended is not None and slot in self._ended_items:
+            return self._ended_items[slot]
+        if self._items is not None:
+            return self._items[slot]
+        return map_tree(lambda leaf: leaf[slot], self._latest)
+
+    def set_observation(self, slot: int, observation: Tree) -> None:
+        """Replace the current observation of one slot; of an episode that has just ended, its last."""
+        self._rewritten = True
+        if self._ended is not None and slot in self._ended_items:
+            self._ended_items[slot] = observation
+            return
+        if self._items is None:
+            if self._settled and not self._typing and self._column.fits_item(observation):
+                self._column.write_slot(self.row, slot, observation)
+                return
+            latest = self._latest
+            self._items = [map_tree(lambda leaf, i=i: leaf[i], latest) for i in range(self.layout.num_slots)]
+            self._settled = False
+        self._items[slot] = observation
+
+    def commit(self) -> None:
+        """End the connector pieces' turn: the current row is final.
+
+        In the first row this settles the type of the `obs` column: that of the observations as the pieces left
+        them, with the matching one of `observation_spaces` (known before the first step). Later rows must fit it.
+        """
+        self.observations()
+        if not self._settled:
+            self._column.write(self.row, self._latest)  # raises: it does not fit
+        self.fragment.observation_space = self._space
+
+    @property
+    def ended(self) -> "EndedEpisodes | None":
+        """The episodes that ended in the last step and whose last observation no piece has seen yet.
+
+        Only under SAME_STEP and DISABLED: under NEXT_STEP the last observation comes by as a row of its own.
+        """
+        return None if self._ended is None else EndedEpisodes(self, self._ended.slots.tolist())
+
+    def commit_ended(self) -> None:
+        """End the connector pieces' turn on the episodes that ended in the last step."""
+        ended = self._ended
+        if ended is None:
+            return
+        observations = self._column.cast(stack_trees(list(self._ended_items.values())), len(ended.slots))
+        self.fragment.finals.append(Final(ended.row, ended.slots, observations, ended.infos))
+        self._begin_episodes(ended.slots, self.row)
+        self._ended = None
+        self._ended_items = {}
+
+    # Fragments
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the fragment has its T vector steps."""
+        return self.row == self.layout.lookback + self.layout.num_rows
+
+    @property
+    def at_start(self) -> bool:
+        """Whether the next step is the first of a fragment."""
+        return self.row == self.layout.lookback
+
+    @property
+    def vector_steps(self) -> int:
+        """Vector steps since the first reset."""
+        return self.fragment.sequence * self.layout.num_rows + self.row - self.layout.lookback
+
+    @property
+    def uncut_steps(self) -> int:
+        """Transitions in the fragment in the making: they are lost when the lane is closed before a cut."""
+        lookback = self.layout.lookback
+        steps = (self.row - lookback) * self.layout.num_slots
+        if self.layout.resets_next_step and steps:
+            steps = self._live_rows()
+        return steps
+
+    def cut(self) -> Fragment:
+        """Give the fragment away, read-only, and begin the next one with the last H rows as its lookback."""
+        old, lookback = self.fragment, self.layout.lookback
+        rows = self.row - lookback
+        begin = self.row - lookback
+        columns = {name: column.like() for name, column in old.columns.items()}
+        for name, column in columns.items():
+            column.copy_rows(old.columns[name], begin, self.row + (name == Columns.OBS))
+        self.episode_start -= rows
+        episode_start, episode_number = self.episode_start.copy(), self.episode_number.copy()
+        if self._dead is not None:
+            episode_start[self._dead] = lookback + 1
+            episode_number[self._dead] += 1
+        new = Fragment(
+            self.layout,
+            self.index,
+            old.sequence + 1,
+            columns,
+            episode_start=episode_start,
+            episode_number=episode_number,
+        )
+        new.observation_space = old.observation_space
+        new.infos[: lookback + 1] = old.infos[begin : self.row + 1]
+        old.custom_data = copy.deepcopy(self.custom_data)
+        old.seal(rows)
+        self.custom_data = {key: data for key, data in self.custom_data.items() if self._is_open(*key)}
+        self.fragment = new
+        self.row = lookback
+        self._latest = self._column.row(lookback)
+        return old
+
+    # Inside
+
+    @property
+    def _column(self) -> Column:
+        return self.fragment.columns[Columns.OBS]
+
+    def _first_fragment(self) -> Fragment:
+        layout = self.layout
+        slots, rows = layout.num_slots, layout.lookback + layout.num_rows
+        row_types: dict[str, Tree] = {
+            Columns.ACTIONS: row_of(layout.action_space, slots),
+            Columns.REWARDS: np.zeros(slots, np.float32),
+            Columns.TERMINATEDS: np.zeros(slots, np.bool_),
+            Columns.TRUNCATEDS: np.zeros(slots, np.bool_),
+            Columns.POLICY_VERSION: np.zeros(slots, np.int64),
+        }
+        columns = {Columns.OBS: self._observation_column(self.observation_spaces[0])}
+        columns |= {name: Column.empty(name, row, rows) for name, row in row_types.items()}
+        self._space = self.observation_spaces[0]
+        return Fragment(
+            layout,
+            self.index,
+            0,
+            columns,
+            episode_start=self.episode_start.copy(),
+            episode_number=self.episode_number.copy(),
+        )
+
+    def _observation_column(self, space: gym.Space[Any]) -> Column:
+        layout = self.layout
+        return Column.empty(Columns.OBS, row_of(space, layout.num_slots), layout.lookback + layout.num_rows + 1)
+
+    def _take_observations(self, observations: Tree) -> None:
+        self._items = None
+        column = self._column
+        if self._space is self.observation_spaces[0]:
+            column.write(self.row, observations)
+            self._latest, self._settled = column.row(self.row), True
+        else:
+            self._latest, self._settled = observations, False
+
+    def _settle(self) -> None:
+        """Put `_latest` into the column if it fits; before the first step, give the column its type if not."""
+        latest = self._latest
+        if self._typing:
+            space = self._matching_space(latest)
+            if space is not None and space is not self._space:
+                self._space = space
+                self.fragment.columns[Columns.OBS] = self._observation_column(space)
+        column = self._column
+        if column.fits_row(latest):
+            column.write(self.row, latest)
+            self._latest, self._settled = column.row(self.row), True
+
+    def _matching_space(self, observations: Tree) -> gym.Space[Any] | None:
+        """The last of `observation_spaces` that these observations fit; the first where no piece wrote any."""
+        spaces = self.observation_spaces if self._rewritten else self.observation_spaces[:1]
+        fitting = [space for space in spaces if self._observation_column(space).fits_row(observations)]
+        return fitting[-1] if fitting else None
+
+    def _stacked(self) -> Tree:
+        items = self._items or []
+        try:
+            return stack_trees(items)
+        except ValueError:
+            shapes = {str(map_tree(np.shape, item)): slot for slot, item in reversed(list(enumerate(items)))}
+            told = ", ".join(f"{shape} (slot {slot})" for shape, slot in shapes.items())
+            raise ColumnError(
+                f"lane {self.index}, column 'obs': connector pieces left observations of different shapes: {told}"
+            ) from None
+
+    def _add_extra_columns(self, outputs: Mapping[str, Tree]) -> None:
+        slots, rows = self.layout.num_slots, self.layout.lookback + self.layout.num_rows
+        self._extra = tuple(name for name in outputs if name != Columns.ACTIONS)
+        for name in self._extra:
+            row = map_tree(np.asarray, outputs[name])
+            for leaf in [row] if isinstance(row, np.ndarray) else _leaves(row):
+                if leaf.shape[:1] != (slots,) or leaf.dtype.hasobject:
+                    raise ColumnError(
+                        f"lane {self.index}: output '{name}' is {leaf.dtype}{list(leaf.shape)}, "
+                        f"expected numbers with a leading axis of {slots}, one row per slot"
+                    )
+            self.fragment.columns[name] = Column.empty(name, row, rows)
+
+    def _refuse_outputs(self, outputs: Mapping[str, Tree]) -> None:
+        expected = {Columns.ACTIONS, *(self._extra or ())}
+        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
+        raise ColumnError(
+            f"lane {self.index}: the outputs changed between steps: missing {missing}, new {new}; "
+            f"every step must give {sorted(expected)}"
+        )
+
+    def _wake(self, dead: NDArray[np.bool_], row: int) -> None:
+        """Row `row` only reset the slots in `dead`: it is no transition of theirs."""
+        columns = self.fragment.columns
+        columns[Columns.REWARDS].tree[row, dead] = 0.0
+        columns[Columns.TERMINATEDS].tree[row, dead] = False
+        columns[Columns.TRUNCATEDS].tree[row, dead] = False
+        slots = np.flatnonzero(dead)
+        self.num_steps -= len(slots)
+        self._begin_episodes(slots, row + 1)
+
+    def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
+        self.episode_start[slots] = row
+        self.episode_number[slots] += 1
+
+    def _live_rows(self) -> int:
+        """Transitions of the fragment in the making where dead rows stand between."""
+        lookback = self.layout.lookback
+        columns = self.fragment.columns
+        done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
+        # A dead row follows each end before the last row, and one that the fragment began with.
+        followed = int(np.count_nonzero(done[lookback : self.row - 1]))
+        began_dead = int(np.count_nonzero(self.fragment.episode_start == lookback + 1))
+        return (self.row - lookback) * self.layout.num_slots - followed - began_dead
+
+    def _is_open(self, slot: int, number: int) -> bool:
+        return int(self.episode_number[slot]) == number
+
+
+class LiveEpisode(SingleAgentEpisode):
+    """The ongoing episode of one slot, as views that move on with the lane; kept from step to step.
+
+    Reading it reads the columns, `set_observations(..., at_indices=-1)` writes them. It is always the slot's
+    current episode: to keep what it shows, copy it (`SingleAgentEpisode.from_state(episode.get_state())`).
+    """
+
+    def __init__(self, lane: Lane, slot: int) -> None:
+        self._lane, self._slot = lane, slot
+        super().__init__(
+            observations=LiveObservationsWindow(lane, slot),
+            actions=LiveWindow(lane, slot, Columns.ACTIONS, lane.layout.action_space),
+            rewards=LiveWindow(lane, slot, Columns.REWARDS),
+            infos=LiveInfosWindow(lane, slot),
+        )
