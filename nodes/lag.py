@@ -12,13 +12,13 @@ OnExcess = Literal["drop", "pace"]
 class LagBound:
     """Refuses fragments that are more than `max_lag` policy versions old.
 
-        weights      whose newest version a fragment's oldest is compared with
-        max_lag      versions; None: any age will do
-        on_excess    "drop": an older fragment is left out and counted
-                     "pace": the rollout is held back so that none gets older, as long as the weights are published
-                     once per batch; one that is older nonetheless raises LagError
+    weights      whose newest version a fragment's oldest is compared with
+    max_lag      versions; None: any age will do
+    on_excess    "drop": an older fragment is left out and counted
+                 "pace": the rollout is held back so that none gets older, as long as the weights are published
+                 once per batch; one that is older nonetheless raises LagError
 
-        dropped_fragments, dropped_steps    what was left out so far
+    dropped_fragments, dropped_steps    what was left out so far
     """
 
     def __init__(self, weights: PolicyWeights, max_lag: int | None, on_excess: OnExcess = "drop") -> None:

@@ -53,7 +53,10 @@ class PolicyWeights:
         given = {name: tuple(tensor.shape) for name, tensor in _tensors(weights).items()}
         if given == self._shapes:
             return
-        missing, unknown = sorted(self._shapes.keys() - given.keys()), sorted(given.keys() - self._shapes.keys())
+        missing, unknown = (
+            sorted(self._shapes.keys() - given.keys()),
+            sorted(given.keys() - self._shapes.keys()),
+        )
         differ = [
             f"'{name}' is {list(given[name])}, expected {list(self._shapes[name])}"
             for name in given

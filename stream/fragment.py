@@ -22,12 +22,13 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.buffer import LookbackBuffer
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
-from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.episode import REWARD_SPACE, SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
+from rollflow.stream.live_episode import EndedWindow, InfosWindow
 from rollflow.stream.tree import Tree, concatenate_trees, map_tree
-from rollflow.stream.window import InfosWindow, SealedWindow
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
@@ -165,7 +166,10 @@ class Fragment:
     def chunks(self) -> ChunkIndex:
         """Where the chunks lie."""
         layout, first, last = self.layout, self.first_row, self.last_row
-        terminateds, truncateds = self.columns[Columns.TERMINATEDS].tree, self.columns[Columns.TRUNCATEDS].tree
+        terminateds, truncateds = (
+            self.columns[Columns.TERMINATEDS].tree,
+            self.columns[Columns.TRUNCATEDS].tree,
+        )
         done = (terminateds | truncateds)[first:last]
         ended_slot, ended_row = np.nonzero(done.T)
         ended_row += first
@@ -204,7 +208,8 @@ class Fragment:
         if total == self.num_rows * slots:
             return None
         offset = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        return (np.repeat(chunks.start - self.first_row, lengths) + offset) * slots + np.repeat(chunks.slot, lengths)
+        order: NDArray[np.int64] = (np.repeat(chunks.start - self.first_row, lengths) + offset) * slots
+        return order + np.repeat(chunks.slot, lengths)
 
     def episodes(self) -> "FragmentEpisodes":
         """The chunks as a sequence of `SingleAgentEpisode`, made when asked for."""
@@ -218,32 +223,20 @@ class Fragment:
         final = self._final_items.get((stop - 1, slot))
         begin = start - lookback
 
-        def window(name: str, space: gym.Space[Any] | None = None) -> SealedWindow:
-            return SealedWindow(self.columns[name].tree, slot, begin, stop, lookback=lookback, space=space)
+        def buffer(name: str, space: gym.Space[Any] | None = None) -> LookbackBuffer:
+            views = map_tree(lambda leaf: leaf[begin:stop, slot], self.columns[name].tree)
+            return LookbackBuffer(views, lookback, space, name=name)
 
         episode = SingleAgentEpisode(
             self.layout.episode_id(slot, number),
-            observations=SealedWindow(
-                self.columns[Columns.OBS].tree,
-                slot,
-                begin,
-                stop + 1,
-                lookback=lookback,
-                space=self.observation_space,
-                last=None if final is None else final[0],
-            ),
-            observation_space=self.observation_space,
-            actions=window(Columns.ACTIONS, self.layout.action_space),
-            action_space=self.layout.action_space,
-            rewards=window(Columns.REWARDS),
-            infos=InfosWindow(
-                self.infos, slot, begin, stop + 1, lookback=lookback, last=None if final is None else final[1]
-            ),
-            extra_model_outputs={name: window(name) for name in self.extra_columns},
+            observations=self._observations(slot, begin, stop, lookback),
+            infos=InfosWindow(self.infos[begin : stop + 1], slot, lookback, None if final is None else final[1]),
+            actions=buffer(Columns.ACTIONS, self.layout.action_space),
+            rewards=buffer(Columns.REWARDS, REWARD_SPACE),
+            extra_model_outputs={name: buffer(name) for name in self.extra_columns},
             terminated=bool(chunks.terminated[index]),
             truncated=bool(chunks.truncated[index]),
             t_started=int(chunks.t_started[index]),
-            len_lookback_buffer=lookback,
         )
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
         return episode
@@ -260,6 +253,18 @@ class Fragment:
             f"<Fragment {self.sequence} of lane {self.lane}: "
             f"{self.num_rows} vector steps x {self.layout.num_slots} slots>"
         )
+
+    def _observations(self, slot: int, begin: int, stop: int, lookback: int) -> LookbackBuffer:
+        final, obs, space = (
+            self._final_items.get((stop - 1, slot)),
+            self.columns[Columns.OBS],
+            self.observation_space,
+        )
+        if final is not None:
+            views = map_tree(lambda leaf: leaf[begin:stop, slot], obs.tree)
+            return EndedWindow(views, final[0], lookback, space)
+        views = map_tree(lambda leaf: leaf[begin : stop + 1, slot], obs.tree)
+        return LookbackBuffer(views, lookback, space, name="observations")
 
     def _named(self, name: str) -> Column:
         try:
@@ -319,4 +324,3 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
     def last_observations(self) -> Tree:
         """The observation after each chunk's last step: a tree of new arrays `any[C, ...]`."""
         return concatenate_trees([fragment.last_observations() for fragment in self.fragments])
-

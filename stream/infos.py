@@ -20,9 +20,7 @@ def info_of(infos: Mapping[str, Any], slot: int) -> dict[str, Any]:
     }
 
 
-def replaced(
-    infos: Mapping[str, Any], others: Mapping[str, Any], slots: NDArray[np.bool_]
-) -> Mapping[str, Any]:
+def replaced(infos: Mapping[str, Any], others: Mapping[str, Any], slots: NDArray[np.bool_]) -> Mapping[str, Any]:
     """`infos`, but for the slots in the mask `slots`: they have what `others` says of them, and no more."""
     if not infos and not others:
         return infos

@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
-from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ColumnError, EpisodeError
+from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout
+from rollflow.stream.live_episode import EndedEpisodes, LaneEpisodes
 from rollflow.stream.space import row_of
-from rollflow.stream.tree import Tree, map_tree, stack_trees
-from rollflow.stream.window import LiveInfosWindow, LiveObservationsWindow, LiveWindow
+from rollflow.stream.tree import Tree, leaves_of, map_tree, stack_trees
 
 
 class Lane:
@@ -103,12 +102,12 @@ class Lane:
     ) -> None:
         """Write what one vector step gave, and move on to the next row.
 
-            observations               any[N, ...]  a tree; after an end, as the autoreset mode has it
-            rewards                    number[N]
-            terminateds, truncateds    bool[N]
-            infos                      gymnasium's vector form
-            final                      last observations (one per ended slot, in slot order) and their infos,
-                                       where `observations` already holds the next episodes' first
+        observations               any[N, ...]  a tree; after an end, as the autoreset mode has it
+        rewards                    number[N]
+        terminateds, truncateds    bool[N]
+        infos                      gymnasium's vector form
+        final                      last observations (one per ended slot, in slot order) and their infos,
+                                   where `observations` already holds the next episodes' first
         """
         fragment, row = self.fragment, self.row
         columns = fragment.columns
@@ -172,6 +171,27 @@ class Lane:
             self._settled = False
         self._items[slot] = observation
 
+    @property
+    def observation_space(self) -> gym.Space[Any]:
+        """The space of the `obs` column."""
+        return self._space
+
+    def is_settled(self, slot: int) -> bool:
+        """Whether the slot's current observation is the one that stands in the column."""
+        return self._settled and not (self._ended is not None and slot in self._ended_items)
+
+    def has_ended(self, slot: int) -> bool:
+        """Whether the episode that the slot shows ended with the last step."""
+        return (self._ended is not None and slot in self._ended_items) or (
+            self._dead is not None and bool(self._dead[slot])
+        )
+
+    def infos_at(self, row: int, slot: int) -> Mapping[str, Any]:
+        """The vector infos that go with an observation of the episode that the slot shows."""
+        if self._ended is not None and row == self.row and slot in self._ended_items:
+            return self._ended.infos
+        return self.fragment.infos[row]
+
     def commit(self) -> None:
         """End the connector pieces' turn: the current row is final.
 
@@ -184,7 +204,7 @@ class Lane:
         self.fragment.observation_space = self._space
 
     @property
-    def ended(self) -> "EndedEpisodes | None":
+    def ended(self) -> EndedEpisodes | None:
         """The episodes that ended in the last step and whose last observation no piece has seen yet.
 
         Only under SAME_STEP and DISABLED: under NEXT_STEP the last observation comes by as a row of its own.
@@ -335,7 +355,7 @@ class Lane:
         self._extra = tuple(name for name in outputs if name != Columns.ACTIONS)
         for name in self._extra:
             row = map_tree(np.asarray, outputs[name])
-            for leaf in [row] if isinstance(row, np.ndarray) else _leaves(row):
+            for leaf in leaves_of(row):
                 if leaf.shape[:1] != (slots,) or leaf.dtype.hasobject:
                     raise ColumnError(
                         f"lane {self.index}: output '{name}' is {leaf.dtype}{list(leaf.shape)}, "
@@ -377,20 +397,3 @@ class Lane:
 
     def _is_open(self, slot: int, number: int) -> bool:
         return int(self.episode_number[slot]) == number
-
-
-class LiveEpisode(SingleAgentEpisode):
-    """The ongoing episode of one slot, as views that move on with the lane; kept from step to step.
-
-    Reading it reads the columns, `set_observations(..., at_indices=-1)` writes them. It is always the slot's
-    current episode: to keep what it shows, copy it (`SingleAgentEpisode.from_state(episode.get_state())`).
-    """
-
-    def __init__(self, lane: Lane, slot: int) -> None:
-        self._lane, self._slot = lane, slot
-        super().__init__(
-            observations=LiveObservationsWindow(lane, slot),
-            actions=LiveWindow(lane, slot, Columns.ACTIONS, lane.layout.action_space),
-            rewards=LiveWindow(lane, slot, Columns.REWARDS),
-            infos=LiveInfosWindow(lane, slot),
-        )

@@ -70,7 +70,10 @@ class GeneralAdvantageEstimation(ConnectorV2):
             advantages = (advantages - advantages.mean()) / np.maximum(advantages.std(), np.float32(1e-4))
         if isinstance(episodes, FragmentEpisodes) or not _holds_items(batch):
             as_batched = torch.from_numpy if _holds_tensors(batch) else np.asarray
-            batch[Columns.ADVANTAGES], batch[Columns.VALUE_TARGETS] = as_batched(advantages), as_batched(targets)
+            batch[Columns.ADVANTAGES], batch[Columns.VALUE_TARGETS] = (
+                as_batched(advantages),
+                as_batched(targets),
+            )
             return batch
         begin = 0
         for episode in self.single_agent_episode_iterator(episodes):
@@ -133,7 +136,9 @@ class GeneralAdvantageEstimation(ConnectorV2):
             targets.append(advantage + values)
         return np.concatenate(advantages), np.concatenate(targets)
 
-    def _advantages(self, rewards: Floats, values: Floats, next_values: Floats, ends: NDArray[np.bool_]) -> Floats:
+    def _advantages(
+        self, rewards: Floats, values: Floats, next_values: Floats, ends: NDArray[np.bool_]
+    ) -> Floats:
         """From the last step backwards; time first, every other axis by itself.
 
         rewards        f32[T, ...]   for action t

@@ -1,0 +1,200 @@
+"""Synchronous nodes run as one: each is called with what the one before gave.
+
+A `Chain` is the part that needs no event loop. An item that enters is carried depth-first through the nodes until each of
+its descendants has left the chain (and is `pending`), has reached a feedback edge (and is `runnable` again), or is
+parked at a gate. Whoever drives the chain delivers what is pending before it pumps on; this is what lets a full channel
+hold the whole chain back.
+
+Time is read once after each call, not before and after: what the engine itself takes between two calls is counted with
+the later one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rollflow.stream.gate import Gate
+from rollflow.stream.graph import Edge, Graph, Port
+from rollflow.stream.meter import NodeMeter, clock
+
+Deliver = Callable[[Any], None]
+
+
+class Chain:
+    """The chained nodes `names` of a graph, in the order of the flow.
+
+    runnable    (what to call, item) of items that can go on
+    pending     (edge, item, meter of the giver) of items that have left the chain and are to be delivered
+    parked      (gate, what to call, item) of items that a gate holds
+    """
+
+    def __init__(self, graph: Graph, names: Sequence[str], meters: dict[str, NodeMeter]) -> None:
+        self.names = list(names)
+        self.runnable: deque[tuple[Deliver, Any]] = deque()
+        self.pending: deque[tuple[Edge, Any, NodeMeter]] = deque()
+        self.parked: list[tuple[Gate, Deliver, Any]] = []
+        self._graph = graph
+        self._meters = meters
+        self._mark = [0]  # when the last call ended
+        self._steps: dict[str, Deliver] = {}
+        self._routes: dict[str, Deliver] = {}
+        for name in reversed(self.names):
+            self._routes[name] = self._route(name)
+            self._steps[name] = self._step(name)
+
+    def entry(self, port: Port) -> Deliver:
+        """What to call, by `pump`, with an item that arrives at an inlet."""
+        return self._steps[port[0]]
+
+    @property
+    def can_start(self) -> bool:
+        """Whether one of the nodes sets out items of its own."""
+        return any(hasattr(self._graph.nodes[name].node, "start") for name in self.names)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether one of the nodes says, by `done`, that it wants no more."""
+        return any(getattr(self._graph.nodes[name].node, "done", False) for name in self.names)
+
+    def start(self) -> None:
+        """Carry what the nodes' `start()` give through the chain."""
+        self._carry_all("start", self.names)
+
+    def pump(self) -> None:
+        """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
+        self.carry(*self.runnable.popleft())
+
+    def carry(self, deliver: Deliver, item: Any) -> None:
+        """Carry one item through the chain, from where `deliver` takes it in."""
+        self._mark[0] = clock()
+        deliver(item)
+
+    def unpark(self) -> bool:
+        """Make parked items runnable where their gates admit them now; whether there were any."""
+        parked, self.parked = self.parked, []
+        for gate, deliver, item in parked:
+            if gate.admits(item):
+                self.runnable.append((deliver, item))
+            else:
+                self.parked.append((gate, deliver, item))
+        return len(self.parked) < len(parked)
+
+    def finish(self) -> None:
+        """Give up what is runnable or parked, and carry what the nodes' `finish()` give through the chain."""
+        self.runnable.clear()
+        self.parked.clear()
+        self._carry_all("finish", self.names)
+        self.runnable.clear()
+
+    def _carry_all(self, method: str, names: Iterable[str]) -> None:
+        for name in names:
+            given = getattr(self._graph.nodes[name].node, method, None)
+            if given is None:
+                continue
+            self._mark[0] = clock()
+            try:
+                outputs = iter(given() or ())
+                while (output := next(outputs, _END)) is not _END:
+                    self._routes[name](output)
+            except Exception as error:
+                note_node(error, name)
+                raise
+
+    def _step(self, name: str) -> Deliver:
+        call: Callable[[Any], Any] = self._graph.nodes[name].node
+        meter, mark, route = self._meters[name], self._mark, self._routes[name]
+
+        def step(item: Any) -> None:
+            try:
+                output = call(item)
+            except Exception as error:
+                note_node(error, name)
+                raise
+            now = clock()
+            meter.items += 1
+            meter.busy_ns += now - mark[0]
+            mark[0] = now
+            if output is not None:
+                route(output)
+
+        return step
+
+    def _route(self, name: str) -> Deliver:
+        """What is done with a node's output."""
+        spec = self._graph.nodes[name]
+        by_port = [self._deliver_all(self._edges((name, port)), self._meters[name]) for port in spec.outlets]
+        if not by_port:
+            return _ignore
+        if not spec.has_fields:
+            return by_port[0]
+        if len(by_port) == 2:
+            return _route_two(*by_port)
+
+        def route(output: Any) -> None:
+            for deliver, value in zip(by_port, output, strict=True):
+                if value is not None:
+                    deliver(value)
+
+        return route
+
+    def _edges(self, port: Port) -> list[Edge]:
+        graph = self._graph
+        return [edge for edge in (*graph.edges, *graph.outputs.values()) if edge.source == port]
+
+    def _deliver_all(self, edges: Sequence[Edge], meter: NodeMeter) -> Deliver:
+        delivers = [self._deliver(edge, meter) for edge in edges]
+        if len(delivers) == 1:
+            return delivers[0]
+
+        def deliver(item: Any) -> None:
+            for each in delivers:
+                each(item)
+
+        return deliver
+
+    def _deliver(self, edge: Edge, meter: NodeMeter) -> Deliver:
+        if not self._graph.is_chained(edge):
+            pending = self.pending
+            return lambda item: pending.append((edge, item, meter))
+        target = edge.target[0]
+        if edge.gate is not None:
+            return self._deliver_gated(edge.gate, target)
+        if edge.feedback:
+            steps, runnable = self._steps, self.runnable
+            return lambda item: runnable.append((steps[target], item))
+        return self._steps[target]
+
+    def _deliver_gated(self, gate: Gate, target: str) -> Deliver:
+        step = self._steps[target]
+
+        def deliver(item: Any) -> None:
+            if gate.admits(item):
+                step(item)
+            else:
+                self.parked.append((gate, step, item))
+
+        return deliver
+
+
+def note_node(error: BaseException, name: str) -> None:
+    """Say on an error in which node it arose; the first to say so is right."""
+    if not any(note.startswith("in node ") for note in getattr(error, "__notes__", ())):
+        error.add_note(f"in node '{name}'")
+
+
+def _route_two(first: Deliver, second: Deliver) -> Deliver:
+    def route(output: Any) -> None:
+        one, two = output
+        if two is not None:
+            second(two)
+        if one is not None:
+            first(one)
+
+    return route
+
+
+def _ignore(output: Any) -> None:
+    """A sink's output, which there is none of."""
+
+
+_END = object()

@@ -1,0 +1,248 @@
+"""Bounded channels, and the two ends that asynchronous nodes see.
+
+An end tries the way without waiting first. Every CHECKPOINT_EVERY such operations it passes through the event loop
+all the same, so that a task that never has to wait can still be cancelled and does not starve the others.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Generic, Literal, Self, TypeVar
+
+import anyio
+import anyio.lowlevel
+
+from rollflow.stream.meter import EdgeMeter, NodeMeter, clock
+
+T = TypeVar("T")
+Overflow = Literal["block", "drop_oldest", "latest"]
+
+CHECKPOINT_EVERY = 64
+
+
+class Channel(Generic[T]):
+    """A bounded first-in, first-out queue between one outlet and one inlet.
+
+        capacity    items held at most
+        overflow    what a full channel does with one more: "block" refuses it until there is room, "drop_oldest"
+                    throws its oldest away, "latest" likewise, with the meaning that only the newest counts
+
+    Of one event loop; not thread-safe.
+    """
+
+    def __init__(self, name: str, capacity: int, overflow: Overflow = "block") -> None:
+        self.meter = EdgeMeter(name, capacity)
+        self.capacity = capacity
+        self.overflow: Overflow = overflow
+        self.closed = False  # no more will come
+        self.abandoned = False  # nobody will take what comes
+        self.on_item: Callable[[], None] = _nothing
+        self._items: deque[T] = deque()
+        self._room: anyio.Event | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def offer(self, item: T) -> bool:
+        """Take the item without waiting; False when the channel is full and must not drop any."""
+        items, meter = self._items, self.meter
+        if self.abandoned:
+            return True
+        if len(items) >= self.capacity:
+            if self.overflow == "block":
+                return False
+            items.popleft()
+            meter.dropped += 1
+        items.append(item)
+        meter.items += 1
+        meter.holds(len(items))
+        self.on_item()
+        return True
+
+    async def send(self, item: T) -> None:
+        """Take the item as soon as there is room. When cancelled, the item has not been taken."""
+        if self.offer(item):
+            return
+        self.meter.blocked_count += 1
+        while True:
+            if self._room is None:
+                self._room = anyio.Event()
+            await self._room.wait()
+            if self.offer(item):
+                return
+
+    def take(self) -> T:
+        """Give the oldest item without waiting. Raises WouldBlock, or EndOfStream when no more will come."""
+        try:
+            item = self._items.popleft()
+        except IndexError:
+            raise (anyio.EndOfStream if self.closed else anyio.WouldBlock) from None
+        self.meter.holds(len(self._items))
+        self._wake_senders()
+        return item
+
+    def close(self) -> None:
+        """Say that no more will come."""
+        self.closed = True
+        self.on_item()
+
+    def abandon(self) -> None:
+        """Say that nobody will take what is held or comes yet: it counts as dropped, and senders go on."""
+        self.abandoned = True
+        self.meter.dropped += len(self._items)
+        self._items.clear()
+        self.meter.holds(0)
+        self._wake_senders()
+
+    def _wake_senders(self) -> None:
+        room, self._room = self._room, None
+        if room is not None:
+            room.set()
+
+
+class Inlet(Generic[T]):
+    """Where an asynchronous node takes items from: `async for item in inlet`. Ends when all that feeds it has ended."""
+
+    def __init__(self, channels: list[Channel[T]], meter: NodeMeter) -> None:
+        self._channels = channels
+        self._meter = meter
+        self._next = 0
+        self._unchecked = 0
+        self._arrived: anyio.Event | None = None
+        for channel in channels:
+            channel.on_item = self._wake
+
+    def receive_nowait(self) -> T:
+        """The next item. Raises anyio.WouldBlock when there is none yet, anyio.EndOfStream when none will come."""
+        ended, count = 0, len(self._channels)
+        for i in range(count):
+            which = (self._next + i) % count
+            try:
+                item = self._channels[which].take()
+            except anyio.WouldBlock:
+                continue
+            except anyio.EndOfStream:
+                ended += 1
+                continue
+            self._next = which + 1
+            self._meter.items += 1
+            return item
+        if ended == count:
+            raise anyio.EndOfStream
+        raise anyio.WouldBlock
+
+    async def receive(self) -> T:
+        """The next item, as soon as there is one. Raises anyio.EndOfStream. When cancelled, no item is lost."""
+        self._unchecked += 1
+        if self._unchecked >= CHECKPOINT_EVERY:
+            self._unchecked = 0
+            await anyio.lowlevel.checkpoint()
+        while True:
+            try:
+                return self.receive_nowait()
+            except anyio.WouldBlock:
+                pass
+            self._unchecked = 0
+            self._arrived = anyio.Event()
+            self._meter.begin_wait()
+            try:
+                await self._arrived.wait()
+            finally:
+                self._meter.end_wait()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    def _wake(self) -> None:
+        if self._arrived is not None:
+            self._arrived.set()
+
+
+class Outlet(Generic[T]):
+    """Where an asynchronous node gives items to: every channel of a fan-out gets the same object."""
+
+    def __init__(self, channels: list[Channel[T]], meter: NodeMeter, *, counts_items: bool = False) -> None:
+        self._channels = channels
+        self._meter = meter
+        self._counts_items = counts_items
+        self._unchecked = 0
+        self._sending = 0
+        self._stop: anyio.CancelScope | None = None
+
+    async def send(self, item: T) -> None:
+        """Give an item, waiting for room. When cancelled, those channels that were full do not have it."""
+        self._unchecked += 1
+        if self._unchecked >= CHECKPOINT_EVERY:
+            self._unchecked = 0
+            await anyio.lowlevel.checkpoint()
+        self._sending += 1
+        try:
+            for channel in self._channels:
+                if not channel.offer(item):
+                    await self._send_waiting(channel, item)
+        finally:
+            self._sending -= 1
+        self._meter.items += self._counts_items
+        if self._stop is not None:
+            self._stop.cancel()
+            await anyio.lowlevel.checkpoint()
+
+    def send_nowait(self, item: T) -> None:
+        """Give an item at once. Raises anyio.WouldBlock, having given it to nobody, when a channel is full."""
+        if any(len(c) >= c.capacity and c.overflow == "block" and not c.abandoned for c in self._channels):
+            raise anyio.WouldBlock
+        for channel in self._channels:
+            channel.offer(item)
+        self._meter.items += self._counts_items
+
+    def stop_after_send(self, scope: anyio.CancelScope) -> None:
+        """Cancel `scope`, at once or as soon as a send that is under way has been done."""
+        self._stop = scope
+        if not self._sending:
+            scope.cancel()
+
+    def close(self) -> None:
+        """Say that no more will come."""
+        for channel in self._channels:
+            channel.close()
+
+    async def _send_waiting(self, channel: Channel[T], item: T) -> None:
+        self._unchecked = 0
+        self._meter.begin_block()
+        try:
+            await channel.send(item)
+        finally:
+            self._meter.end_block()
+
+
+class Output(Inlet[T]):
+    """An output of a running graph: `async for item in run["name"]`.
+
+    The time between handing out an item and being asked for the next is its reader's work, metered as `caller`.
+    """
+
+    def __init__(self, channel: Channel[T], caller: NodeMeter) -> None:
+        super().__init__([channel], NodeMeter(channel.meter.name))
+        self._caller = caller
+        self._handed_out: int | None = None
+
+    async def receive(self) -> T:
+        if self._handed_out is not None:
+            self._caller.busy_ns += clock() - self._handed_out
+            self._handed_out = None
+        item = await super().receive()
+        self._caller.items += 1
+        self._handed_out = clock()
+        return item
+
+    def __aiter__(self) -> Self:
+        return self
+
+
+def _nothing() -> Any:
+    pass

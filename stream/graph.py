@@ -1,0 +1,276 @@
+"""A graph of nodes: drawn, checked and explained before it runs.
+
+Without its feedback edges a graph is acyclic. Synchronous neighbours that stand in the same thread and were joined
+without a capacity are *chained*: they run as one task, which calls them in turn. Every other edge is a bounded channel.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rollflow.stream.channel import Overflow
+from rollflow.stream.drawing import explain, mermaid
+from rollflow.stream.errors import GraphError
+from rollflow.stream.gate import Gate
+from rollflow.stream.port import NodeSpec, Where, meet, read_node, type_name
+
+if TYPE_CHECKING:
+    from rollflow.stream.run import Run
+
+Port = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """From one node's outlet to another's inlet, or to an output of the graph."""
+
+    source: Port
+    target: Port
+    capacity: int | None
+    overflow: Overflow = "block"
+    feedback: bool = False
+    gate: Gate | None = None
+
+    @property
+    def name(self) -> str:
+        """`a.out → b.items`."""
+        return f"{'.'.join(self.source)} → {'.'.join(self.target)}"
+
+
+class Graph:
+    """Nodes with named, typed ports, and the edges between them.
+
+    >>> graph = Graph("doubling")
+    >>> graph.add(source=numbers, double=lambda number: 2 * number)
+    >>> graph.connect("source", "double", capacity=4)
+    >>> graph.output("doubled", "double")
+
+    `numbers` may be `async def numbers(out: Outlet[int]) -> None`. What a node may be is said in `read_node`; a Graph, or
+    an object with a method `graph() -> Graph`, is a node too: its outputs and inputs are its ports.
+    """
+
+    def __init__(self, name: str = "graph") -> None:
+        self.name = name
+        self.nodes: dict[str, NodeSpec] = {}
+        self.edges: list[Edge] = []
+        self.outputs: dict[str, Edge] = {}
+        self.inputs: dict[str, Port] = {}
+        self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
+
+    # Drawing
+
+    def add(self, **nodes: Any) -> None:
+        """Add nodes, each under its keyword as its name. Raises GraphError for what is no node."""
+        for name, node in nodes.items():
+            self.add_node(name, node)
+
+    def add_node(self, name: str, node: Any, *, where: Where | None = None) -> None:
+        """Add one node; `where="thread"` has a synchronous node's calls made in a worker thread, one at a time."""
+        if name in self.nodes or name in self._composites:
+            raise GraphError(f"graph '{self.name}' has a node '{name}' already")
+        inner = node if isinstance(node, Graph) else node.graph() if hasattr(node, "graph") else None
+        if inner is None:
+            self.nodes[name] = read_node(name, node, where)
+            return
+        inner_name = f"{name}/"
+        for spec in inner.nodes.values():
+            self.nodes[inner_name + spec.name] = replace(spec, name=inner_name + spec.name)
+        for edge in inner.edges:
+            source, target = _within(inner_name, edge.source), _within(inner_name, edge.target)
+            self.edges.append(replace(edge, source=source, target=target))
+        outlets = {export: _within(inner_name, edge.source) for export, edge in inner.outputs.items()}
+        inlets = {export: _within(inner_name, port) for export, port in inner.inputs.items()}
+        self._composites[name] = inlets, outlets
+
+    def connect(
+        self,
+        source: str,
+        target: str,
+        *,
+        capacity: int | None = None,
+        overflow: Overflow = "block",
+        feedback: bool = False,
+        gate: Gate | None = None,
+    ) -> None:
+        """Join an outlet to an inlet: `"node.port"`, or `"node"` where it has only one.
+
+            capacity    items that may wait on the edge. None asks for no channel: synchronous neighbours are then
+                        chained; where they can't be, the edge holds one item
+            overflow    what a full edge does: "block" holds the sender back, "drop_oldest" and "latest" throw the
+                        oldest away, which is counted
+            feedback    declares that this edge closes a cycle. What goes round in a cycle must fit into it: its nodes
+                        may not send more items than its edges hold
+            gate        lets items pass one by one; only between synchronous nodes joined without a capacity
+
+        An outlet joined to several inlets gives each the same object; an inlet joined to several outlets takes from all.
+        Raises GraphError for an unknown port, for types that don't meet, and for a capacity below 1.
+        """
+        outlet, inlet = self._port(source, outlet=True), self._port(target, outlet=False)
+        if capacity is not None and capacity < 1:
+            raise GraphError(f"{source} → {target}: capacity is {capacity}, expected at least 1, or None")
+        if overflow not in ("block", "drop_oldest", "latest"):
+            raise GraphError(
+                f"{source} → {target}: overflow is {overflow!r}, expected 'block', 'drop_oldest' or 'latest'"
+            )
+        if overflow != "block" and (feedback or capacity is None):
+            told = "a feedback edge" if feedback else "an edge without a capacity"
+            raise GraphError(f"{source} → {target}: {told} can't have overflow='{overflow}', expected 'block'")
+        given, taken = self.nodes[outlet[0]].outlets[outlet[1]], self.nodes[inlet[0]].inlets[inlet[1]]
+        if not meet(given, taken):
+            raise GraphError(
+                f"{'.'.join(outlet)} gives {type_name(given)}, but {'.'.join(inlet)} takes {type_name(taken)}"
+            )
+        edge = Edge(outlet, inlet, capacity, overflow, feedback, gate)
+        if gate is not None and (feedback or not self.is_chained(edge)):
+            raise GraphError(
+                f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity that is "
+                "no feedback edge"
+            )
+        self.edges.append(edge)
+
+    def output(self, name: str, port: str, *, capacity: int = 1) -> None:
+        """Export an outlet: as an async iterator of the run, or as a port where this graph is a node of another."""
+        if name in self.outputs:
+            raise GraphError(f"graph '{self.name}' has an output '{name}' already")
+        if capacity < 1:
+            raise GraphError(f"output '{name}': capacity is {capacity}, expected at least 1")
+        self.outputs[name] = Edge(self._port(port, outlet=True), (self.name, name), capacity)
+
+    def input(self, name: str, port: str) -> None:
+        """Export an inlet, as a port where this graph is a node of another."""
+        self.inputs[name] = self._port(port, outlet=False)
+
+    # Checking
+
+    def validate(self) -> None:
+        """Raise GraphError for the first thing that can't run: an unconnected port, a cycle, a node nothing reaches."""
+        if not self.nodes:
+            raise GraphError(f"graph '{self.name}' has no nodes")
+        fed = {edge.target for edge in self.edges}
+        read = {edge.source for edge in (*self.edges, *self.outputs.values())}
+        for name, spec in self.nodes.items():
+            for port in spec.inlets:
+                if (name, port) in self.inputs.values():
+                    raise GraphError(
+                        f"'{name}.{port}' is an input of graph '{self.name}', which has to be fed by another"
+                    )
+                if (name, port) not in fed:
+                    raise GraphError(f"inlet '{name}.{port}' is connected to nothing: connect an outlet to it")
+            for port in spec.outlets:
+                if (name, port) not in read:
+                    raise GraphError(
+                        f"outlet '{name}.{port}' is connected to nothing: connect it to an inlet, or make it an output"
+                    )
+        cycle = self._cycle()
+        if cycle:
+            raise GraphError(f"cycle {' → '.join(cycle)}: declare the edge that closes it with feedback=True")
+        unreached = self._unreached()
+        if unreached:
+            raise GraphError(
+                f"nothing would ever flow through {', '.join(unreached)}: no source feeds them, and none of them has a "
+                "start() that sets out the first items"
+            )
+
+    def is_chained(self, edge: Edge) -> bool:
+        """Whether the nodes at both ends of an edge run as one task."""
+        if edge.capacity is not None or edge.target[0] not in self.nodes:
+            return False
+        return all(
+            not spec.is_async and spec.where == "inline"
+            for spec in (self.nodes[edge.source[0]], self.nodes[edge.target[0]])
+        )
+
+    def groups(self) -> list[list[str]]:
+        """The nodes task by task; within a chain in the order of the flow."""
+        group_of = {name: name for name in self.nodes}
+        for edge in self.edges:
+            if self.is_chained(edge):
+                merged, kept = group_of[edge.target[0]], group_of[edge.source[0]]
+                group_of = {name: kept if group == merged else group for name, group in group_of.items()}
+        groups: dict[str, list[str]] = {}
+        for name in self.flow_order():
+            groups.setdefault(group_of[name], []).append(name)
+        return list(groups.values())
+
+    def flow_order(self) -> list[str]:
+        """The nodes from sources to sinks, feedback edges left out."""
+        order: list[str] = []
+        waiting = dict.fromkeys(self.nodes)
+        forward = [(edge.source[0], edge.target[0]) for edge in self.edges if not edge.feedback]
+        while waiting:
+            ready = [name for name in waiting if not any(t == name and s in waiting for s, t in forward)]
+            for name in ready or list(waiting):
+                order.append(name)
+                del waiting[name]
+        return order
+
+    # Showing and running
+
+    def explain(self) -> str:
+        """What is chained into one task, where each node runs, and how much each edge holds."""
+        return explain(self)
+
+    def mermaid(self) -> str:
+        """A Mermaid flowchart of the graph."""
+        return mermaid(self)
+
+    def run(self) -> "AbstractAsyncContextManager[Run]":
+        """`async with graph.run() as run:` checks the graph and runs it until the block is left."""
+        from rollflow.stream.run import running  # a run is made of a graph: not at the top, or both would be half there
+
+        self.validate()
+        return running(self)
+
+    # Inside
+
+    def _port(self, text: str, *, outlet: bool) -> Port:
+        name, _, port = text.partition(".")
+        kind = "outlet" if outlet else "inlet"
+        if name in self._composites:
+            ports: Iterable[str] = self._composites[name][outlet]
+        elif name in self.nodes:
+            ports = self.nodes[name].outlets if outlet else self.nodes[name].inlets
+        else:
+            there = ", ".join([*self.nodes, *self._composites]) or "none"
+            raise GraphError(f"'{text}': graph '{self.name}' has no node '{name}'; nodes: {there}")
+        there = ", ".join(ports) or "none"
+        if not port:
+            if len(list(ports)) != 1:
+                raise GraphError(f"'{text}': node '{name}' has not one {kind} but these: {there}; write 'node.port'")
+            port = next(iter(ports))
+        elif port not in ports:
+            raise GraphError(f"'{text}': node '{name}' has no {kind} '{port}'; {kind}s: {there}")
+        return self._composites[name][outlet][port] if name in self._composites else (name, port)
+
+    def _cycle(self) -> list[str]:
+        """The names round a cycle without a feedback edge, the first repeated at the end; empty where there is none."""
+        after: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for edge in self.edges:
+            if not edge.feedback:
+                after[edge.source[0]].append(edge.target[0])
+        done: set[str] = set()
+
+        def visit(name: str, path: list[str]) -> list[str]:
+            if name in path:
+                return [*path[path.index(name) :], name]
+            found = next(
+                (cycle for each in after[name] if name not in done and (cycle := visit(each, [*path, name]))), []
+            )
+            done.add(name)
+            return found
+
+        return next((cycle for name in self.nodes if (cycle := visit(name, []))), [])
+
+    def _unreached(self) -> list[str]:
+        reached = {name for name, spec in self.nodes.items() if spec.starts}
+        grew = True
+        while grew:
+            more = {edge.target[0] for edge in self.edges if edge.source[0] in reached} - reached
+            reached |= more
+            grew = bool(more)
+        return [name for name in self.nodes if name not in reached]
+
+
+def _within(prefix: str, port: Port) -> Port:
+    return prefix + port[0], port[1]

@@ -1,0 +1,284 @@
+"""The ongoing episodes of a lane, as views that move on with it."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.stream.buffer import LookbackBuffer
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import EpisodeError
+from rollflow.stream.infos import info_of
+from rollflow.stream.tree import Tree, concatenate_trees, map_tree, stack_trees
+
+if TYPE_CHECKING:
+    from rollflow.stream.lane import Lane
+
+
+class LiveEpisode(SingleAgentEpisode):
+    """The ongoing episode of one slot: reading it reads the lane's columns, `set_…` writes them.
+
+    It is always the slot's current episode, and its current chunk begins where the lane's fragment does. To keep what
+    it shows, copy it: `SingleAgentEpisode.from_state(episode.get_state())`. Only environments add steps to it.
+    """
+
+    def __init__(self, lane: "Lane", slot: int) -> None:
+        # The base class would store what is read from the lane here, so its constructor is not called.
+        self._lane, self._slot = lane, slot
+        self.agent_id = self.module_id = self.multi_agent_episode_id = None
+        self._began = self._last_step_at = None
+        self.observations = _LiveObservations(lane, slot)
+        self.infos = _LiveInfos(lane, slot)
+        self.actions = _LiveColumn(lane, slot, Columns.ACTIONS, lane.layout.action_space)
+        self.rewards = _LiveColumn(lane, slot, Columns.REWARDS)
+
+    @property
+    def id_(self) -> str:  # type: ignore[override]
+        """The id of the slot's current episode."""
+        return self._lane.layout.episode_id(self._slot, int(self._lane.episode_number[self._slot]))
+
+    @property
+    def custom_data(self) -> dict[Any, Any]:  # type: ignore[override]
+        """A dict that stays with the episode, and goes with its chunks."""
+        number = int(self._lane.episode_number[self._slot])
+        return self._lane.custom_data.setdefault((self._slot, number), {})
+
+    @property
+    def extra_model_outputs(self) -> dict[str, LookbackBuffer]:  # type: ignore[override]
+        """The module's other outputs, as buffers over their columns."""
+        lane, slot = self._lane, self._slot
+        return {name: _LiveColumn(lane, slot, name) for name in lane.fragment.extra_columns}
+
+    @property  # type: ignore[misc]
+    def t(self) -> int:
+        """Steps since the episode's reset."""
+        return self._lane.row - int(self._lane.episode_start[self._slot])
+
+    @property  # type: ignore[misc]
+    def t_started(self) -> int:
+        """Steps since the episode's reset when the lane's fragment began."""
+        return max(0, self._lane.layout.lookback - int(self._lane.episode_start[self._slot]))
+
+    @property  # type: ignore[misc]
+    def is_terminated(self) -> bool:
+        """Whether the last step terminated the episode; the lane shows an ended episode once, before its reset."""
+        return self._lane.has_ended(self._slot) and self._flag(Columns.TERMINATEDS)
+
+    @property  # type: ignore[misc]
+    def is_truncated(self) -> bool:
+        """Whether the last step truncated the episode."""
+        return self._lane.has_ended(self._slot) and self._flag(Columns.TRUNCATEDS)
+
+    def add_env_reset(self, observation: Any, infos: Any = None) -> NoReturn:
+        """Refused: the environments do it."""
+        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
+
+    def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: the environments do it."""
+        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
+
+    def concat_episode(self, other: SingleAgentEpisode) -> NoReturn:
+        """Refused: the environments add to it."""
+        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
+
+    def _flag(self, name: str) -> bool:
+        return bool(self._lane.fragment.columns[name].tree[self._lane.row - 1, self._slot])
+
+
+class LaneEpisodes(Sequence[SingleAgentEpisode]):
+    """The ongoing episode of every slot of a lane: episodes are made when first asked for, and then kept.
+
+    A connector piece that loops over it gets episodes; one that asks for columns gets all slots at once.
+    """
+
+    def __init__(self, lane: "Lane") -> None:
+        self.lane = lane
+        self._made: list[SingleAgentEpisode] | None = None
+
+    def __len__(self) -> int:
+        return self.lane.layout.num_slots
+
+    def __getitem__(self, index: Any) -> Any:
+        if self._made is None:
+            self._made = [LiveEpisode(self.lane, slot) for slot in range(len(self))]
+        return self._made[index]
+
+    def observations(self) -> Tree:
+        """The latest observation of every slot, a tree of arrays `any[N, ...]`: views, not to be written to."""
+        return self.lane.observations()
+
+    def set_observations(self, observations: Tree) -> None:
+        """Replace the latest observation of every slot by a tree of arrays `any[N, ...]`."""
+        self.lane.set_observations(observations)
+
+
+class EndedEpisodes(LaneEpisodes):
+    """The episodes of a lane that ended in its last step, K of them, each with its last observation."""
+
+    def __init__(self, lane: "Lane", slots: Sequence[int]) -> None:
+        super().__init__(lane)
+        self.slots = list(slots)
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, index: Any) -> Any:
+        slots = self.slots[index]
+        return [self.lane.episodes[slot] for slot in slots] if isinstance(slots, list) else self.lane.episodes[slots]
+
+    def observations(self) -> Tree:
+        """The last observation of each ended episode, a tree of arrays `any[K, ...]`."""
+        return stack_trees([self.lane.observation(slot) for slot in self.slots])
+
+    def set_observations(self, observations: Tree) -> None:
+        """Replace the last observation of each ended episode by a tree of arrays `any[K, ...]`."""
+        for i, slot in enumerate(self.slots):
+            self.lane.set_observation(slot, map_tree(lambda leaf, i=i: leaf[i], observations))
+
+
+class EndedWindow(LookbackBuffer):
+    """A finished chunk's observations where the last one lies beside the column: joined when more than one is read.
+
+    data    tree of arrays `any[L + n, ...]`, without the last observation
+    last    the last observation
+    """
+
+    def __init__(self, data: Tree, last: Tree, lookback: int, space: gym.Space[Any] | None) -> None:
+        super().__init__(data, lookback, space, name="observations")
+        self._last = last
+
+    def total(self) -> int:
+        return super().total() + 1
+
+    def item(self, position: int) -> Any:
+        return self._last if position == self.total() - 1 else super().item(position)
+
+    def items(self, where: Any) -> Any:
+        before = super().total()
+        if isinstance(where, slice) and where.stop <= before:
+            return super().items(where)
+        joined = concatenate_trees([self.data, map_tree(lambda leaf: np.asarray(leaf)[None], self._last)])
+        return map_tree(lambda leaf: leaf[where], joined)
+
+
+class InfosWindow(LookbackBuffer):
+    """One slot's info dicts, out of gymnasium's vector infos of some rows.
+
+    rows     vector infos, L + n of them
+    last     vector infos that the last item is taken from, where that is not the last row
+    """
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], slot: int, lookback: int, last: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__([], lookback, name="infos")
+        self._rows = [*rows[:-1], last] if last is not None else rows
+        self._slot = slot
+
+    def total(self) -> int:
+        return len(self._rows)
+
+    def item(self, position: int) -> Any:
+        return info_of(self._rows[position], self._slot)
+
+    def items(self, where: Any) -> Any:
+        positions = range(*where.indices(self.total())) if isinstance(where, slice) else where
+        return [self.item(position) for position in positions]
+
+    def write(self, position: int, item: Any) -> None:
+        raise EpisodeError("infos of a fragment are read-only")
+
+
+class _LiveColumn(LookbackBuffer):
+    """One slot's part of a column in the making, from the lookback up to the lane's row."""
+
+    def __init__(self, lane: "Lane", slot: int, name: str, space: gym.Space[Any] | None = None) -> None:
+        super().__init__(None, 0, space, name=name)
+        self._lane, self._slot, self._column = lane, slot, name
+
+    @property
+    def lookback(self) -> int:
+        return self._lane.layout.lookback - min(self._begin, self._lane.layout.lookback)
+
+    @property
+    def is_numpy(self) -> bool:
+        return True
+
+    @property
+    def _begin(self) -> int:
+        return max(0, int(self._lane.episode_start[self._slot]))
+
+    def total(self) -> int:
+        return self._lane.row - self._begin
+
+    def item(self, position: int) -> Any:
+        row, slot = self._begin + position, self._slot
+        return map_tree(lambda leaf: leaf[row, slot], self._lane.fragment.columns[self._column].tree)
+
+    def items(self, where: Any) -> Any:
+        begin, slot = self._begin, self._slot
+        rows = slice(where.start + begin, where.stop + begin) if isinstance(where, slice) else np.add(where, begin)
+        return map_tree(lambda leaf: leaf[rows, slot], self._lane.fragment.columns[self._column].tree)
+
+    def write(self, position: int, item: Any) -> None:
+        self._lane.fragment.columns[self._column].write_slot(self._begin + position, self._slot, item)
+
+
+class _LiveObservations(_LiveColumn):
+    """The same for observations, of which there is one more: the one that pieces may still rewrite."""
+
+    def __init__(self, lane: "Lane", slot: int) -> None:
+        super().__init__(lane, slot, Columns.OBS)
+
+    @property
+    def space(self) -> gym.Space[Any] | None:
+        return self._lane.observation_space
+
+    @space.setter
+    def space(self, space: gym.Space[Any] | None) -> None:
+        """The lane knows the space of its column; a piece that sets its own on an episode changes nothing."""
+
+    def total(self) -> int:
+        return super().total() + 1
+
+    def item(self, position: int) -> Any:
+        if position == self.total() - 1:
+            return self._lane.observation(self._slot)
+        return super().item(position)
+
+    def items(self, where: Any) -> Any:
+        latest = self.total() - 1
+        if self._lane.is_settled(self._slot) or (isinstance(where, slice) and where.stop <= latest):
+            return super().items(where)
+        positions = range(*where.indices(latest + 1)) if isinstance(where, slice) else where
+        return stack_trees([self.item(position) for position in positions])
+
+    def write(self, position: int, item: Any) -> None:
+        if position == self.total() - 1:
+            self._lane.set_observation(self._slot, item)
+        else:
+            super().write(position, item)
+
+
+class _LiveInfos(_LiveColumn):
+    def __init__(self, lane: "Lane", slot: int) -> None:
+        super().__init__(lane, slot, Columns.INFOS)
+
+    @property
+    def is_numpy(self) -> bool:
+        return False
+
+    def total(self) -> int:
+        return super().total() + 1
+
+    def item(self, position: int) -> Any:
+        return info_of(self._lane.infos_at(self._begin + position, self._slot), self._slot)
+
+    def items(self, where: Any) -> Any:
+        positions = range(*where.indices(self.total())) if isinstance(where, slice) else where
+        return [self.item(position) for position in positions]
+
+    def write(self, position: int, item: Any) -> None:
+        raise EpisodeError("infos of a rollout's episode are read-only")

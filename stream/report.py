@@ -1,0 +1,105 @@
+"""What a run has counted so far, and which stage holds the others back."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rollflow.stream.meter import EdgeMeter, NodeMeter
+
+CALLER = "caller"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """One node's counts; busy, idle and blocked seconds add up to the elapsed time."""
+
+    name: str
+    items: int
+    busy_s: float
+    idle_s: float
+    blocked_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EdgeReport:
+    """One channel's counts; `mean_held` is over time, `full` a share of the elapsed time."""
+
+    name: str
+    capacity: int
+    items: int
+    held: int
+    mean_held: float
+    peak: int
+    dropped: int
+    blocked_count: int
+    full: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Counts of all nodes and edges over `elapsed_s` seconds. `str(report)` is a table.
+
+    `bottleneck` names the busiest stage: in a stream whose channels are bounded it is the one that all others wait
+    for. The reader of the outputs is a stage too, named `caller`: what it does between two items.
+    """
+
+    elapsed_s: float
+    nodes: tuple[NodeReport, ...]
+    edges: tuple[EdgeReport, ...]
+
+    @property
+    def bottleneck(self) -> str:
+        """The name of the stage that holds the others back."""
+        return max(self.nodes, key=lambda node: node.busy_s).name
+
+    def __str__(self) -> str:
+        width = max(map(len, (*(node.name for node in self.nodes), *(edge.name for edge in self.edges))))
+        total = max(self.elapsed_s, 1e-9)
+        lines = [f"{'node':<{width}} {'items':>10} {'busy':>7} {'idle':>7} {'blocked':>8}"]
+        lines += [
+            f"{node.name:<{width}} {node.items:>10,} {node.busy_s / total:>7.1%} {node.idle_s / total:>7.1%} "
+            f"{node.blocked_s / total:>8.1%}"
+            for node in self.nodes
+        ]
+        if self.edges:
+            lines.append(
+                f"{'edge':<{width}} {'items':>10} {'held':>7} {'mean':>7} {'peak':>8} {'full':>7} {'dropped':>8}"
+            )
+            lines += [
+                f"{edge.name:<{width}} {edge.items:>10,} {f'{edge.held}/{edge.capacity}':>7} {edge.mean_held:>7.2f} "
+                f"{edge.peak:>8} {edge.full:>7.1%} {edge.dropped:>8,}"
+                for edge in self.edges
+            ]
+        held_back = next(node for node in self.nodes if node.name == self.bottleneck)
+        who = f"{CALLER}, the code that reads the outputs" if held_back.name == CALLER else held_back.name
+        lines.append(f"held back by {who} (busy {held_back.busy_s / total:.0%} of {self.elapsed_s:.1f} s)")
+        return "\n".join(lines)
+
+
+def report_of(elapsed_ns: int, nodes: Iterable[NodeMeter], edges: Iterable[EdgeMeter]) -> Report:
+    """Read the meters as they stand."""
+    elapsed_ns = max(elapsed_ns, 1)
+    node_reports = []
+    for node in nodes:
+        busy, blocked = node.read()
+        busy = min(busy, elapsed_ns)
+        blocked = min(blocked, elapsed_ns - busy)
+        node_reports.append(
+            NodeReport(node.name, node.items, busy / 1e9, (elapsed_ns - busy - blocked) / 1e9, blocked / 1e9)
+        )
+    edge_reports = []
+    for edge in edges:
+        edge.holds(edge.held)  # up to now
+        edge_reports.append(
+            EdgeReport(
+                name=edge.name,
+                capacity=edge.capacity,
+                items=edge.items,
+                held=edge.held,
+                mean_held=edge.item_ns / elapsed_ns,
+                peak=edge.peak,
+                dropped=edge.dropped,
+                blocked_count=edge.blocked_count,
+                full=min(1.0, edge.full_ns / elapsed_ns),
+            )
+        )
+    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports))

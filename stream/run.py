@@ -1,0 +1,399 @@
+"""Running a graph: as tasks of an event loop, or step by step without one.
+
+`running` opens one task group. Every chain, every asynchronous node and every node in a thread is a task of it, and
+nothing outlives it. A task closes its channels only when its node has ended well: where a node raises, its neighbours are
+cancelled rather than told of an end that was none.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
+
+from rollflow.stream.chain import Chain, note_node
+from rollflow.stream.channel import Channel, Inlet, Outlet, Output
+from rollflow.stream.errors import GraphError, RunError
+from rollflow.stream.graph import Edge, Graph, Port
+from rollflow.stream.meter import NodeMeter, clock
+from rollflow.stream.port import NodeSpec
+from rollflow.stream.report import CALLER, Report, report_of
+
+CHECKPOINT_NS = 1_000_000  # a chain that never has to wait passes through the event loop this often
+
+
+class Run:
+    """A graph that is running. Made by `async with graph.run() as run`.
+
+    `run["name"]` is an async iterator over an output. Leaving the block cancels what still runs; `drain()` stops the
+    sources and sees everything that is under way to its end.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self._began = clock()
+        self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self._caller = NodeMeter(CALLER)
+        self._channels: dict[Edge, Channel[Any]] = {
+            edge: Channel(edge.name, edge.capacity or 1, edge.overflow)
+            for edge in (*graph.edges, *graph.outputs.values())
+            if not graph.is_chained(edge)
+        }
+        self._outputs = {name: Output(self._channels[edge], self._caller) for name, edge in graph.outputs.items()}
+        self._draining = False
+        self._stops: list[Callable[[], None]] = []
+        self._ended = anyio.Event()
+        self._tasks_left = 0
+
+    def __getitem__(self, output: str) -> Output[Any]:
+        """The output of this name. Raises GraphError where there is none."""
+        try:
+            return self._outputs[output]
+        except KeyError:
+            there = ", ".join(self._outputs) or "none"
+            raise GraphError(f"graph '{self.graph.name}' has no output '{output}'; outputs: {there}") from None
+
+    def report(self) -> Report:
+        """What has been counted so far. May be called at any time."""
+        nodes = [*self._meters.values(), *([self._caller] if self._outputs else [])]
+        return report_of(clock() - self._began, nodes, [channel.meter for channel in self._channels.values()])
+
+    async def wait(self) -> None:
+        """Wait until every node has ended by itself."""
+        await self._ended.wait()
+
+    async def drain(self) -> None:
+        """Stop the sources, let everything that is under way reach the sinks and outputs, and wait until it has.
+
+        Outputs that hold an edge back must be read meanwhile, by another task; what goes round in a cycle is given up
+        once the cycle's nodes have been asked to `finish()`. When cancelled, the sources have stopped all the same.
+        """
+        self._draining = True
+        for stop in self._stops:
+            stop()
+        await self.wait()
+
+    def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start one task for every chain and every other node."""
+        work: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        for names in self.graph.groups():
+            spec = self.graph.nodes[names[0]]
+            if spec.is_async:
+                work.append((names[0], partial(self._run_async, spec)))
+            elif spec.where == "thread":
+                work.append((names[0], partial(self._run_in_thread, spec)))
+            else:
+                work.append((names[0], partial(self._run_chain, Chain(self.graph, names, self._meters))))
+        self._tasks_left = len(work)
+        for name, function in work:
+            tasks.start_soon(self._counted, function, name=f"{self.graph.name}/{name}")
+
+    def close(self) -> None:
+        """Call every node's `close()`, also when one raises; then raise the first error."""
+        close_nodes(self.graph)
+
+    async def _counted(self, function: Callable[[], Awaitable[None]]) -> None:
+        await function()
+        self._tasks_left -= 1
+        if not self._tasks_left:
+            self._ended.set()
+
+    # Tasks
+
+    async def _run_chain(self, chain: Chain) -> None:
+        wake = _Wake()
+        entries = [
+            (self._channels[edge], chain.entry(edge.target))
+            for edge in self.graph.edges
+            if edge.target[0] in chain.names and not self.graph.is_chained(edge)
+        ]
+        for channel, _ in entries:
+            channel.on_item = wake.set
+        for edge in self.graph.edges:
+            if edge.gate is not None and edge.source[0] in chain.names:
+                edge.gate.watch(wake.set)
+        is_source = chain.can_start
+        if is_source:
+            self._stops.append(wake.set)
+            chain.start()
+        next_checkpoint = clock() + CHECKPOINT_NS
+        turn = 0
+        while True:
+            while chain.pending:
+                await self._deliver(chain)
+            if self._draining and is_source:
+                break
+            # What arrives and what goes round take turns, one item at a time, so that neither piles up.
+            turn += 1
+            entry = next((entry for entry in entries if len(entry[0])), None)
+            if entry is not None and (turn % 2 or not chain.runnable):
+                chain.carry(entry[1], entry[0].take())
+            elif chain.runnable:
+                chain.pump()
+            elif chain.parked and chain.unpark():
+                continue
+            elif (is_source and chain.is_done) or (not chain.parked and all(channel.closed for channel, _ in entries)):
+                break
+            else:
+                await wake.wait()
+                next_checkpoint = clock() + CHECKPOINT_NS
+            if clock() >= next_checkpoint:
+                await anyio.lowlevel.checkpoint()
+                next_checkpoint = clock() + CHECKPOINT_NS
+        chain.finish()
+        while chain.pending:
+            await self._deliver(chain)
+        for channel, _ in entries:
+            channel.abandon()
+        for name in chain.names:
+            self._close_outlets(name)
+
+    async def _deliver(self, chain: Chain) -> None:
+        edge, item, meter = chain.pending[0]
+        channel = self._channels[edge]
+        if not channel.offer(item):
+            meter.begin_block()
+            try:
+                await channel.send(item)
+            finally:
+                meter.end_block()
+        chain.pending.popleft()
+
+    async def _run_async(self, spec: NodeSpec) -> None:
+        meter = self._meters[spec.name]
+        ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
+        for port in spec.inlets:
+            ends[port] = Inlet(self._channels_into((spec.name, port)), meter)
+        is_source = not spec.inlets
+        outlets = {
+            port: Outlet(self._channels_from((spec.name, port)), meter, counts_items=is_source) for port in spec.outlets
+        }
+        run = spec.node if not hasattr(spec.node, "run") else spec.node.run
+        with anyio.CancelScope() as scope:
+            if is_source:
+                self._stops += [partial(outlet.stop_after_send, scope) for outlet in outlets.values()]
+                if not outlets:
+                    self._stops.append(scope.cancel)
+                if self._draining:
+                    scope.cancel()
+            meter.begin_life()
+            try:
+                await run(**ends, **outlets)
+            except Exception as error:
+                note_node(error, spec.name)
+                raise
+            finally:
+                meter.end_life()
+        self._close_ends(spec)
+
+    async def _run_in_thread(self, spec: NodeSpec) -> None:
+        meter, inlet_name = self._meters[spec.name], next(iter(spec.inlets))
+        inlet: Inlet[Any] = Inlet(self._channels_into((spec.name, inlet_name)), meter)
+        outlets = [Outlet(self._channels_from((spec.name, port)), meter) for port in spec.outlets]
+        limiter = anyio.CapacityLimiter(1)
+
+        async def call(function: Callable[..., Any], *args: Any) -> Any:
+            began = clock()
+            try:
+                return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
+            except Exception as error:
+                note_node(error, spec.name)
+                raise
+            finally:
+                meter.busy_ns += clock() - began
+
+        async def give(output: Any) -> None:
+            values = output if spec.has_fields else (output,)
+            for outlet, value in zip(outlets, values, strict=False):
+                if value is not None:
+                    await outlet.send(value)
+
+        async def carry(method: str) -> None:
+            given = getattr(spec.node, method, None)
+            outputs: Iterator[Any] = iter(() if given is None else await call(lambda: list(given() or ())))
+            for output in outputs:
+                await give(output)
+
+        await carry("start")
+        async for item in inlet:
+            output = await call(spec.node, item)
+            if output is not None:
+                await give(output)
+        await carry("finish")
+        self._close_ends(spec)
+
+    # Channels
+
+    def _channels_into(self, port: Port) -> list[Channel[Any]]:
+        return [channel for edge, channel in self._channels.items() if edge.target == port]
+
+    def _channels_from(self, port: Port) -> list[Channel[Any]]:
+        return [channel for edge, channel in self._channels.items() if edge.source == port]
+
+    def _close_ends(self, spec: NodeSpec) -> None:
+        for port in spec.inlets:
+            for channel in self._channels_into((spec.name, port)):
+                channel.abandon()
+        self._close_outlets(spec.name)
+
+    def _close_outlets(self, name: str) -> None:
+        for port in self.graph.nodes[name].outlets:
+            for channel in self._channels_from((name, port)):
+                channel.close()
+
+
+@asynccontextmanager
+async def running(graph: Graph) -> AsyncIterator[Run]:
+    """Run a graph until the block is left. A node's error is raised as it is, with the node's name noted on it."""
+    run = Run(graph)
+    try:
+        async with anyio.create_task_group() as tasks:
+            run.start(tasks)
+            yield run
+            tasks.cancel_scope.cancel()
+    except BaseExceptionGroup as group:
+        error = _only(group)
+        if error is None:
+            raise
+        raise error from error.__cause__
+    finally:
+        run.close()
+
+
+class InlineRun:
+    """A graph of synchronous, inline nodes, run step by step by whoever asks for its outputs; no event loop.
+
+    Errors come straight out of `next_outputs`, with their own traceback. A context manager: leaving it closes the
+    nodes. Raises GraphError for a graph that needs an event loop.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        graph.validate()
+        if not can_run_inline(graph):
+            raise GraphError(
+                f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
+            )
+        self.graph = graph
+        self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self._caller = NodeMeter(CALLER)
+        self._chain = Chain(graph, graph.flow_order(), self._meters)
+        self._state = "new"
+        self._began = clock()
+        self._handed_out: int | None = None
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RunError(f"graph '{self.graph.name}' has been run before; a run is for once")
+        self._state = "running"
+        self._began = clock()
+        try:
+            self._chain.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def next_outputs(self) -> list[tuple[str, Any]]:
+        """Run until something comes out: (name of the output, item), at least one unless nothing can come any more now.
+
+        Nothing comes once every item is parked at a gate, or all has ended.
+        """
+        if self._state not in ("running", "finished"):
+            raise RunError(f"graph '{self.graph.name}' is not running: it is {self._state}")
+        if self._handed_out is not None:
+            self._caller.busy_ns += clock() - self._handed_out
+            self._handed_out = None
+        chain = self._chain
+        while not chain.pending:
+            if chain.runnable:
+                chain.pump()
+            elif chain.parked and chain.unpark():
+                continue
+            elif chain.parked or self._state == "finished":
+                return []
+            else:
+                self.finish()
+        given = [(edge.target[1], item) for edge, item, _ in chain.pending]
+        chain.pending.clear()
+        self._caller.items += len(given)
+        self._handed_out = clock()
+        return given
+
+    def finish(self) -> None:
+        """Stop the sources; what the nodes still hold comes out of `next_outputs`."""
+        if self._state == "running":
+            self._state = "finished"
+            self._chain.finish()
+
+    def report(self) -> Report:
+        """What has been counted so far."""
+        return report_of(clock() - self._began, [*self._meters.values(), self._caller], [])
+
+    def close(self) -> None:
+        """Call every node's `close()`; again does nothing."""
+        if self._state != "closed":
+            self._state = "closed"
+            close_nodes(self.graph)
+
+
+def can_run_inline(graph: Graph) -> bool:
+    """Whether every node is synchronous and inline, and every edge but the outputs is chained."""
+    return all(graph.is_chained(edge) for edge in graph.edges) and all(
+        not spec.is_async and spec.where == "inline" for spec in graph.nodes.values()
+    )
+
+
+def close_nodes(graph: Graph) -> None:
+    """Call `close()` of every node that has it, also when one raises; then raise what was raised."""
+    errors: list[Exception] = []
+    for name, spec in graph.nodes.items():
+        close = getattr(spec.node, "close", None)
+        if close is None:
+            continue
+        try:
+            close()
+        except Exception as error:
+            note_node(error, name)
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(f"closing graph '{graph.name}'", errors)
+
+
+class _Wake:
+    """What a chain waits on when it can't go on: something to be called whenever that may have changed."""
+
+    def __init__(self) -> None:
+        self._event: anyio.Event | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            self._event = anyio.Event()
+            await self._event.wait()
+            self._event = None
+        self._is_set = False
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """The one error in a group of groups; None where there are several."""
+    inner = group.exceptions
+    if len(inner) != 1:
+        return None
+    return _only(inner[0]) if isinstance(inner[0], BaseExceptionGroup) else inner[0]
