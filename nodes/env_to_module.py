@@ -23,6 +23,7 @@ class EnvToModule:
         pipeline         may change the observations of the lane's episodes, and makes the forward batch
         module           what the pieces see as `rl_module`
         explore          what the pieces see as `explore`
+        num_lanes        lanes that come by
         num_fragments    after so many fragments a lane stops; None: it never does
         metrics          what the pieces see as `metrics`
     """
@@ -32,6 +33,7 @@ class EnvToModule:
         pipeline: EnvToModulePipeline,
         module: Any,
         *,
+        num_lanes: int = 1,
         explore: bool = True,
         num_fragments: int | None = None,
         metrics: Any = None,
@@ -40,6 +42,7 @@ class EnvToModule:
         self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
         self._num_fragments = num_fragments
         self._lanes: dict[int, Lane] = {}
+        self._going = num_lanes
 
     def __call__(self, steps: Lane) -> Prepared:
         """Turn the lane's newest observations into a batch for the module."""
@@ -59,8 +62,15 @@ class EnvToModule:
         if not lane.is_full:
             return Prepared(lane, None)
         fragment = lane.cut()
-        stops = self._num_fragments is not None and fragment.sequence + 1 >= self._num_fragments
-        return Prepared(None if stops else lane, fragment)
+        if self._num_fragments is None or fragment.sequence + 1 < self._num_fragments:
+            return Prepared(lane, fragment)
+        self._going -= 1
+        return Prepared(None, fragment)
+
+    @property
+    def done(self) -> bool:
+        """Whether every lane has stopped."""
+        return self._going == 0
 
     def finish(self) -> Iterator[Prepared]:
         """Cut what every lane has so far."""

@@ -76,8 +76,7 @@ class Environments:
             )
             self.lanes.append(Lane(index, layout, self.observation_space))
         self._step = [
-            _STEPS[_autoreset_mode(vector)](lane, vector)
-            for lane, vector in zip(self.lanes, self.envs, strict=True)
+            _STEPS[_autoreset_mode(vector)](lane, vector) for lane, vector in zip(self.lanes, self.envs, strict=True)
         ]
 
     def start(self) -> Iterator[Lane]:
@@ -166,9 +165,7 @@ def _disabled(lane: Lane, env: VectorEnv[Any, Any, Any]) -> Callable[[], None]:
             lane.record_step(observations, rewards, terminateds, truncateds, infos)
             return
         rewards, terminateds, truncateds = rewards.copy(), terminateds.copy(), truncateds.copy()
-        last = [
-            map_tree(lambda leaf, i=i: leaf[i].copy(), observations) for i in np.flatnonzero(done).tolist()
-        ]
+        last = [map_tree(lambda leaf, i=i: leaf[i].copy(), observations) for i in np.flatnonzero(done).tolist()]
         observations, reset_infos = env.reset(options={"reset_mask": done})
         lane.record_step(
             observations, rewards, terminateds, truncateds, replaced(infos, reset_infos, done), (last, infos)
@@ -232,14 +229,10 @@ def _vector_envs(env: EnvSource, num_envs: int | None, lanes: int) -> list[Vecto
     )
 
 
-def _ready(
-    envs: list[VectorEnv[Any, Any, Any]], num_envs: int | None, lanes: int
-) -> list[VectorEnv[Any, Any, Any]]:
+def _ready(envs: list[VectorEnv[Any, Any, Any]], num_envs: int | None, lanes: int) -> list[VectorEnv[Any, Any, Any]]:
     total = sum(env.num_envs for env in envs)
     if num_envs not in (None, total):
-        raise EnvError(
-            f"num_envs is {num_envs}, but the vector environments given have {total}; leave it out"
-        )
+        raise EnvError(f"num_envs is {num_envs}, but the vector environments given have {total}; leave it out")
     if lanes != len(envs):
         raise EnvError(f"lanes is {lanes}, but {len(envs)} vector environments were given, one lane each")
     return envs
@@ -267,9 +260,7 @@ def _one_by_one(makers: Sequence[Callable[[], gym.Env[Any, Any]]]) -> VectorEnv[
 
 
 def _holds_vector_envs(env: EnvSource) -> bool:
-    return (
-        isinstance(env, Sequence) and not isinstance(env, str) and any(isinstance(e, VectorEnv) for e in env)
-    )
+    return isinstance(env, Sequence) and not isinstance(env, str) and any(isinstance(e, VectorEnv) for e in env)
 
 
 def _episode_ids(prefix: str) -> Callable[[int, int], str]:

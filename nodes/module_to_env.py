@@ -25,9 +25,7 @@ class ModuleToEnv:
     def __call__(self, outputs: Lane) -> Lane:
         """Work out the actions for the lane's environments."""
         lane = outputs
-        batch = self.pipeline(
-            batch=lane.batch, episodes=lane.episodes, shared_data=lane.shared_data, **self._context
-        )
+        batch = self.pipeline(batch=lane.batch, episodes=lane.episodes, shared_data=lane.shared_data, **self._context)
         if not self.pipeline.columnar:
             batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
         lane.batch = batch

@@ -2,29 +2,37 @@
 
 import copy
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
+import anyio
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
-from rollflow.nodes.environments import Environments, EnvSource
+from rollflow.nodes.drive import InlineDrive, PortalDrive
 from rollflow.nodes.env_to_module import EnvToModule
+from rollflow.nodes.environments import Environments, EnvSource
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
+from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.stream.errors import ModuleError, RollflowError, RunError
-from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
+from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
+from rollflow.stream.lane import Lane
 from rollflow.stream.report import Report
+from rollflow.stream.run import Run
 from rollflow.stream.seeding import fresh_seed, seed_for
 
+T = TypeVar("T")
 Batch = dict[str, Any]
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 
@@ -89,7 +97,6 @@ class Rollout:
             max_batch=(max_batch, 1),
             max_wait=(max_wait, 0),
         )
-        _check_module(module)
         self.seed = fresh_seed() if seed is None else seed
         self.module = module
         self.returns = EpisodeReturns()
@@ -104,22 +111,279 @@ class Rollout:
         observation_space, action_space = self.environments.observation_space, self.environments.action_space
         acting = _acting_copy(module, observation_space, action_space)
         self._weights = PolicyWeights(acting)
+        self.lag = LagBound(self._weights, max_lag, on_excess)
         first_env = self.environments.envs[0]
         self.env_to_module = EnvToModulePipeline.default(
-            observation_space, action_space, _pieces(env_to_module_connector, first_env)
+            observation_space, action_space, _pieces(env_to_module_connector, "env_to_module_connector", first_env)
         )
         self.module_to_env = ModuleToEnvPipeline.default(
-            observation_space, action_space, _pieces(module_to_env_connector, first_env)
+            observation_space, action_space, _pieces(module_to_env_connector, "module_to_env_connector", first_env)
         )
-        self._learner_connector = learner_connector
-        self._learner_pipeline: LearnerConnectorPipeline | None = None
+        spaces = self.env_to_module.observation_space, action_space
+        self.learner_pipeline = LearnerConnectorPipeline.default(
+            *spaces, _pieces(learner_connector, "learner_connector", *spaces)
+        )
+        ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
+        self._lanes_count = len(self.environments.lanes)
+        self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
         self._metrics = metrics
-        self._stages = {
-            "env": self.environments,
-            "env_to_module": EnvToModule(
-                self.env_to_module, acting, explore=explore, num_fragments=num_fragments, metrics=metrics
-            ),
-            "module": self._forward_node(acting, explore, max_batch, max_wait, forward_in_thread),
-            "module_to_env": ModuleToEnv(self.module_to_env, acting, explore=explore, metrics=metrics),
-        }
-        self.lag = LagBound(self._weights, max_lag, on_excess)
+        self._forward = ModuleForward(acting, self._weights, explore=explore)
+        context = {"module": acting, "explore": explore, "metrics": metrics}
+        self._prepare = EnvToModule(
+            self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
+        )
+        self._act = ModuleToEnv(self.module_to_env, **context)
+        self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
+        self._runs_ahead = prefetch > 0
+        for lane in self.environments.lanes:
+            lane.shared_data["lane"] = lane.index
+            lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "module", lane.index))
+        self._drive: InlineDrive | PortalDrive | None = None
+        self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
+        self._state = "new"
+        self._handed_steps = 0
+
+    # The graph
+
+    def graph(self) -> Graph:
+        """The four stages, joined to a ring, with the output `fragments`; what a `Graph` takes this node apart into.
+
+        As a node of a graph the rollout runs ahead as far as the edges let it.
+        """
+        if self.lag.on_excess == "pace" and self.lag.max_lag is not None:
+            raise GraphError(
+                "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline"
+            )
+        return self._ring(None)
+
+    def explain(self) -> str:
+        """How it runs: what is chained into one task, and how much each edge holds."""
+        return self._ring(self._credits).explain()
+
+    def _ring(self, gate: FragmentCredits | None) -> Graph:
+        graph = Graph("rollout")
+        graph.add(env=self.environments, env_to_module=self._prepare)
+        graph.add(module=self._gathering or self._forward, module_to_env=self._act)
+        graph.output("fragments", "env_to_module.fragments", capacity=self._lanes_count)
+        graph.connect("env", "env_to_module")
+        if self._gathering is None:
+            graph.connect("env_to_module.batches", "module", gate=gate)
+            graph.connect("module", "module_to_env")
+        else:
+            # The gate stands between synchronous nodes, and the forward pass is none here.
+            graph.add(pace=_passed_on)
+            graph.connect("env_to_module.batches", "pace", gate=gate)
+            graph.connect("pace", "module", capacity=self._lanes_count)
+            graph.connect("module", "module_to_env", capacity=self._lanes_count)
+        graph.connect("module_to_env", "env", feedback=True)
+        return graph
+
+    # The loop
+
+    def __enter__(self) -> Self:
+        self._begin()
+        ring = self._ring(self._credits)
+        can_be_inline = self._gathering is None and not self._runs_ahead
+        try:
+            self._drive = InlineDrive(ring, self._credits) if can_be_inline else PortalDrive(ring, self._credits)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._drive is not None:
+            self._drive.close(kind, error, traceback)
+        self._end()
+
+    async def __aenter__(self) -> Self:
+        self._begin()
+        running = self._ring(self._credits).run()
+        self._async_run = running, await running.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        assert self._async_run is not None
+        try:
+            return await self._async_run[0].__aexit__(kind, error, traceback)
+        finally:
+            self._end()
+
+    def fragments(self) -> "Stream[Fragment]":
+        """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
+
+        Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
+        asked for. Ends after `drain()`, or when every lane has given its `num_fragments`.
+        """
+        return Stream(self, _one_by_one)
+
+    def batches(self) -> "Stream[Batch]":
+        """Train batches, each of one fragment of every lane: column -> tensor `any[B, ...]`, through the learner pipeline.
+
+        Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
+        """
+        return Stream(self, self._batch_of)
+
+    def publish(self, weights: Weights) -> int:
+        """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
+
+        May be called from any thread. Raises ModuleError when they are not the module's.
+        """
+        return self._weights.publish(weights)
+
+    def drain(self) -> None:
+        """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end."""
+        if self._drive is not None:
+            self._drive.drain()
+        elif self._async_run is not None:
+            self._async_run[1].stop()
+        else:
+            raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
+
+    def report(self) -> Report:
+        """What every stage has counted so far, and which one holds the others back."""
+        if self._drive is not None:
+            return self._drive.report()
+        if self._async_run is not None:
+            return self._async_run[1].report()
+        raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
+
+    @property
+    def policy_version(self) -> int:
+        """The version published last; 0 before any."""
+        return self._weights.version
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made."""
+        return sum(lane.num_steps for lane in self.environments.lanes)
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`."""
+        lost = {"max_lag": self.lag.dropped_steps}
+        if self._state == "closed":
+            lost["closed"] = self.num_steps - self._handed_steps - self.lag.dropped_steps
+        return {cause: steps for cause, steps in lost.items() if steps}
+
+    # Inside
+
+    def _begin(self) -> None:
+        if self._state != "new":
+            raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+        self._state = "running"
+
+    def _end(self) -> None:
+        self._state = "closed"
+
+    def _take_rounds(self) -> Iterator[list[Fragment]]:
+        """Fragments, so many at a time as there are lanes; what the reader has done with is released when it asks on."""
+        drive = self._drive
+        if drive is None or self._state != "running":
+            raise RunError(f"the rollout is {self._state}, expected it to be entered: with Rollout(...) as rollout")
+        while True:
+            taken: list[Fragment] = []
+            while len(taken) < self._lanes_count and (fragment := drive.next()) is not None:
+                self._take(fragment, taken, drive.release)
+            if not taken:
+                return
+            yield taken
+            drive.release(len(taken))
+
+    async def _take_rounds_async(self) -> AsyncIterator[list[Fragment]]:
+        if self._async_run is None or self._state != "running":
+            raise RunError(f"the rollout is {self._state}, expected: async with Rollout(...) as rollout")
+        output = self._async_run[1]["fragments"]
+        while True:
+            taken: list[Fragment] = []
+            while len(taken) < self._lanes_count:
+                try:
+                    self._take(await output.receive(), taken, self._credits.release)
+                except anyio.EndOfStream:
+                    break
+            if not taken:
+                return
+            yield taken
+            self._credits.release(len(taken))
+
+    def _take(self, fragment: Fragment, taken: list[Fragment], release: Callable[[int], None]) -> None:
+        self.returns(fragment)
+        if self.lag.admits(fragment):
+            taken.append(fragment)
+            self._handed_steps += fragment.num_steps
+        else:
+            release(1)
+
+    def _batch_of(self, fragments: list[Fragment]) -> Iterator[Batch]:
+        yield self.learner_pipeline.of_fragments(fragments, self.module, self._metrics)
+
+    def _gathering_forward(
+        self, max_batch: int | None, max_wait: float, forward_in_thread: bool
+    ) -> GatheringForward | None:
+        if max_batch is None and not forward_in_thread:
+            return None
+        largest = max(lane.layout.num_slots for lane in self.environments.lanes)
+        if max_batch is not None and max_batch < largest:
+            raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
+        return GatheringForward(
+            self._forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=forward_in_thread
+        )
+
+
+class Stream(Generic[T]):
+    """What `fragments()` and `batches()` give: to be iterated with `for` or with `async for`, as the rollout was entered."""
+
+    def __init__(self, rollout: Rollout, made_of: Callable[[list[Fragment]], Iterator[T]]) -> None:
+        self._rollout = rollout
+        self._made_of = made_of
+
+    def __iter__(self) -> Iterator[T]:
+        for taken in self._rollout._take_rounds():
+            yield from self._made_of(taken)
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        async for taken in self._rollout._take_rounds_async():
+            for item in self._made_of(taken):
+                yield item
+
+
+def _one_by_one(fragments: list[Fragment]) -> Iterator[Fragment]:
+    return iter(fragments)
+
+
+def _passed_on(batches: Lane) -> Lane:
+    return batches
+
+
+def _pieces(connector: Callable[..., Any] | None, name: str, *args: Any) -> list[ConnectorV2]:
+    if connector is None:
+        return []
+    if not callable(connector):
+        raise ConnectorError(f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces")
+    return pieces_of(connector(*args), name)
+
+
+def _check_numbers(**numbers: tuple[float | None, int]) -> None:
+    for name, (number, least) in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{name} is {number}, expected at least {least}")
+
+
+def _acting_copy(module: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
+    for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
+        if not callable(getattr(module, method, None)):
+            raise ModuleError(
+                f"module is {type(module).__name__}, which has no method {method}(); expected an RLModule, or a "
+                "torch.nn.Module with forward_exploration(batch) and forward_inference(batch)"
+            )
+    for name, space in (("observation_space", observation_space), ("action_space", action_space)):
+        if getattr(module, name, None) is None:
+            setattr(module, name, space)
+    acting = copy.deepcopy(module)
+    acting.eval()
+    return acting

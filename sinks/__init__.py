@@ -1,0 +1,5 @@
+"""Where the stream ends."""
+
+from rollflow.sinks.learner_pipeline import LearnerPipeline
+
+__all__ = ["LearnerPipeline"]

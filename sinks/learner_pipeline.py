@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.lag import LagBound
-from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.fragment import Fragment
 
 Batch = dict[str, Any]
 
@@ -41,7 +41,8 @@ class LearnerPipeline:
         metrics: Any = None,
     ) -> None:
         self.pipeline = pipeline
-        self._context = {"rl_module": module, "metrics": metrics}
+        self._module = module
+        self._metrics = metrics
         self._fragments_per_batch = fragments_per_batch
         self._lag = lag
         self._waiting: list[Fragment] = []
@@ -61,4 +62,4 @@ class LearnerPipeline:
 
     def _batch(self) -> Batch:
         fragments, self._waiting = self._waiting, []
-        return self.pipeline(batch={}, episodes=FragmentEpisodes(fragments), shared_data={}, **self._context)
+        return self.pipeline.of_fragments(fragments, self._module, self._metrics)

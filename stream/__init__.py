@@ -1,0 +1,53 @@
+"""The engine and the data: graphs and how they run, episodes, columns, fragments."""
+
+from rollflow.stream.buffer import LookbackBuffer
+from rollflow.stream.channel import Inlet, Outlet
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import (
+    ColumnError,
+    ConnectorError,
+    EnvError,
+    EpisodeError,
+    EpisodeIndexError,
+    GraphError,
+    LagError,
+    ModuleError,
+    RollflowError,
+    RunError,
+)
+from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.gate import Gate
+from rollflow.stream.graph import Graph
+from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.report import Report
+from rollflow.stream.run import InlineRun, Run
+from rollflow.stream.seeding import generator_for, seed_for
+
+__all__ = [
+    "ColumnError",
+    "Columns",
+    "ConnectorError",
+    "EnvError",
+    "EpisodeError",
+    "EpisodeIndexError",
+    "Fragment",
+    "FragmentEpisodes",
+    "Gate",
+    "Graph",
+    "GraphError",
+    "InlineRun",
+    "Inlet",
+    "LagError",
+    "LaneEpisodes",
+    "LookbackBuffer",
+    "ModuleError",
+    "Outlet",
+    "Report",
+    "RollflowError",
+    "Run",
+    "RunError",
+    "SingleAgentEpisode",
+    "generator_for",
+    "seed_for",
+]

@@ -49,6 +49,7 @@ class Run:
         self._stops: list[Callable[[], None]] = []
         self._ended = anyio.Event()
         self._tasks_left = 0
+        self.failed = False  # whether a node has raised
 
     def __getitem__(self, output: str) -> Output[Any]:
         """The output of this name. Raises GraphError where there is none."""
@@ -73,10 +74,14 @@ class Run:
         Outputs that hold an edge back must be read meanwhile, by another task; what goes round in a cycle is given up
         once the cycle's nodes have been asked to `finish()`. When cancelled, the sources have stopped all the same.
         """
+        self.stop()
+        await self.wait()
+
+    def stop(self) -> None:
+        """Stop the sources, and don't wait for what is under way: the outputs give it, and then end."""
         self._draining = True
         for stop in self._stops:
             stop()
-        await self.wait()
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Start one task for every chain and every other node."""
@@ -98,7 +103,14 @@ class Run:
         close_nodes(self.graph)
 
     async def _counted(self, function: Callable[[], Awaitable[None]]) -> None:
-        await function()
+        try:
+            await function()
+        except Exception:
+            # Readers in this task group are cancelled; one outside of it must not wait for what will never come.
+            self.failed = True
+            for edge in self.graph.outputs.values():
+                self._channels[edge].close()
+            raise
         self._tasks_left -= 1
         if not self._tasks_left:
             self._ended.set()

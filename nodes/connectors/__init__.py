@@ -1,0 +1,1 @@
+"""Connector pieces and pipelines, one piece a file."""

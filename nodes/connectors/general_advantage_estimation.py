@@ -136,9 +136,7 @@ class GeneralAdvantageEstimation(ConnectorV2):
             targets.append(advantage + values)
         return np.concatenate(advantages), np.concatenate(targets)
 
-    def _advantages(
-        self, rewards: Floats, values: Floats, next_values: Floats, ends: NDArray[np.bool_]
-    ) -> Floats:
+    def _advantages(self, rewards: Floats, values: Floats, next_values: Floats, ends: NDArray[np.bool_]) -> Floats:
         """From the last step backwards; time first, every other axis by itself.
 
         rewards        f32[T, ...]   for action t

@@ -1,0 +1,90 @@
+"""Items one by one become arrays."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ConnectorError
+from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
+
+
+class BatchIndividualItems(ConnectorV2):
+    """Turns columns in list form into trees of arrays `any[B, ...]`, episode by episode in order.
+
+    multi_agent    whether the columns may be under module ids
+
+    Items that were added as arrays are joined end to end. Columns that are arrays already stay as they are, and infos
+    stay a list. Raises ConnectorError, naming the column, where items do not have one shape.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        *,
+        multi_agent: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space, **kwargs)
+        self.multi_agent = multi_agent
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        for column, data in batch.items():
+            if isinstance(data, np.ndarray | torch.Tensor):
+                continue
+            if self.multi_agent and isinstance(data, dict) and all(isinstance(part, dict) for part in data.values()):
+                # a module's columns, not a column
+                data.update(
+                    {
+                        name: _batched(name, _items(part))
+                        for name, part in data.items()
+                        if name != Columns.INFOS and _is_list_form(part)
+                    }
+                )
+            elif _is_list_form(data):
+                items = _items(data)
+                batch[column] = items if column == Columns.INFOS else _batched(column, items)
+        return batch
+
+
+def _is_list_form(data: Any) -> bool:
+    if isinstance(data, dict):
+        return bool(data) and all(isinstance(key, tuple) and isinstance(items, list) for key, items in data.items())
+    return isinstance(data, list)
+
+
+def _items(data: Any) -> list[Any]:
+    """The items of a column in list form, episode after episode."""
+    return [item for items in data.values() for item in items] if isinstance(data, dict) else data
+
+
+def _batched(column: str, items: list[Any]) -> Tree:
+    batched = [isinstance(leaves_of(item)[0], BatchedArray) for item in items]
+    try:
+        if not any(batched):
+            return stack_trees(items)
+        rows = [
+            item if has_axis else map_tree(lambda leaf: np.asarray(leaf)[None], item)
+            for item, has_axis in zip(items, batched, strict=True)
+        ]
+        return map_tree(np.asarray, concatenate_trees(rows))
+    except ValueError as error:
+        shapes = sorted({str(map_tree(np.shape, item)) for item in items})
+        raise ConnectorError(f"column '{column}': items of shapes {', '.join(shapes)} make no batch: {error}") from None

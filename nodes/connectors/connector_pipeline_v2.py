@@ -1,0 +1,280 @@
+"""Connector pieces in a row, which are a piece themselves."""
+
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.stream.errors import ConnectorError
+from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.live_episode import LaneEpisodes
+
+NameOrClass = str | type
+
+
+@dataclass(slots=True)
+class Timer:
+    """How often a piece was called, and the time it took in all."""
+
+    calls: int = 0
+    total_ns: int = 0
+
+    @property
+    def mean_us(self) -> float:
+        """Microseconds a call."""
+        return self.total_ns / self.calls / 1e3 if self.calls else 0.0
+
+
+class ConnectorPipelineV2(ConnectorV2):
+    """Calls its pieces in order, each with what the one before returned.
+
+        input_observation_space, input_action_space    of the first piece; each other one has those of the one before
+        connectors                                     the pieces, which may be pipelines
+
+    Pieces go by their class's name; of several of one class the second is `Name_2`, and so on. After every edit all
+    spaces are computed anew. A piece is given the columns that come with the episodes where it and all pieces after it
+    can work with columns, else a plain list of episodes; both ways give the same batch.
+
+    Raises ConnectorError, with the piece's name and place, when a piece returns anything but a dict.
+    """
+
+    columnar = True
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        *,
+        connectors: Sequence[ConnectorV2] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.connectors: list[ConnectorV2] = list(connectors or [])
+        for piece in self.connectors:
+            _check_piece(piece)
+        self._timers: list[Timer] = []
+        super().__init__(input_observation_space, input_action_space, **kwargs)
+        self._arrange()
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        shared_data = {} if shared_data is None else shared_data
+        carries_columns = isinstance(episodes, LaneEpisodes | FragmentEpisodes)
+        plain = list(episodes) if carries_columns and self._first_columnar else episodes
+        mark = perf_counter_ns()
+        for place, (piece, timer) in enumerate(self._pieces):
+            try:
+                batch = piece(
+                    rl_module=rl_module,
+                    batch=batch,
+                    episodes=episodes if place >= self._first_columnar else plain,
+                    explore=explore,
+                    shared_data=shared_data,
+                    metrics=metrics,
+                    **kwargs,
+                )
+            except Exception as error:
+                error.add_note(f"in connector piece {self._told(place)}")
+                raise
+            if not isinstance(batch, dict):
+                raise ConnectorError(
+                    f"connector piece {self._told(place)} returned {type(batch).__name__}, expected the batch, a dict: "
+                    "does its __call__ end in 'return batch'?"
+                )
+            now = perf_counter_ns()
+            timer.calls += 1
+            timer.total_ns += now - mark
+            mark = now
+        return batch
+
+    # What it is made of
+
+    def __len__(self) -> int:
+        return len(self.connectors)
+
+    def __iter__(self) -> Iterator[ConnectorV2]:
+        return iter(self.connectors)
+
+    def __getitem__(self, key: int | NameOrClass) -> Any:
+        """A piece by place or name, or the list of all of a class."""
+        if isinstance(key, int):
+            return self.connectors[key]
+        if isinstance(key, str):
+            return self.connectors[self._place(key)]
+        return [piece for piece in self.connectors if isinstance(piece, key)]
+
+    @property
+    def names(self) -> list[str]:
+        """The pieces' names, in order: no two are the same."""
+        names: list[str] = []
+        for piece in self.connectors:
+            count = sum(piece.name == other.name for other in self.connectors[: len(names)])
+            names.append(piece.name if not count else f"{piece.name}_{count + 1}")
+        return names
+
+    @property
+    def observation_spaces(self) -> list[gym.Space[Any]]:
+        """What each piece leaves the observations in, in order; those of nested pipelines' pieces among them."""
+        spaces: list[gym.Space[Any]] = []
+        for piece in self.connectors:
+            if isinstance(piece, ConnectorPipelineV2):
+                spaces += piece.observation_spaces
+            elif piece.observation_space is not None:
+                spaces.append(piece.observation_space)
+        return spaces
+
+    def timers(self) -> dict[str, Timer]:
+        """The pieces' names and timers."""
+        return dict(zip(self.names, self._timers, strict=True))
+
+    # Editing
+
+    def remove(self, name_or_class: NameOrClass) -> None:
+        """Take a piece out. Warns, and does nothing, when it is not there."""
+        try:
+            del self.connectors[self._place(name_or_class)]
+        except ConnectorError as error:
+            warnings.warn(f"nothing removed: {error}", stacklevel=2)
+            return
+        self._arrange()
+
+    def insert_before(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
+        """Put a piece in front of another, which is returned. Raises ConnectorError when that is not there."""
+        return self._insert(self._place(name_or_class), 0, connector)
+
+    def insert_after(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
+        """Put a piece behind another, which is returned. Raises ConnectorError when that is not there."""
+        return self._insert(self._place(name_or_class), 1, connector)
+
+    def prepend(self, connector: ConnectorV2) -> None:
+        """Put a piece at the beginning."""
+        _check_piece(connector)
+        self.connectors.insert(0, connector)
+        self._arrange()
+
+    def append(self, connector: ConnectorV2) -> None:
+        """Put a piece at the end."""
+        _check_piece(connector)
+        self.connectors.append(connector)
+        self._arrange()
+
+    # State
+
+    def get_state(
+        self,
+        components: str | Collection[str] | None = None,
+        *,
+        not_components: str | Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Name -> state of every piece that has one, of those in `components` and not in `not_components`."""
+        wanted = set(self.names) if components is None else _names(components)
+        unwanted = set() if not_components is None else _names(not_components)
+        states = {name: piece.get_state() for name, piece in self._named().items() if name in wanted - unwanted}
+        return {name: state for name, state in states.items() if state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Set the states of the pieces named; the others stay. Raises ConnectorError for a name that is not there."""
+        pieces = self._named()
+        unknown = sorted(set(state) - set(pieces))
+        if unknown:
+            raise ConnectorError(
+                f"{self.name}: a state for {unknown}, but the pieces are: {', '.join(pieces) or 'none'}"
+            )
+        for name, piece_state in state.items():
+            pieces[name].set_state(piece_state)
+
+    def reset_state(self) -> None:
+        """Reset every piece's state."""
+        for piece in self.connectors:
+            piece.reset_state()
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Name -> merged state, piece by piece."""
+        merged: dict[str, Any] = {}
+        for name, piece in self._named().items():
+            given = [state[name] for state in states if name in state]
+            if given:
+                merged[name] = piece.merge_states(given)
+        return merged
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """(name, piece) of all pieces."""
+        return list(self._named().items())
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {' → '.join(self.names) or 'empty'}>"
+
+    # Inside
+
+    def _named(self) -> dict[str, ConnectorV2]:
+        return dict(zip(self.names, self.connectors, strict=True))
+
+    def _insert(self, place: int, offset: int, connector: ConnectorV2) -> ConnectorV2:
+        _check_piece(connector)
+        found = self.connectors[place]
+        self.connectors.insert(place + offset, connector)
+        self._arrange()
+        return found
+
+    def _place(self, name_or_class: NameOrClass) -> int:
+        for place, (name, piece) in enumerate(zip(self.names, self.connectors, strict=True)):
+            if name == name_or_class or (isinstance(name_or_class, type) and isinstance(piece, name_or_class)):
+                return place
+        asked = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
+        raise ConnectorError(f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}")
+
+    def _arrange(self) -> None:
+        """After an edit: spaces from piece to piece, and what depends on which pieces there are."""
+        timers = {id(piece): timer for piece, timer in getattr(self, "_pieces", [])}
+        self._timers = [timers.get(id(piece), Timer()) for piece in self.connectors]
+        self._pieces = list(zip(self.connectors, self._timers, strict=True))
+        self._recompute_spaces()
+        self._first_columnar = len(self.connectors)
+        while self._first_columnar and self.connectors[self._first_columnar - 1].columnar:
+            self._first_columnar -= 1
+        # An instance's word on what its class says for all: it depends on the pieces.
+        self.columnar = self._first_columnar == 0  # type: ignore[misc]
+        self.changes_episodes = any(piece.changes_episodes for piece in self.connectors)  # type: ignore[misc]
+
+    def _recompute_spaces(self) -> None:
+        observation_space, action_space = self._input_observation_space, self._input_action_space
+        for piece in self.connectors:
+            piece.set_input_spaces(observation_space, action_space)
+            observation_space, action_space = piece.observation_space, piece.action_space
+        self._observation_space, self._action_space = observation_space, action_space
+
+    def _told(self, place: int) -> str:
+        return f"'{self.names[place]}' ({place + 1} of {len(self)} in {self.name})"
+
+
+def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
+    """What a connector builder function returned, as a list. Raises ConnectorError unless it is a piece or several."""
+    pieces = list(made) if isinstance(made, list | tuple) else [made]
+    for piece in pieces:
+        if not isinstance(piece, ConnectorV2):
+            raise ConnectorError(
+                f"{what} returned {type(piece).__name__}, expected a ConnectorV2 piece or a list of pieces"
+            )
+    return pieces
+
+
+def _check_piece(piece: Any) -> None:
+    if not isinstance(piece, ConnectorV2):
+        raise ConnectorError(f"{piece!r} is {type(piece).__name__}, expected a ConnectorV2 piece")
+
+
+def _names(names: str | Collection[str]) -> set[str]:
+    return {names} if isinstance(names, str) else set(names)

@@ -1,0 +1,317 @@
+"""One piece of a connector pipeline: the interface of RLlib's `ConnectorV2`."""
+
+import abc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ConnectorError
+from rollflow.stream.tree import leaves_of, map_tree
+
+Batch = dict[str, Any]
+Episodes = Sequence[SingleAgentEpisode]
+
+
+class ConnectorV2(abc.ABC):
+    """A transformation of a batch, of episodes, or of both; a subclass overrides `__call__`.
+
+        input_observation_space    what the piece before leaves the observations in; setting it recomputes
+        input_action_space         `observation_space` and `action_space`, what this piece leaves them in
+
+    Further constructor arguments are a subclass's own; `get_ctor_args_and_kwargs()` gives back what was given.
+
+    Two class attributes tell the pipeline what it may do:
+
+        columnar            `__call__` takes a sequence of episodes that carries its columns and may use those. A
+                            subclass that overrides `__call__` says so anew, or gets a plain list of episodes
+        changes_episodes    `__call__` may write to the episodes, so it has to see the last observation of those that
+                            have ended
+    """
+
+    columnar: ClassVar[bool] = False
+    changes_episodes: ClassVar[bool] = True
+
+    _ctor_args: tuple[Any, ...]
+    _ctor_kwargs: dict[str, Any]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__call__" in cls.__dict__ and "columnar" not in cls.__dict__:
+            cls.columnar = False
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        piece = super().__new__(cls)
+        piece._ctor_args, piece._ctor_kwargs = args, kwargs
+        return piece
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._input_observation_space = input_observation_space
+        self._input_action_space = input_action_space
+        self._observation_space: gym.Space[Any] | None = None
+        self._action_space: gym.Space[Any] | None = None
+        self._recompute_spaces()
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        """Transform a batch, which may be changed in place, and return it or another one.
+
+        rl_module      the module that the pipeline stands before or after
+        batch          column -> items; becomes the module's input, or the environments'
+        episodes       one per slot of the vector environment, or, before a learner, the chunks of a train batch;
+                       what is to last beyond this batch is written here
+        explore        whether actions are to be sampled
+        shared_data    what pieces tell each other, also from env-to-module to module-to-env
+        metrics        where custom figures may be logged
+        """
+
+    @property
+    def name(self) -> str:
+        """What the piece is called in a pipeline: its class's name."""
+        return type(self).__name__
+
+    # Spaces
+
+    def recompute_output_observation_space(
+        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
+    ) -> gym.Space[Any]:
+        """The space that this piece leaves observations in; the same unless overridden. Called by position."""
+        return input_observation_space
+
+    def recompute_output_action_space(
+        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
+    ) -> gym.Space[Any]:
+        """The space that this piece leaves actions in; the same unless overridden. Called by position."""
+        return input_action_space
+
+    @property
+    def input_observation_space(self) -> gym.Space[Any] | None:
+        """What the piece before leaves the observations in."""
+        return self._input_observation_space
+
+    @input_observation_space.setter
+    def input_observation_space(self, space: gym.Space[Any] | None) -> None:
+        self._input_observation_space = space
+        self._recompute_spaces()
+
+    @property
+    def input_action_space(self) -> gym.Space[Any] | None:
+        """What the piece before leaves the actions in."""
+        return self._input_action_space
+
+    @input_action_space.setter
+    def input_action_space(self, space: gym.Space[Any] | None) -> None:
+        self._input_action_space = space
+        self._recompute_spaces()
+
+    @property
+    def observation_space(self) -> gym.Space[Any] | None:
+        """What this piece leaves the observations in."""
+        return self._observation_space
+
+    @observation_space.setter
+    def observation_space(self, space: gym.Space[Any] | None) -> None:
+        self._observation_space = space
+
+    @property
+    def action_space(self) -> gym.Space[Any] | None:
+        """What this piece leaves the actions in."""
+        return self._action_space
+
+    @action_space.setter
+    def action_space(self, space: gym.Space[Any] | None) -> None:
+        self._action_space = space
+
+    def set_input_spaces(self, observation_space: gym.Space[Any] | None, action_space: gym.Space[Any] | None) -> None:
+        """Set both input spaces, and recompute once."""
+        self._input_observation_space, self._input_action_space = observation_space, action_space
+        self._recompute_spaces()
+
+    def _recompute_spaces(self) -> None:
+        observation_space: Any = self._input_observation_space
+        action_space: Any = self._input_action_space
+        if observation_space is not None:
+            self._observation_space = self.recompute_output_observation_space(observation_space, action_space)
+        if action_space is not None:
+            self._action_space = self.recompute_output_action_space(observation_space, action_space)
+
+    # State
+
+    def get_state(
+        self,
+        components: str | Collection[str] | None = None,
+        *,
+        not_components: str | Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """What this piece has learnt from the data that came by; nothing unless overridden."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:  # noqa: B027  (a piece without state has nothing to set)
+        """Take over what `get_state` gave."""
+
+    def reset_state(self) -> None:  # noqa: B027  (likewise)
+        """Forget what has been learnt."""
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """This piece's state and those of its copies elsewhere as one; unless overridden, the first one given."""
+        return states[0] if states else self.get_state()
+
+    def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the constructor was called with: `type(piece)(*args, **kwargs)` is another one like it."""
+        return self._ctor_args, dict(self._ctor_kwargs)
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """(name, part) of the parts that have a state of their own."""
+        return []
+
+    # Episodes
+
+    @staticmethod
+    def single_agent_episode_iterator(
+        episodes: Episodes,
+        agents_that_stepped_only: bool = True,
+        zip_with_batch_column: list[Any] | dict[tuple[Any, ...], list[Any]] | None = None,
+    ) -> Iterator[Any]:
+        """All single-agent episodes of a list, one after the other.
+
+        With `zip_with_batch_column`, pairs of an episode and its item: from a list as long as the episodes, or from a
+        dict `(episode id,) -> items` whose items are taken in order. Raises ValueError where those do not fit.
+        `agents_that_stepped_only` makes no difference to single-agent episodes: their agent acts in every step.
+        """
+        if zip_with_batch_column is None:
+            yield from episodes
+            return
+        if isinstance(zip_with_batch_column, Mapping):
+            taken: dict[tuple[Any, ...], int] = {}
+            for episode in episodes:
+                key = episode_key(episode)
+                items, place = zip_with_batch_column.get(key, []), taken.get(key, 0)
+                if place >= len(items):
+                    raise ValueError(
+                        f"zip_with_batch_column has {len(items)} items for episode {key}, expected one for each time "
+                        f"it is in the list of episodes; keys: {list(zip_with_batch_column)}"
+                    )
+                taken[key] = place + 1
+                yield episode, items[place]
+            return
+        if len(zip_with_batch_column) != len(episodes):
+            raise ValueError(
+                f"zip_with_batch_column has {len(zip_with_batch_column)} items, expected {len(episodes)}: one per episode"
+            )
+        yield from zip(episodes, zip_with_batch_column, strict=True)
+
+    # Batches in list form
+
+    @staticmethod
+    def add_batch_item(
+        batch: Batch, column: str, item_to_add: Any, single_agent_episode: SingleAgentEpisode | None = None
+    ) -> None:
+        """Add one item to a column: `column -> [items]`, or `column -> (episode id,) -> [items]` with an episode.
+
+        An episode that is one agent's part of a multi-agent episode has the key (multi-agent episode's id, agent id,
+        module id). Raises ConnectorError where the column is there in another form.
+        """
+        _items_of(batch, column, single_agent_episode).append(item_to_add)
+
+    @staticmethod
+    def add_n_batch_items(
+        batch: Batch,
+        column: str,
+        items_to_add: Any,
+        num_items: int,
+        single_agent_episode: SingleAgentEpisode | None = None,
+    ) -> None:
+        """Add `num_items` items to a column, as `add_batch_item` does: a list, or a tree of arrays `any[num_items, ...]`.
+
+        A tree of arrays is added as the one thing it is, which is much faster, and batched later on. Raises
+        ConnectorError where `num_items` is not the number of items.
+        """
+        count = len(items_to_add) if isinstance(items_to_add, list) else len(leaves_of(items_to_add)[0])
+        if count != num_items:
+            raise ConnectorError(f"column '{column}': num_items is {num_items}, but there are {count} items to add")
+        items = _items_of(batch, column, single_agent_episode)
+        if isinstance(items_to_add, list):
+            items.extend(items_to_add)
+        else:
+            items.append(map_tree(lambda leaf: np.asarray(leaf).view(BatchedArray), items_to_add))
+
+    @staticmethod
+    def foreach_batch_item_change_in_place(
+        batch: Batch, column: str | list[str] | tuple[str, ...], func: Callable[..., Any]
+    ) -> None:
+        """Replace every item of a column, or of several together, by `func(item, episode id, agent id, module id)`.
+
+        The ids are None where the batch does not have them. For several columns `item` is a tuple with one item of each,
+        and so must be what `func` returns. Raises ConnectorError for an unknown column.
+        """
+        columns = [column] if isinstance(column, str) else list(column)
+        for name in columns:
+            if name not in batch:
+                raise ConnectorError(f"the batch has no column '{name}'; columns: {', '.join(batch) or 'none'}")
+        keys: list[Any] = list(batch[columns[0]]) if isinstance(batch[columns[0]], Mapping) else [None]
+        for key in keys:
+            lists = [batch[name] if key is None else batch[name][key] for name in columns]
+            ids = (*(() if key is None else key), None, None, None)[:3]
+            for place, items in enumerate(zip(*lists, strict=True)):
+                if isinstance(column, str):
+                    lists[0][place] = func(items[0], *ids)
+                    continue
+                for each, value in zip(lists, func(items, *ids), strict=True):
+                    each[place] = value
+
+    @staticmethod
+    def switch_batch_from_column_to_module_ids(batch: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """`column -> module id -> data` as `module id -> column -> data`."""
+        switched: dict[str, dict[str, Any]] = {}
+        for column, by_module in batch.items():
+            for module_id, data in by_module.items():
+                switched.setdefault(module_id, {})[column] = data
+        return switched
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class BatchedArray(np.ndarray[Any, Any]):
+    """An array whose first axis runs over several items: `add_n_batch_items` marks with it what must not be taken for one."""
+
+
+def episode_key(episode: SingleAgentEpisode) -> tuple[Any, ...]:
+    """The key of an episode's items in a batch in list form."""
+    if episode.agent_id is None and episode.module_id is None:
+        return (episode.id_,)
+    return (episode.multi_agent_episode_id, episode.agent_id, episode.module_id)
+
+
+def _items_of(batch: Batch, column: str, episode: SingleAgentEpisode | None) -> list[Any]:
+    """The list that items of this column (and episode) are in, made where there is none."""
+    if episode is None:
+        items = batch.setdefault(column, [])
+    else:
+        by_episode = batch.setdefault(column, {})
+        if not isinstance(by_episode, dict):
+            raise ConnectorError(
+                f"column '{column}' is {type(by_episode).__name__}, expected a dict from episodes to lists of items"
+            )
+        items = by_episode.setdefault(episode_key(episode), [])
+    if not isinstance(items, list):
+        raise ConnectorError(f"column '{column}' is {type(items).__name__}, expected a list of items")
+    return items

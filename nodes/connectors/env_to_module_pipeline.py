@@ -1,0 +1,58 @@
+"""From environments to the module's forward pass."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.numpy_to_tensor import NumpyToTensor
+
+
+class EnvToModulePipeline(ConnectorPipelineV2):
+    """Makes the batch for a forward pass out of the ongoing episodes, one per slot."""
+
+    @classmethod
+    def default(
+        cls,
+        observation_space: gym.Space[Any] | None = None,
+        action_space: gym.Space[Any] | None = None,
+        custom_pieces: Sequence[ConnectorV2] = (),
+        *,
+        device: Any = None,
+    ) -> Self:
+        """`custom_pieces`, then what every rollout needs: observations, batched, as tensors."""
+        return cls(
+            observation_space,
+            action_space,
+            connectors=[
+                *custom_pieces,
+                AddObservationsFromEpisodesToBatch(),
+                BatchIndividualItems(),
+                NumpyToTensor(device=device),
+            ],
+        )
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        episodes: Episodes,
+        explore: bool | None,
+        batch: Batch | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        return super().__call__(
+            rl_module=rl_module,
+            batch={} if batch is None else batch,
+            episodes=episodes,
+            explore=explore,
+            shared_data=shared_data,
+            metrics=metrics,
+            **kwargs,
+        )

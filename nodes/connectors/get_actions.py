@@ -1,0 +1,82 @@
+"""Actions out of the module's output."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.distribution import DistributionType, distribution_for
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ModuleError
+
+
+class GetActions(ConnectorV2):
+    """Adds `actions` and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
+
+    With `explore` actions are sampled, by the generator in `shared_data["generator"]` if there is one; without it
+    they are the likeliest. The distribution is what the module's `get_exploration_action_dist_cls()` or
+    `get_inference_action_dist_cls()` names, else the one that goes with the action space. Actions that the module gave
+    itself are passed on.
+
+    Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if Columns.ACTIONS in batch:
+            return batch
+        logits = batch.get(Columns.ACTION_DIST_INPUTS)
+        if logits is None:
+            raise ModuleError(
+                f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
+                f"'{Columns.ACTION_DIST_INPUTS}'"
+            )
+        shared_data = shared_data or {}
+        _refuse_nan(logits, shared_data)
+        distribution_type = self._type(rl_module, bool(explore))
+        distribution: Any = distribution_type.from_logits(logits)
+        if not explore:
+            distribution = distribution.to_deterministic()
+        if isinstance(distribution_type, DistributionType):
+            actions = distribution.sample(shared_data.get("generator"))
+        else:  # from elsewhere: it need not know what a generator is
+            actions = distribution.sample()
+        batch[Columns.ACTIONS] = actions
+        if Columns.ACTION_LOGP not in batch:
+            batch[Columns.ACTION_LOGP] = distribution.logp(actions)
+        return batch
+
+    def _type(self, rl_module: Any, explore: bool) -> Any:
+        name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
+        get = getattr(rl_module, name, None)
+        if get is not None:
+            return get()
+        if self.action_space is None:
+            raise ModuleError(f"{type(rl_module).__name__} has no {name}(), and GetActions was given no action space")
+        return distribution_for(self.action_space)
+
+
+def _refuse_nan(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
+    # One sum over all is cheap, and NaN if any is; +inf and -inf together would make it so, too.
+    total = float(np.add.reduce(logits.detach().cpu().numpy(), axis=None))
+    if total == total:
+        return
+    slots = torch.isnan(logits).flatten(1).any(1).nonzero().flatten().tolist()
+    if slots:
+        raise ModuleError(
+            f"'{Columns.ACTION_DIST_INPUTS}' is NaN in lane {shared_data.get('lane', 0)}, vector step "
+            f"{shared_data.get('step', 'unknown')}, slot {', '.join(map(str, slots))}"
+        )

@@ -1,0 +1,68 @@
+"""From episodes to a train batch."""
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.add_columns_from_episodes_to_train_batch import AddColumnsFromEpisodesToTrainBatch
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.numpy_to_tensor import NumpyToTensor
+from rollflow.stream.fragment import Fragment, FragmentEpisodes
+
+
+class LearnerConnectorPipeline(ConnectorPipelineV2):
+    """Makes a train batch out of episodes or chunks of them."""
+
+    @classmethod
+    def default(
+        cls,
+        observation_space: gym.Space[Any] | None = None,
+        action_space: gym.Space[Any] | None = None,
+        custom_pieces: Sequence[ConnectorV2] = (),
+        *,
+        device: Any = None,
+    ) -> Self:
+        """`custom_pieces`, then what every learner needs: observations and all other columns, batched, as tensors."""
+        return cls(
+            observation_space,
+            action_space,
+            connectors=[
+                *custom_pieces,
+                AddObservationsFromEpisodesToBatch(as_learner_connector=True),
+                AddColumnsFromEpisodesToTrainBatch(),
+                BatchIndividualItems(),
+                NumpyToTensor(device=device),
+            ],
+        )
+
+    def of_fragments(self, fragments: Sequence[Fragment], rl_module: Any, metrics: Any = None) -> Batch:
+        """The train batch of some fragments; the pieces' input spaces become those of what the fragments hold."""
+        observation_space, action_space = fragments[0].observation_space, fragments[0].layout.action_space
+        if observation_space is not self.input_observation_space or action_space is not self.input_action_space:
+            self.set_input_spaces(observation_space, action_space)
+        return self(rl_module=rl_module, episodes=FragmentEpisodes(fragments), metrics=metrics)
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        episodes: Episodes,
+        batch: Batch | None = None,
+        explore: bool | None = False,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        return super().__call__(
+            rl_module=rl_module,
+            batch={} if batch is None else batch,
+            episodes=episodes,
+            explore=explore,
+            shared_data=shared_data,
+            metrics=metrics,
+            **kwargs,
+        )

@@ -1,0 +1,67 @@
+"""Arrays become tensors."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.stream.columns import Columns
+from rollflow.stream.tree import map_tree
+
+
+class NumpyToTensor(ConnectorV2):
+    """Turns every array of the batch into a torch tensor of the same dtype, without a copy where that can be.
+
+        pin_memory    move the arrays into page-locked memory first, from where copies to a GPU need not be waited for
+        device        where the tensors are to be; None leaves them in main memory
+
+    Infos stay as they are, and the whole batch does when `rl_module` says that its `framework` is another.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        *,
+        pin_memory: bool = False,
+        device: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space, **kwargs)
+        self.pin_memory = pin_memory
+        self.device = None if device is None else torch.device(device)
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if rl_module is None or getattr(rl_module, "framework", "torch") != "torch":
+            return batch
+        for column, data in batch.items():
+            if type(data) is np.ndarray:
+                batch[column] = self._tensor(data)
+            elif column != Columns.INFOS:
+                batch[column] = map_tree(self._leaf, data)
+        return batch
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        # torch can't share what is read-only, and warns where it is asked to.
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if self.pin_memory:
+            tensor = tensor.pin_memory()
+        return tensor if self.device is None else tensor.to(self.device, non_blocking=self.pin_memory)

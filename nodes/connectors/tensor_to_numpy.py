@@ -1,0 +1,43 @@
+"""Tensors become arrays."""
+
+from typing import Any
+
+import torch
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.stream.tree import map_tree
+
+
+class TensorToNumpy(ConnectorV2):
+    """Turns every tensor of the batch, however nested, into an array; those in main memory without a copy."""
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        for column, data in batch.items():
+            if type(data) is torch.Tensor:
+                batch[column] = _array(data)
+            else:
+                batch[column] = map_tree(_leaf, data)
+        return batch
+
+
+def _leaf(leaf: Any) -> Any:
+    return _array(leaf) if torch.is_tensor(leaf) else leaf
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    if tensor.requires_grad or tensor.device.type != "cpu":
+        tensor = tensor.detach().cpu()
+    return tensor.numpy()

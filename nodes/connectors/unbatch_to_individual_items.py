@@ -1,0 +1,40 @@
+"""Arrays become items one by one."""
+
+from typing import Any
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, episode_key
+from rollflow.stream.errors import ConnectorError
+from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.tree import leaves_of, map_tree
+
+
+class UnBatchToIndividualItems(ConnectorV2):
+    """Turns trees of arrays `any[N, ...]` into `(episode id,) -> [item]`, in the episodes' order.
+
+    Where all pieces after it work with columns there is nothing to turn, and the arrays stay. Raises ConnectorError
+    where a column does not have one row per episode.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if isinstance(episodes, LaneEpisodes):
+            return batch
+        keys = [episode_key(episode) for episode in episodes]
+        for column, data in batch.items():
+            rows = len(leaves_of(data)[0])
+            if rows != len(keys):
+                raise ConnectorError(f"column '{column}' has {rows} rows, expected {len(keys)}: one per episode")
+            batch[column] = {key: [map_tree(lambda leaf, i=i: leaf[i], data)] for i, key in enumerate(keys)}
+        return batch

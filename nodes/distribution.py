@@ -1,0 +1,282 @@
+"""Action distributions over gymnasium's spaces, made from a module's `action_dist_inputs`.
+
+`torch.distributions` checks its arguments at every step; these don't, and take as few torch operations as they can.
+
+    space            inputs, f32[B, D]                         action
+    Discrete(n)      n logits                                  i64[B]
+    MultiDiscrete    all parts' logits, end to end             space's dtype[B, *shape]
+    MultiBinary      one logit for each                        i8[B, *shape]
+    Box              means, then logarithms of deviations      space's dtype[B, *shape]
+    Dict, Tuple      all parts' inputs, end to end             dict or tuple of those
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+from torch.nn import functional
+
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.tree import Tree
+
+_LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+
+
+class Distribution(Protocol):
+    """A batch of distributions over actions."""
+
+    def sample(self, generator: torch.Generator | None = None) -> Tree:
+        """One action for each of the batch."""
+        ...
+
+    def logp(self, value: Tree) -> Tensor:
+        """f32[B]: log-probability (or density) of each action."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """f32[B], in nats."""
+        ...
+
+    def kl(self, other: Any) -> Tensor:
+        """f32[B]: Kullback-Leibler divergence of `other` from this one."""
+        ...
+
+    def to_deterministic(self) -> "Deterministic":
+        """The likeliest action."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionType:
+    """What a module's `get_…_action_dist_cls()` gives: makes distributions over one action space.
+
+    required_input_dim    D, the length of the last axis of `action_dist_inputs`
+    """
+
+    space: gym.Space[Any]
+    required_input_dim: int
+    _make: Callable[[Tensor], Distribution]
+
+    def from_logits(self, logits: Tensor) -> Distribution:
+        """From `action_dist_inputs`, f32[B, D]. Raises ModuleError when the last axis has another length."""
+        if logits.shape[-1] != self.required_input_dim:
+            raise ModuleError(
+                f"'action_dist_inputs' has shape {list(logits.shape)}, expected a last axis of {self.required_input_dim} "
+                f"for actions in {self.space}"
+            )
+        return self._make(logits)
+
+
+def distribution_for(space: gym.Space[Any]) -> DistributionType:
+    """The distribution over a space. Raises ModuleError for a space that has none here."""
+    if isinstance(space, spaces.Discrete):
+        start = int(space.start)
+        return DistributionType(space, int(space.n), lambda logits: Categorical(logits, start))
+    if isinstance(space, spaces.MultiDiscrete):
+        return DistributionType(space, int(space.nvec.sum()), lambda logits: MultiCategorical(logits, space))
+    if isinstance(space, spaces.MultiBinary):
+        return DistributionType(space, math.prod(space.shape), lambda logits: Bernoulli(logits, space.shape))
+    if isinstance(space, spaces.Box):
+        dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+        return DistributionType(
+            space, 2 * math.prod(space.shape), lambda logits: DiagGaussian(logits, space.shape, dtype)
+        )
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        named = dict(space.items()) if isinstance(space, spaces.Dict) else dict(enumerate(space))
+        parts = {key: distribution_for(part) for key, part in named.items()}
+        width = sum(part.required_input_dim for part in parts.values())
+        as_tuple = isinstance(space, spaces.Tuple)
+        return DistributionType(space, width, lambda logits: MultiDistribution(logits, parts, as_tuple))
+    raise ModuleError(
+        f"no distribution over {space}; expected Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of "
+        "those, or a module that gives 'actions' itself"
+    )
+
+
+class Categorical:
+    """Over `start … start + n - 1`, from logits f32[B, n]; -inf rules an action out."""
+
+    __slots__ = ("_log_probs", "_start", "logits")
+
+    def __init__(self, logits: Tensor, start: int = 0) -> None:
+        self.logits = logits
+        self._start = start
+        self._log_probs: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor:
+        """f32[B, n], normalised."""
+        if self._log_probs is None:
+            self._log_probs = torch.log_softmax(self.logits, -1)
+        return self._log_probs
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        # Whoever arrives first in a race of exponentials with these rates is distributed by the softmax.
+        race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
+        actions = (self.logits - race).argmax(-1)
+        return actions + self._start if self._start else actions
+
+    def logp(self, value: Tensor) -> Tensor:
+        numbers = value - self._start if self._start else value
+        return self.log_probs.gather(-1, numbers.long().unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        log_probs = self.log_probs
+        return -_expected(log_probs, log_probs)
+
+    def kl(self, other: "Categorical") -> Tensor:
+        return _expected(self.log_probs, self.log_probs - other.log_probs)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(self.logits.argmax(-1) + self._start)
+
+
+class MultiCategorical:
+    """Independent categoricals, one for each number of a MultiDiscrete space."""
+
+    __slots__ = ("_dtype", "_parts", "_shape")
+
+    def __init__(self, logits: Tensor, space: spaces.MultiDiscrete) -> None:
+        starts = np.broadcast_to(space.start, space.nvec.shape).reshape(-1).tolist()
+        parts = logits.split(space.nvec.reshape(-1).tolist(), -1)
+        self._parts = [Categorical(part, start) for part, start in zip(parts, starts, strict=True)]
+        self._shape = space.nvec.shape
+        self._dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        return self._joined([part.sample(generator) for part in self._parts])
+
+    def logp(self, value: Tensor) -> Tensor:
+        numbers = value.flatten(-len(self._shape)).unbind(-1)
+        return torch.stack([part.logp(n) for part, n in zip(self._parts, numbers, strict=True)]).sum(0)
+
+    def entropy(self) -> Tensor:
+        return torch.stack([part.entropy() for part in self._parts]).sum(0)
+
+    def kl(self, other: "MultiCategorical") -> Tensor:
+        return torch.stack([mine.kl(theirs) for mine, theirs in zip(self._parts, other._parts, strict=True)]).sum(0)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(self._joined([part.to_deterministic().action for part in self._parts]))
+
+    def _joined(self, numbers: Sequence[Tensor]) -> Tensor:
+        return torch.stack(list(numbers), -1).to(self._dtype).unflatten(-1, self._shape)
+
+
+class Bernoulli:
+    """Independent bits, from logits f32[B, D]."""
+
+    __slots__ = ("_shape", "logits")
+
+    def __init__(self, logits: Tensor, shape: tuple[int, ...]) -> None:
+        self.logits = logits
+        self._shape = shape
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        chance = torch.rand(self.logits.shape, generator=generator, device=self.logits.device)
+        return (chance < self.logits.sigmoid()).to(torch.int8).unflatten(-1, self._shape)
+
+    def logp(self, value: Tensor) -> Tensor:
+        bits = value.flatten(-len(self._shape)).to(self.logits.dtype)
+        return (bits * self.logits - functional.softplus(self.logits)).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (functional.softplus(self.logits) - self.logits * self.logits.sigmoid()).sum(-1)
+
+    def kl(self, other: "Bernoulli") -> Tensor:
+        difference = self.logits.sigmoid() * (self.logits - other.logits)
+        return (difference + functional.softplus(other.logits) - functional.softplus(self.logits)).sum(-1)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic((self.logits > 0).to(torch.int8).unflatten(-1, self._shape))
+
+
+class DiagGaussian:
+    """Independent normal distributions, from means and logarithms of deviations, f32[B, 2 D]."""
+
+    __slots__ = ("_dtype", "_shape", "log_std", "mean")
+
+    def __init__(self, inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        self.mean, self.log_std = inputs.chunk(2, -1)
+        self._shape = shape
+        self._dtype = dtype
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device, dtype=self.mean.dtype)
+        return self._shaped(self.mean + self.log_std.exp() * noise)
+
+    def logp(self, value: Tensor) -> Tensor:
+        flat = value.reshape(self.mean.shape).to(self.mean.dtype)
+        z = (flat - self.mean) * torch.exp(-self.log_std)
+        return -(0.5 * z * z + self.log_std + _LOG_SQRT_TWO_PI).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (self.log_std + 0.5 + _LOG_SQRT_TWO_PI).sum(-1)
+
+    def kl(self, other: "DiagGaussian") -> Tensor:
+        spread = torch.exp(2.0 * self.log_std) + (self.mean - other.mean) ** 2
+        return (other.log_std - self.log_std + 0.5 * spread * torch.exp(-2.0 * other.log_std) - 0.5).sum(-1)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(self._shaped(self.mean))
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return flat.reshape(*flat.shape[:-1], *self._shape).to(self._dtype)
+
+
+class MultiDistribution:
+    """Independent distributions, one for each part of a Dict or Tuple space."""
+
+    __slots__ = ("_as_tuple", "_parts")
+
+    def __init__(self, inputs: Tensor, types: Mapping[Any, DistributionType], as_tuple: bool) -> None:
+        parts = inputs.split([each.required_input_dim for each in types.values()], -1)
+        self._parts = {key: each.from_logits(part) for (key, each), part in zip(types.items(), parts, strict=True)}
+        self._as_tuple = as_tuple
+
+    def sample(self, generator: torch.Generator | None = None) -> Tree:
+        return self._tree({key: part.sample(generator) for key, part in self._parts.items()})
+
+    def logp(self, value: Tree) -> Tensor:
+        return torch.stack([part.logp(value[key]) for key, part in self._parts.items()]).sum(0)
+
+    def entropy(self) -> Tensor:
+        return torch.stack([part.entropy() for part in self._parts.values()]).sum(0)
+
+    def kl(self, other: "MultiDistribution") -> Tensor:
+        return torch.stack([part.kl(other._parts[key]) for key, part in self._parts.items()]).sum(0)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(self._tree({key: part.to_deterministic().action for key, part in self._parts.items()}))
+
+    def _tree(self, parts: dict[Any, Tree]) -> Tree:
+        return tuple(parts.values()) if self._as_tuple else parts
+
+
+class Deterministic:
+    """Always the same action; its log-probability counts as 0."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Tree) -> None:
+        self.action = action
+
+    def sample(self, generator: torch.Generator | None = None) -> Tree:
+        return self.action
+
+    def logp(self, value: Tree) -> Tensor:
+        first = value
+        while not torch.is_tensor(first):
+            first = next(iter(first.values() if isinstance(first, Mapping) else first))
+        return torch.zeros(len(first))
+
+
+def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
+    """The mean of values f32[B, n]; what can't happen counts for nothing, also where its value is infinite."""
+    return torch.where(log_probs == -torch.inf, torch.zeros(()), log_probs.exp() * values).sum(-1)

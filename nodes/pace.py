@@ -1,0 +1,39 @@
+"""How far a rollout may run ahead of whoever takes its fragments."""
+
+from collections.abc import Callable
+
+from rollflow.stream.lane import Lane
+
+
+class FragmentCredits:
+    """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
+
+    limit    None: always
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit = limit
+        self._begun = 0
+        self._changed: Callable[[], None] = _nobody
+
+    def admits(self, lane: Lane) -> bool:
+        """Whether the lane may take its next step; the first of a fragment takes a credit."""
+        if self.limit is None or not lane.at_start:
+            return True
+        if self._begun >= self.limit:
+            return False
+        self._begun += 1
+        return True
+
+    def release(self, fragments: int) -> None:
+        """Say that so many fragments are done with. In the thread that the graph runs in."""
+        self._begun -= fragments
+        self._changed()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when credits come back."""
+        self._changed = changed
+
+
+def _nobody() -> None:
+    """Called when nobody watches."""
