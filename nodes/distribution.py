@@ -67,8 +67,8 @@ class DistributionType:
         """From `action_dist_inputs`, f32[B, D]. Raises ModuleError when the last axis has another length."""
         if logits.shape[-1] != self.required_input_dim:
             raise ModuleError(
-                f"'action_dist_inputs' has shape {list(logits.shape)}, expected a last axis of {self.required_input_dim} "
-                f"for actions in {self.space}"
+                f"'action_dist_inputs' has shape {list(logits.shape)}, expected a last axis of "
+                f"{self.required_input_dim} for actions in {self.space}"
             )
         return self._make(logits)
 
@@ -144,7 +144,7 @@ class MultiCategorical:
 
     def __init__(self, logits: Tensor, space: spaces.MultiDiscrete) -> None:
         starts = np.broadcast_to(space.start, space.nvec.shape).reshape(-1).tolist()
-        parts = logits.split(space.nvec.reshape(-1).tolist(), -1)
+        parts = torch.split(logits, space.nvec.reshape(-1).tolist(), -1)
         self._parts = [Categorical(part, start) for part, start in zip(parts, starts, strict=True)]
         self._shape = space.nvec.shape
         self._dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
@@ -166,7 +166,8 @@ class MultiCategorical:
         return Deterministic(self._joined([part.to_deterministic().action for part in self._parts]))
 
     def _joined(self, numbers: Sequence[Tensor]) -> Tensor:
-        return torch.stack(list(numbers), -1).to(self._dtype).unflatten(-1, self._shape)
+        joined = torch.stack(list(numbers), -1).to(self._dtype)
+        return joined.reshape(*joined.shape[:-1], *self._shape)
 
 
 class Bernoulli:
@@ -180,7 +181,7 @@ class Bernoulli:
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         chance = torch.rand(self.logits.shape, generator=generator, device=self.logits.device)
-        return (chance < self.logits.sigmoid()).to(torch.int8).unflatten(-1, self._shape)
+        return self._shaped(chance < self.logits.sigmoid())
 
     def logp(self, value: Tensor) -> Tensor:
         bits = value.flatten(-len(self._shape)).to(self.logits.dtype)
@@ -194,7 +195,10 @@ class Bernoulli:
         return (difference + functional.softplus(other.logits) - functional.softplus(self.logits)).sum(-1)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic((self.logits > 0).to(torch.int8).unflatten(-1, self._shape))
+        return Deterministic(self._shaped(self.logits > 0))
+
+    def _shaped(self, bits: Tensor) -> Tensor:
+        return bits.to(torch.int8).reshape(*bits.shape[:-1], *self._shape)
 
 
 class DiagGaussian:
@@ -236,7 +240,8 @@ class MultiDistribution:
     __slots__ = ("_as_tuple", "_parts")
 
     def __init__(self, inputs: Tensor, types: Mapping[Any, DistributionType], as_tuple: bool) -> None:
-        parts = inputs.split([each.required_input_dim for each in types.values()], -1)
+        widths = [each.required_input_dim for each in types.values()]
+        parts = torch.split(inputs, widths, -1)
         self._parts = {key: each.from_logits(part) for (key, each), part in zip(types.items(), parts, strict=True)}
         self._as_tuple = as_tuple
 

@@ -7,7 +7,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
-from numpy.typing import NDArray
 
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EnvError
@@ -83,11 +82,10 @@ class Environments:
         """Reset every environment; each lane sets out with its first observations."""
         slot = 0
         for lane, env in zip(self.lanes, self.envs, strict=True):
-            if isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-                seeds = [seed_for(self._seed, "env", slot + i) for i in range(env.num_envs)]
-                observations, infos = env.reset(seed=seeds)
-            else:
-                observations, infos = env.reset(seed=seed_for(self._seed, "env", slot))
+            seeds: Any = [seed_for(self._seed, "env", slot + i) for i in range(env.num_envs)]
+            if not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+                seeds = seeds[0]  # one generator for all slots
+            observations, infos = env.reset(seed=seeds)
             lane.reset(observations, infos)
             slot += env.num_envs
             yield lane
@@ -149,8 +147,9 @@ def _same_step(lane: Lane, env: VectorEnv[Any, Any, Any]) -> Callable[[], None]:
         if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
             slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
             final = _final_items(infos, slots), infos.get("final_info", {})
-            infos = without(infos, "final_obs", "final_info")
-        lane.record_step(observations, rewards, terminateds, truncateds, infos, final)
+        lane.record_step(
+            observations, rewards, terminateds, truncateds, without(infos, "final_obs", "final_info"), final
+        )
 
     return step
 

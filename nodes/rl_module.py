@@ -38,6 +38,7 @@ class RLModule(torch.nn.Module):
         self.action_space = action_space
         self.inference_only = inference_only
         self.model_config = {} if model_config is None else model_config
+        self._distribution_made: DistributionType | None = None
         self.setup()
 
     def setup(self) -> None:
@@ -112,7 +113,7 @@ class RLModule(torch.nn.Module):
         space = self.action_space
         if space is None:
             raise ModuleError(f"{type(self).__name__} has no action_space: give it to the constructor, or set it")
-        made = self.__dict__.get("_distribution_type_made")
+        made = self._distribution_made
         if made is None or made.space is not space:
-            made = self.__dict__["_distribution_type_made"] = distribution_for(space)
-        return made  # type: ignore[no-any-return]
+            made = self._distribution_made = distribution_for(space)
+        return made

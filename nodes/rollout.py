@@ -217,12 +217,12 @@ class Rollout:
         """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
 
         Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
-        asked for. Ends after `drain()`, or when every lane has given its `num_fragments`.
+        asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or when every lane has given its `num_fragments`.
         """
         return Stream(self, _one_by_one)
 
     def batches(self) -> "Stream[Batch]":
-        """Train batches, each of one fragment of every lane: column -> tensor `any[B, ...]`, through the learner pipeline.
+        """Train batches, each of one fragment of every lane, from the learner pipeline: column -> tensor `any[B, ...]`.
 
         Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
         """
@@ -281,7 +281,7 @@ class Rollout:
         self._state = "closed"
 
     def _take_rounds(self) -> Iterator[list[Fragment]]:
-        """Fragments, so many at a time as there are lanes; what the reader has done with is released when it asks on."""
+        """Fragments, so many at a time as there are lanes; they are released when the reader asks on."""
         drive = self._drive
         if drive is None or self._state != "running":
             raise RunError(f"the rollout is {self._state}, expected it to be entered: with Rollout(...) as rollout")
@@ -312,7 +312,7 @@ class Rollout:
 
     def _take(self, fragment: Fragment, taken: list[Fragment], release: Callable[[int], None]) -> None:
         self.returns(fragment)
-        if self.lag.admits(fragment):
+        if fragment.num_steps and self.lag.admits(fragment):
             taken.append(fragment)
             self._handed_steps += fragment.num_steps
         else:
@@ -335,7 +335,7 @@ class Rollout:
 
 
 class Stream(Generic[T]):
-    """What `fragments()` and `batches()` give: to be iterated with `for` or with `async for`, as the rollout was entered."""
+    """What `fragments()` and `batches()` give: for `for` or `async for`, as the rollout was entered."""
 
     def __init__(self, rollout: Rollout, made_of: Callable[[list[Fragment]], Iterator[T]]) -> None:
         self._rollout = rollout

@@ -49,7 +49,7 @@ class LearnerPipeline:
 
     def __call__(self, fragments: Fragment) -> Learned:
         """Take one fragment; a batch when enough of them are there."""
-        if self._lag is None or self._lag.admits(fragments):
+        if fragments.num_steps and (self._lag is None or self._lag.admits(fragments)):
             self._waiting.append(fragments)
         if len(self._waiting) < self._fragments_per_batch:
             return Learned(None)

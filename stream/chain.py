@@ -1,9 +1,9 @@
 """Synchronous nodes run as one: each is called with what the one before gave.
 
-A `Chain` is the part that needs no event loop. An item that enters is carried depth-first through the nodes until each of
-its descendants has left the chain (and is `pending`), has reached a feedback edge (and is `runnable` again), or is
-parked at a gate. Whoever drives the chain delivers what is pending before it pumps on; this is what lets a full channel
-hold the whole chain back.
+A `Chain` is the part that needs no event loop. An item that enters is carried depth-first through the nodes until each
+of its descendants has left the chain (and is `pending`), has reached a feedback edge (and is `runnable` again), or is
+parked at a gate. Whoever drives the chain delivers what is pending before it pumps on; this is what lets a full
+channel hold the whole chain back.
 
 Time is read once after each call, not before and after: what the engine itself takes between two calls is counted with
 the later one.

@@ -46,8 +46,8 @@ class Graph:
     >>> graph.connect("source", "double", capacity=4)
     >>> graph.output("doubled", "double")
 
-    `numbers` may be `async def numbers(out: Outlet[int]) -> None`. What a node may be is said in `read_node`; a Graph, or
-    an object with a method `graph() -> Graph`, is a node too: its outputs and inputs are its ports.
+    `numbers` may be `async def numbers(out: Outlet[int]) -> None`. What a node may be is said in `read_node`; a Graph,
+    or an object with a method `graph() -> Graph`, is a node too: its outputs and inputs are its ports.
     """
 
     def __init__(self, name: str = "graph") -> None:
@@ -103,8 +103,8 @@ class Graph:
                         may not send more items than its edges hold
             gate        lets items pass one by one; only between synchronous nodes joined without a capacity
 
-        An outlet joined to several inlets gives each the same object; an inlet joined to several outlets takes from all.
-        Raises GraphError for an unknown port, for types that don't meet, and for a capacity below 1.
+        An outlet joined to several inlets gives each the same object; an inlet joined to several outlets takes from
+        all. Raises GraphError for an unknown port, for types that don't meet, and for a capacity below 1.
         """
         outlet, inlet = self._port(source, outlet=True), self._port(target, outlet=False)
         if capacity is not None and capacity < 1:
@@ -124,8 +124,8 @@ class Graph:
         edge = Edge(outlet, inlet, capacity, overflow, feedback, gate)
         if gate is not None and (feedback or not self.is_chained(edge)):
             raise GraphError(
-                f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity that is "
-                "no feedback edge"
+                f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity "
+                "that is no feedback edge"
             )
         self.edges.append(edge)
 

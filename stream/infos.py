@@ -38,6 +38,8 @@ def replaced(infos: Mapping[str, Any], others: Mapping[str, Any], slots: NDArray
 
 def without(infos: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     """`infos` without these keys and their masks."""
+    if not any(key in infos for key in keys):
+        return infos
     dropped = {*keys, *(f"_{key}" for key in keys)}
     return {key: value for key, value in infos.items() if key not in dropped}
 

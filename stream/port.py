@@ -114,7 +114,7 @@ def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
         outlets = {}
     else:
         outlets = {"out": _without_none(given)}
-    placed = getattr(node, "where", "inline") if where is None else where
+    placed: Any = getattr(node, "where", "inline") if where is None else where
     if placed not in ("inline", "thread"):
         raise GraphError(f"node '{name}': where is {placed!r}, expected 'inline' or 'thread'")
     inlets = {parameters[0].name: hints.get(parameters[0].name, Any)}

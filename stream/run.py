@@ -1,8 +1,8 @@
 """Running a graph: as tasks of an event loop, or step by step without one.
 
 `running` opens one task group. Every chain, every asynchronous node and every node in a thread is a task of it, and
-nothing outlives it. A task closes its channels only when its node has ended well: where a node raises, its neighbours are
-cancelled rather than told of an end that was none.
+nothing outlives it. A task closes its channels only when its node has ended well: where a node raises, its neighbours
+are cancelled rather than told of an end that was none.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator

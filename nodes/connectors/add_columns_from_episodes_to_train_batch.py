@@ -13,8 +13,8 @@ from rollflow.stream.fragment import FragmentEpisodes
 class AddColumnsFromEpisodesToTrainBatch(ConnectorV2):
     """Adds `actions`, `rewards`, `terminateds`, `truncateds` and the extra model outputs, one row per step.
 
-    `state_out` is left out, and infos are. Columns that the batch has already stay as they are. The flags are True in an
-    episode's last row only.
+    `state_out` is left out, and infos are. Columns that the batch has already stay as they are. The flags are True in
+    an episode's last row only.
     """
 
     columnar = True

@@ -1,12 +1,13 @@
 """Items one by one become arrays."""
 
+from collections import Counter, deque
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, episode_key
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
@@ -59,7 +60,7 @@ class BatchIndividualItems(ConnectorV2):
                     }
                 )
             elif _is_list_form(data):
-                items = _items(data)
+                items = _items(data) if isinstance(data, list) else _in_order(column, data, episodes)
                 batch[column] = items if column == Columns.INFOS else _batched(column, items)
         return batch
 
@@ -73,6 +74,31 @@ def _is_list_form(data: Any) -> bool:
 def _items(data: Any) -> list[Any]:
     """The items of a column in list form, episode after episode."""
     return [item for items in data.values() for item in items] if isinstance(data, dict) else data
+
+
+def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Episodes | None) -> list[Any]:
+    """The items of a column in the order of the episodes, which is that of all columns made from arrays."""
+    chunks = list(episodes or ())
+    keys = [episode_key(chunk) for chunk in chunks]
+    counts = Counter(keys)
+    if counts.keys() != data.keys():  # not a column over these episodes
+        return _items(data)
+    if len(counts) == len(keys):
+        return [item for key in keys for item in data[key]]
+    # Chunks of one episode share a key: its items are dealt out to them, one each or one for each step.
+    one_each = all(len(data[key]) == count for key, count in counts.items())
+    left = {key: deque(items) for key, items in data.items()}
+    ordered: list[Any] = []
+    for key, chunk in zip(keys, chunks, strict=True):
+        rows, wanted = 0, 1 if one_each else len(chunk)
+        while rows < wanted and left[key]:
+            item = left[key].popleft()
+            first = leaves_of(item)[0]
+            rows += len(first) if isinstance(first, BatchedArray) and not one_each else 1
+            ordered.append(item)
+    if any(left.values()):
+        raise ConnectorError(f"column '{column}' has more items than the chunks of its episodes have steps")
+    return ordered
 
 
 def _batched(column: str, items: list[Any]) -> Tree:

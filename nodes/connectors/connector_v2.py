@@ -214,7 +214,8 @@ class ConnectorV2(abc.ABC):
             return
         if len(zip_with_batch_column) != len(episodes):
             raise ValueError(
-                f"zip_with_batch_column has {len(zip_with_batch_column)} items, expected {len(episodes)}: one per episode"
+                f"zip_with_batch_column has {len(zip_with_batch_column)} items, expected one for each of "
+                f"{len(episodes)} episodes"
             )
         yield from zip(episodes, zip_with_batch_column, strict=True)
 
@@ -239,7 +240,7 @@ class ConnectorV2(abc.ABC):
         num_items: int,
         single_agent_episode: SingleAgentEpisode | None = None,
     ) -> None:
-        """Add `num_items` items to a column, as `add_batch_item` does: a list, or a tree of arrays `any[num_items, ...]`.
+        """Add `num_items` items to a column, as `add_batch_item` does: a list, or a tree of arrays `any[n, ...]`.
 
         A tree of arrays is added as the one thing it is, which is much faster, and batched later on. Raises
         ConnectorError where `num_items` is not the number of items.
@@ -259,8 +260,8 @@ class ConnectorV2(abc.ABC):
     ) -> None:
         """Replace every item of a column, or of several together, by `func(item, episode id, agent id, module id)`.
 
-        The ids are None where the batch does not have them. For several columns `item` is a tuple with one item of each,
-        and so must be what `func` returns. Raises ConnectorError for an unknown column.
+        The ids are None where the batch does not have them. For several columns `item` is a tuple with one item of
+        each, and so must be what `func` returns. Raises ConnectorError for an unknown column.
         """
         columns = [column] if isinstance(column, str) else list(column)
         for name in columns:
@@ -291,7 +292,7 @@ class ConnectorV2(abc.ABC):
 
 
 class BatchedArray(np.ndarray[Any, Any]):
-    """An array whose first axis runs over several items: `add_n_batch_items` marks with it what must not be taken for one."""
+    """An array whose first axis runs over several items: what `add_n_batch_items` was given as one."""
 
 
 def episode_key(episode: SingleAgentEpisode) -> tuple[Any, ...]:

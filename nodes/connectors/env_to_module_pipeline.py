@@ -36,7 +36,7 @@ class EnvToModulePipeline(ConnectorPipelineV2):
             ],
         )
 
-    def __call__(
+    def __call__(  # type: ignore[override]  # RLlib's, too, lets callers leave out what goes without saying
         self,
         *,
         rl_module: Any,

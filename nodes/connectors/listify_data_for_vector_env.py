@@ -11,8 +11,8 @@ from rollflow.stream.tree import stack_trees
 class ListifyDataForVectorEnv(ConnectorV2):
     """Turns `(episode id,) -> [item]` into lists with one item per slot, and actions into arrays `any[N, ...]`.
 
-    Columns that are arrays already, one row per slot, stay as they are. Raises ConnectorError for items of an episode that
-    is none of those given, and for an episode without its one item.
+    Columns that are arrays already, one row per slot, stay as they are. Raises ConnectorError for items of an episode
+    that is none of those given, and for an episode without its one item.
     """
 
     columnar = True
@@ -35,8 +35,8 @@ class ListifyDataForVectorEnv(ConnectorV2):
             keys = [episode_key(episode) for episode in episodes]
             if data.keys() != set(keys) or any(len(items) != 1 for items in data.values()):
                 raise ConnectorError(
-                    f"column '{column}' has {sum(map(len, data.values()))} items for episodes {list(data)}, expected one "
-                    f"for each of {keys}"
+                    f"column '{column}' has {sum(map(len, data.values()))} items for episodes {list(data)}, expected "
+                    f"one for each of {keys}"
                 )
             items = [data[key][0] for key in keys]
             is_action = column in (Columns.ACTIONS, Columns.ACTIONS_FOR_ENV)

@@ -27,7 +27,7 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         normalize_actions: bool = False,
         clip_actions: bool = True,
     ) -> Self:
-        """Sampling, arrays, items one by one, `custom_pieces`, and the actions brought into the environments' bounds."""
+        """Sampling, arrays, items one by one, `custom_pieces`, and the actions brought into their bounds."""
         return cls(
             observation_space,
             action_space,
