@@ -217,7 +217,8 @@ class Rollout:
         """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
 
         Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
-        asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or when every lane has given its `num_fragments`.
+        asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or
+        when every lane has given its `num_fragments`.
         """
         return Stream(self, _one_by_one)
 

@@ -1,0 +1,241 @@
+from typing import Any, NamedTuple
+
+import pytest
+
+from rollflow.stream import Graph, GraphError, Inlet, Outlet
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def to_text(number: int) -> str:
+    return str(number)
+
+
+def show(text: str) -> None:
+    del text
+
+
+async def numbers(out: Outlet[int]) -> None:
+    await out.send(1)
+
+
+async def collect(items: Inlet[int]) -> None:
+    async for _ in items:
+        pass
+
+
+class Halves(NamedTuple):
+    low: int | None
+    high: str | None
+
+
+def split(number: int) -> Halves:
+    return Halves(number, None)
+
+
+class Ring:
+    """Sets out one item, and takes it back when it has gone round."""
+
+    def start(self) -> list[int]:
+        return [0]
+
+    def __call__(self, number: int) -> int:
+        return number
+
+
+def chained() -> Graph:
+    graph = Graph("chained")
+    graph.add(source=numbers, double=double, text=to_text, show=show)
+    graph.connect("source", "double", capacity=2)
+    graph.connect("double", "text")
+    graph.connect("text", "show")
+    return graph
+
+
+def test_synchronous_neighbours_without_a_capacity_are_one_task() -> None:
+    graph = chained()
+    graph.validate()
+    assert graph.groups() == [["source"], ["double", "text", "show"]]
+
+
+def test_a_capacity_or_a_thread_keeps_neighbours_apart() -> None:
+    graph = Graph()
+    graph.add(source=numbers, a=double, b=double)
+    graph.add_node("c", to_text, where="thread")
+    graph.add(d=show)
+    graph.connect("source", "a")
+    graph.connect("a", "b", capacity=3)
+    graph.connect("b", "c")
+    graph.connect("c", "d")
+    graph.validate()
+    assert graph.groups() == [["source"], ["a"], ["b"], ["c"], ["d"]]
+
+
+def test_the_fields_of_a_named_tuple_are_outlets() -> None:
+    graph = Graph()
+    graph.add(source=numbers, split=split, double=double, show=show)
+    graph.connect("source", "split")
+    graph.connect("split.low", "double")
+    graph.connect("split.high", "show")
+    graph.output("doubled", "double")
+    graph.validate()
+    with pytest.raises(GraphError, match=r"split.high gives str, but double.number takes int"):
+        graph.connect("split.high", "double")
+
+
+def test_explain_says_what_is_chained_and_how_much_each_edge_holds() -> None:
+    graph = chained()
+    graph.add_node("late", show, where="thread")
+    graph.connect("text", "late", capacity=5, overflow="drop_oldest")
+    assert graph.explain().splitlines() == [
+        "source   one task, inline",
+        "[double → text → show]   one task, inline",
+        "late   one task, worker thread",
+        "source.out ──(capacity 2, block)──▶ double.number",
+        "text.out ──(capacity 5, drop_oldest)──▶ late.text   worker thread",
+    ]
+
+
+def test_explain_marks_a_ring() -> None:
+    graph = Graph()
+    graph.add(ring=Ring(), double=double)
+    graph.connect("ring", "double")
+    graph.connect("double", "ring", feedback=True)
+    assert graph.explain() == "[ring → double ↺]   one task, inline"
+
+
+def test_mermaid_draws_boxes_frames_and_dashed_feedback() -> None:
+    graph = Graph()
+    graph.add(ring=Ring(), double=double)
+    graph.connect("ring", "double")
+    graph.connect("double", "ring", feedback=True)
+    graph.output("doubled", "double", capacity=3)
+    assert graph.mermaid().splitlines() == [
+        "flowchart LR",
+        '    subgraph g0["one task"]',
+        '        n0["ring"]',
+        '        n1["double"]',
+        "    end",
+        '    n0 -- "out" --> n1',
+        '    n1 -. "out" .-> n0',
+        '    out2(["doubled"])',
+        '    n1 -- "out, capacity 3, block" --> out2',
+    ]
+
+
+def test_a_graph_is_a_node_of_another() -> None:
+    inner = Graph("inner")
+    inner.add(a=double, b=double)
+    inner.connect("a", "b")
+    inner.input("number", "a.number")
+    inner.output("doubled", "b")
+    outer = Graph("outer")
+    outer.add(source=numbers, twice=inner, text=to_text, show=show)
+    outer.connect("source", "twice.number")
+    outer.connect("twice.doubled", "text")
+    outer.connect("text", "show")
+    outer.validate()
+    assert list(outer.nodes) == ["source", "twice/a", "twice/b", "text", "show"]
+    assert outer.groups() == [["source"], ["twice/a", "twice/b", "text", "show"]]
+
+
+def not_a_node(first: int, second: int) -> int:
+    return first + second
+
+
+class Wrong:
+    async def run(self, items: int) -> None:
+        del items
+
+
+@pytest.mark.parametrize(
+    ("node", "told"),
+    [
+        (7, r"node 'x' is 7, expected a callable of one parameter"),
+        (not_a_node, r"node 'x' is called with 2 items, expected a callable of one parameter"),
+        (Wrong(), r"node 'x': parameter 'items' of run is annotated int, expected Inlet"),
+    ],
+)
+def test_what_is_no_node_is_refused(node: Any, told: str) -> None:
+    with pytest.raises(GraphError, match=told):
+        Graph().add(x=node)
+
+
+def test_an_asynchronous_node_in_a_thread_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"node 'x' is asynchronous and can't be placed in a thread"):
+        Graph().add_node("x", numbers, where="thread")
+
+
+def test_a_name_is_given_once() -> None:
+    graph = chained()
+    with pytest.raises(GraphError, match=r"graph 'chained' has a node 'double' already"):
+        graph.add(double=double)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "options", "told"),
+    [
+        ("nobody", "double", {}, r"'nobody': graph 'chained' has no node 'nobody'; nodes: source, double, text, show"),
+        ("source.items", "double", {}, r"'source.items': node 'source' has no outlet 'items'; outlets: out"),
+        ("source", "double.x", {}, r"'double.x': node 'double' has no inlet 'x'; inlets: number"),
+        ("show", "double", {}, r"'show': node 'show' has not one outlet but these: none"),
+        ("source", "show", {}, r"source.out gives int, but show.text takes str"),
+        ("source", "double", {"capacity": 0}, r"source → double: capacity is 0, expected at least 1, or None"),
+        ("source", "double", {"overflow": "spill"}, r"overflow is 'spill', expected 'block', 'drop_oldest' or 'latest'"),
+        ("source", "double", {"overflow": "latest"}, r"an edge without a capacity can't have overflow='latest'"),
+        ("double", "double", {"capacity": 1, "overflow": "latest", "feedback": True}, r"a feedback edge can't have"),
+        ("source", "double", {"gate": object()}, r"a gate stands only between synchronous, inline nodes"),
+    ],
+)
+def test_what_can_not_be_connected_is_refused(source: str, target: str, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(GraphError, match=told):
+        chained().connect(source, target, **options)
+
+
+def test_an_empty_graph_is_refused() -> None:
+    with pytest.raises(GraphError, match="graph 'nothing' has no nodes"):
+        Graph("nothing").validate()
+
+
+def test_an_unconnected_inlet_is_named() -> None:
+    graph = chained()
+    graph.add(other=show)
+    with pytest.raises(GraphError, match=r"inlet 'other.text' is connected to nothing"):
+        graph.validate()
+
+
+def test_an_unconnected_outlet_is_named() -> None:
+    graph = chained()
+    graph.add(other=numbers)
+    with pytest.raises(GraphError, match=r"outlet 'other.out' is connected to nothing"):
+        graph.validate()
+
+
+def test_a_cycle_is_named_all_round() -> None:
+    graph = Graph()
+    graph.add(ring=Ring(), a=double, b=double)
+    graph.connect("ring", "a")
+    graph.connect("a", "b")
+    graph.connect("b", "ring")
+    with pytest.raises(GraphError, match=r"cycle ring → a → b → ring: declare the edge that closes it with feedback=True"):
+        graph.validate()
+
+
+def test_a_ring_that_nothing_sets_going_is_refused() -> None:
+    graph = Graph()
+    graph.add(a=double, b=double)
+    graph.connect("a", "b")
+    graph.connect("b", "a", feedback=True)
+    with pytest.raises(GraphError, match=r"nothing would ever flow through a, b"):
+        graph.validate()
+
+
+def test_an_input_has_to_be_fed() -> None:
+    graph = Graph("inner")
+    graph.add(a=double)
+    graph.input("number", "a")
+    graph.output("doubled", "a")
+    with pytest.raises(GraphError, match=r"'a.number' is an input of graph 'inner'"):
+        graph.validate()

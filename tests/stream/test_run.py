@@ -1,0 +1,486 @@
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollflow.stream import Graph, GraphError, InlineRun, Inlet, Outlet, RunError
+
+pytestmark = pytest.mark.anyio
+
+
+class Numbers:
+    """0, 1, 2, … and how far it has come."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
+        self.sent = 0
+
+    async def run(self, out: Outlet[int]) -> None:
+        while self.count is None or self.sent < self.count:
+            await out.send(self.sent)
+            self.sent += 1
+
+
+class Collect:
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.closed = 0
+
+    def __call__(self, item: Any) -> None:
+        self.items.append(item)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+class Round(NamedTuple):
+    on: int | None
+    out: int | None
+
+
+class Ring:
+    """Counts an item up at each turn; every third turn lets something out; holds the last turn until `finish`."""
+
+    def __init__(self, turns: int | None = None) -> None:
+        self.turns = turns
+        self.last = 0
+        self.closed = 0
+
+    def start(self) -> Iterable[Round]:
+        yield Round(0, None)
+
+    def __call__(self, number: int) -> Round:
+        self.last = number + 1
+        on = self.last if self.turns is None or self.last < self.turns else None
+        return Round(on, self.last if self.last % 3 == 0 else None)
+
+    def finish(self) -> Iterable[Round]:
+        yield Round(None, -self.last)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def ring_graph(ring: Ring, gate: Any = None) -> Graph:
+    graph = Graph("ring")
+    graph.add(ring=ring, same=lambda number: number)
+    graph.connect("ring.on", "same", gate=gate)
+    graph.connect("same", "ring", feedback=True)
+    graph.output("thirds", "ring.out")
+    return graph
+
+
+async def test_items_arrive_in_order_and_the_run_ends_by_itself() -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(100), double=double, sink=sink)
+    graph.connect("source", "double", capacity=3)
+    graph.connect("double", "sink")
+    async with graph.run() as run:
+        await run.wait()
+    assert sink.items == [2 * number for number in range(100)]
+    assert sink.closed == 1
+
+
+async def test_a_stalled_reader_stops_the_source() -> None:
+    source = Numbers()
+    graph = Graph()
+    graph.add(source=source, double=double)
+    graph.connect("source", "double", capacity=4)
+    graph.output("doubled", "double", capacity=2)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert source.sent == 2 + 1 + 4  # what the output holds, what waits before it, what the channel holds
+        assert await run["doubled"].receive() == 0
+        await anyio.wait_all_tasks_blocked()
+        assert source.sent == 8
+
+
+@pytest.mark.parametrize(("overflow", "capacity"), [("drop_oldest", 3), ("latest", 1)])
+async def test_a_slow_sink_may_drop_and_every_drop_is_counted(overflow: Any, capacity: int) -> None:
+    complete, released = Collect(), anyio.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.items: list[int] = []
+
+        async def run(self, items: Inlet[int]) -> None:
+            self.items.append(await items.receive())
+            await released.wait()
+            self.items += [item async for item in items]
+
+    slow = Slow()
+    graph = Graph()
+    graph.add(source=Numbers(50), slow=slow, complete=complete)
+    graph.connect("source", "complete", capacity=1)
+    graph.connect("source", "slow", capacity=capacity, overflow=overflow)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        released.set()
+        await run.wait()
+        dropped = {edge.name: edge.dropped for edge in run.report().edges}
+    assert complete.items == list(range(50))
+    assert slow.items[-capacity:] == list(range(50 - capacity, 50))
+    assert dropped == {"source.out → complete.item": 0, "source.out → slow.items": 50 - len(slow.items)}
+
+
+async def test_a_fan_out_passes_the_object_itself() -> None:
+    first, second, item = Collect(), Collect(), object()
+
+    async def source(out: Outlet[object]) -> None:
+        await out.send(item)
+
+    graph = Graph()
+    graph.add(source=source, first=first, second=second)
+    graph.connect("source", "first", capacity=1)
+    graph.connect("source", "second", capacity=1)
+    async with graph.run() as run:
+        await run.wait()
+    assert first.items[0] is second.items[0] is item
+
+
+async def test_an_inlet_takes_from_all_that_feed_it_and_ends_after_the_last() -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(a=Numbers(5), b=Numbers(9), sink=sink)
+    graph.connect("a", "sink", capacity=1)
+    graph.connect("b", "sink", capacity=2)
+    async with graph.run() as run:
+        await run.wait()
+    assert sorted(sink.items) == sorted([*range(5), *range(9)])
+
+
+async def test_a_node_in_a_thread_works_off_the_event_loops_thread_and_in_order() -> None:
+    threads: set[int] = set()
+
+    def work(number: int) -> int:
+        threads.add(threading.get_ident())
+        return number
+
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(20), sink=sink)
+    graph.add_node("work", work, where="thread")
+    graph.connect("source", "work", capacity=2)
+    graph.connect("work", "sink")
+    async with graph.run() as run:
+        await run.wait()
+    assert sink.items == list(range(20))
+    assert threading.get_ident() not in threads
+
+
+def fails_at(limit: int) -> Callable[[int], int]:
+    def work(number: int) -> int:
+        if number == limit:
+            raise ValueError(f"{number} is too much")
+        return number
+
+    return work
+
+
+@pytest.mark.parametrize("where", ["inline", "thread"])
+async def test_an_error_names_its_node_and_ends_the_run(where: Any) -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(), sink=sink)
+    graph.add_node("work", fails_at(7), where=where)
+    graph.connect("source", "work", capacity=2)
+    graph.connect("work", "sink", capacity=1)
+    with pytest.raises(ValueError, match="7 is too much") as raised:
+        async with graph.run() as run:
+            await run.wait()
+    assert raised.value.__notes__ == ["in node 'work'"]
+    assert sink.closed == 1
+    assert sink.items == list(range(len(sink.items)))
+
+
+async def test_an_error_of_an_asynchronous_node_reaches_the_reader_of_an_output() -> None:
+    async def source(out: Outlet[int]) -> None:
+        await out.send(1)
+        raise KeyError("gone")
+
+    graph = Graph()
+    graph.add(source=source, double=double)
+    graph.connect("source", "double", capacity=1)
+    graph.output("doubled", "double")
+    seen = []
+    with pytest.raises(KeyError) as raised:
+        async with graph.run() as run:
+            async for item in run["doubled"]:
+                seen.append(item)
+    assert raised.value.__notes__ == ["in node 'source'"]
+    assert seen in ([], [2])
+
+
+async def test_two_errors_at_once_are_told_both() -> None:
+    ready = anyio.Event()
+
+    async def fails(out: Outlet[int]) -> None:
+        await ready.wait()
+        raise ValueError("one of two")
+
+    graph = Graph()
+    graph.add(a=fails, b=fails, sink=Collect())
+    graph.connect("a", "sink", capacity=1)
+    graph.connect("b", "sink", capacity=1)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with graph.run() as run:
+            await anyio.wait_all_tasks_blocked()
+            ready.set()
+            await run.wait()
+    assert len(raised.value.exceptions) == 2
+
+
+async def test_every_node_is_closed_even_when_one_close_raises() -> None:
+    class Bad(Collect):
+        def close(self) -> None:
+            super().close()
+            raise OSError("won't close")
+
+    bad, good = Bad(), Collect()
+    graph = Graph()
+    graph.add(source=Numbers(1), bad=bad, good=good)
+    graph.connect("source", "bad", capacity=1)
+    graph.connect("source", "good", capacity=1)
+    with pytest.raises(OSError, match="won't close") as raised:
+        async with graph.run() as run:
+            await run.wait()
+    assert raised.value.__notes__ == ["in node 'bad'"]
+    assert (bad.closed, good.closed) == (1, 1)
+
+
+async def test_leaving_the_block_cancels_what_still_runs() -> None:
+    ring, sink = Ring(), Collect()
+    graph = Graph()
+    graph.add(source=Numbers(), sink=sink, rings=ring_graph(ring))
+    graph.connect("source", "sink", capacity=1)
+    graph.output("thirds", "rings.thirds")
+    async with graph.run() as run:
+        assert await run["thirds"].receive() == 3
+    assert (ring.closed, sink.closed) == (1, 1)
+
+
+async def test_a_ring_that_never_waits_can_still_be_cancelled() -> None:
+    spins = Graph()
+    spins.add(spin=Ring(), same=lambda number: number, sink=Collect())
+    spins.connect("spin.on", "same")
+    spins.connect("spin.out", "sink")
+    spins.connect("same", "spin", feedback=True)
+    with anyio.move_on_after(0.05) as scope:
+        async with spins.run() as run:
+            await run.wait()
+    assert scope.cancelled_caught
+
+
+async def test_a_source_that_never_waits_can_still_be_cancelled() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(), sink=Collect())
+    graph.connect("source", "sink", capacity=1000)
+    with anyio.move_on_after(0.05) as scope:
+        async with graph.run() as run:
+            await run.wait()
+    assert scope.cancelled_caught
+
+
+async def test_drain_delivers_all_that_is_under_way() -> None:
+    source, sink = Numbers(), Collect()
+    graph = Graph()
+    graph.add(source=source, double=double, sink=sink)
+    graph.connect("source", "double", capacity=8)
+    graph.add_node("slow", lambda number: number, where="thread")
+    graph.connect("double", "slow", capacity=8)
+    graph.connect("slow", "sink", capacity=8)
+    async with graph.run() as run:
+        while len(sink.items) < 5:
+            await checkpoint()
+        await run.drain()
+        assert sink.items == [2 * number for number in range(source.sent + 1)][: len(sink.items)]
+        assert len(sink.items) >= source.sent
+
+
+async def test_drain_flushes_a_ring() -> None:
+    ring = Ring()
+    async with ring_graph(ring).run() as run:
+        assert [await run["thirds"].receive() for _ in range(2)] == [3, 6]
+        run.stop()
+        rest = [item async for item in run["thirds"]]
+    assert rest[-1] == -ring.last
+    assert rest[:-1] == list(range(9, ring.last + 1, 3))
+
+
+async def test_a_ring_ends_when_nothing_goes_round_any_more() -> None:
+    async with ring_graph(Ring(turns=10)).run() as run:
+        assert [item async for item in run["thirds"]] == [3, 6, 9, -10]
+
+
+class Every:
+    """Admits an item only as often as it is told."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.changed: Callable[[], None] = lambda: None
+
+    def admits(self, item: Any) -> bool:
+        if not self.left:
+            return False
+        self.left -= 1
+        return True
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+    def let(self, count: int) -> None:
+        self.left += count
+        self.changed()
+
+
+async def test_a_gate_holds_items_until_it_lets_them_pass() -> None:
+    ring, gate = Ring(), Every()
+    async with ring_graph(ring, gate).run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert ring.last == 0
+        gate.let(4)
+        await anyio.wait_all_tasks_blocked()
+        assert ring.last == 4
+        assert await run["thirds"].receive() == 3
+
+
+def test_inline_and_asynchronous_runs_give_the_same_items(anyio_backend: Any) -> None:
+    async def asynchronous() -> list[int]:
+        async with ring_graph(Ring(turns=20)).run() as run:
+            return [item async for item in run["thirds"]]
+
+    inline: list[int] = []
+    with InlineRun(ring_graph(Ring(turns=20))) as run:
+        while outputs := run.next_outputs():
+            inline += [item for _, item in outputs]
+    name, options = anyio_backend
+    assert inline == anyio.run(asynchronous, backend=name, backend_options=options)
+
+
+def test_an_inline_run_gives_nothing_while_all_is_parked() -> None:
+    gate, ring = Every(), Ring()
+    with InlineRun(ring_graph(ring, gate)) as run:
+        assert run.next_outputs() == []
+        gate.let(3)
+        assert run.next_outputs() == [("thirds", 3)]
+        run.finish()
+        assert run.next_outputs() == [("thirds", -3)]
+        assert run.next_outputs() == []
+    assert ring.closed == 1
+
+
+def test_an_inline_run_raises_the_error_itself() -> None:
+    graph = Graph("inline")
+    graph.add(ring=Ring(), work=fails_at(2))
+    graph.connect("ring.on", "work")
+    graph.connect("work", "ring", feedback=True)
+    graph.output("out", "ring.out")
+    with InlineRun(graph) as run, pytest.raises(ValueError, match="2 is too much") as raised:
+        run.next_outputs()
+    assert raised.value.__notes__ == ["in node 'work'"]
+
+
+def test_an_inline_run_is_for_once_and_for_synchronous_nodes() -> None:
+    run = InlineRun(ring_graph(Ring()))
+    with run:
+        pass
+    with pytest.raises(RunError, match="has been run before"):
+        run.__enter__()
+    with pytest.raises(RunError, match="is not running: it is closed"):
+        run.next_outputs()
+    graph = Graph("threads")
+    graph.add(source=Numbers(), sink=Collect())
+    graph.connect("source", "sink")
+    with pytest.raises(GraphError, match="graph 'threads' needs an event loop"):
+        InlineRun(graph)
+
+
+async def test_an_unknown_output_is_named() -> None:
+    async with ring_graph(Ring(turns=3)).run() as run:
+        with pytest.raises(GraphError, match="graph 'ring' has no output 'halves'; outputs: thirds"):
+            run["halves"]
+
+
+async def test_busy_idle_and_blocked_time_add_up_to_the_elapsed_time() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(200), double=double, sink=Collect())
+    graph.add_node("work", lambda number: sum(range(2000)), where="thread")
+    graph.connect("source", "double", capacity=2)
+    graph.connect("double", "work", capacity=2)
+    graph.connect("work", "sink", capacity=2)
+    async with graph.run() as run:
+        await run.wait()
+        report = run.report()
+    for node in report.nodes:
+        assert node.items == 200
+        assert min(node.busy_s, node.idle_s, node.blocked_s) >= 0.0
+        assert node.busy_s + node.idle_s + node.blocked_s == pytest.approx(report.elapsed_s)
+    assert all(edge.items == 200 and edge.peak <= edge.capacity for edge in report.edges)
+
+
+async def test_the_report_names_the_stage_that_holds_the_others_back() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(60), double=double, heavy=lambda number: sum(range(50_000)), sink=Collect())
+    graph.connect("source", "double", capacity=2)
+    graph.connect("double", "heavy")
+    graph.connect("heavy", "sink")
+    async with graph.run() as run:
+        await run.wait()
+        report = run.report()
+    assert report.bottleneck == "heavy"
+    assert str(report).splitlines()[-1].startswith("held back by heavy (busy ")
+
+
+async def test_a_reader_that_holds_the_stream_back_is_named_caller() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(30), double=double)
+    graph.connect("source", "double", capacity=1)
+    graph.output("doubled", "double")
+    async with graph.run() as run:
+        async for _ in run["doubled"]:
+            sum(range(50_000))
+        assert run.report().bottleneck == "caller"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["chain", "channel", "thread", "async"]), st.integers(1, 5)), max_size=5),
+    st.integers(0, 60),
+    st.integers(1, 3),
+    st.sampled_from(["asyncio", "trio"]),
+)
+def test_every_item_reaches_every_sink_once(
+    stages: list[tuple[str, int]], count: int, sinks: int, backend: str
+) -> None:
+    async def passes(items: Inlet[int], out: Outlet[int]) -> None:
+        async for item in items:
+            await out.send(item)
+
+    graph, before, collected = Graph(), "source", [Collect() for _ in range(sinks)]
+    graph.add(source=Numbers(count))
+    for number, (kind, capacity) in enumerate(stages):
+        name = f"stage{number}"
+        node: Any = passes if kind == "async" else lambda item: item
+        graph.add_node(name, node, where="thread" if kind == "thread" else None)
+        graph.connect(before, name, capacity=None if kind == "chain" else capacity)
+        before = name
+    for number, sink in enumerate(collected):
+        graph.add_node(f"sink{number}", sink)
+        graph.connect(before, f"sink{number}", capacity=number or None)
+
+    async def main() -> None:
+        async with graph.run() as run:
+            await run.wait()
+
+    anyio.run(main, backend=backend)
+    assert [sink.items for sink in collected] == [list(range(count))] * sinks
