@@ -1,0 +1,61 @@
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rollflow.stream import ColumnError
+from rollflow.stream.space import is_columnar, item_of, one_hot, row_of
+
+NESTED = spaces.Dict(
+    {
+        "box": spaces.Box(-1, 1, (2,), np.float32),
+        "pair": spaces.Tuple([spaces.Discrete(3), spaces.MultiBinary(4)]),
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"),
+    [
+        (spaces.Box(0, 255, (4, 4), np.uint8), True),
+        (spaces.MultiDiscrete([2, 3]), True),
+        (NESTED, True),
+        (spaces.Text(5), False),
+        (spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Text(5)}), False),
+        (spaces.Tuple([spaces.Sequence(spaces.Discrete(2))]), False),
+    ],
+)
+def test_a_space_has_columns_when_all_its_leaves_are_numbers(space: gym.Space[Any], expected: bool) -> None:
+    assert is_columnar(space) is expected
+
+
+def test_a_row_has_one_item_per_slot_in_the_spaces_dtypes() -> None:
+    row = row_of(NESTED, 5)
+    assert (row["box"].shape, row["box"].dtype) == ((5, 2), np.float32)
+    assert (row["pair"][0].shape, row["pair"][0].dtype) == ((5,), np.int64)
+    assert (row["pair"][1].shape, row["pair"][1].dtype) == ((5, 4), np.int8)
+
+
+def test_a_space_without_columns_is_named() -> None:
+    with pytest.raises(ColumnError, match=r"space Text\(.*\) has no columns; expected Box, Discrete"):
+        item_of(spaces.Text(5))
+
+
+def test_one_hot_counts_from_where_a_discrete_space_starts() -> None:
+    assert one_hot(spaces.Discrete(3, start=5), np.array([5, 7])).tolist() == [[1, 0, 0], [0, 0, 1]]
+
+
+def test_one_hot_joins_the_parts_of_a_multi_discrete_space() -> None:
+    space = spaces.MultiDiscrete([2, 3])
+    assert one_hot(space, np.array([1, 2])).tolist() == [0, 1, 0, 0, 1]
+    assert one_hot(space, np.array([[0, 0], [1, 1]])).tolist() == [[1, 0, 1, 0, 0], [0, 1, 0, 1, 0]]
+
+
+def test_one_hot_leaves_other_leaves_alone() -> None:
+    item = {"box": np.ones(2, np.float32), "pair": (np.int64(1), np.ones(4, np.int8))}
+    encoded = one_hot(NESTED, item)
+    assert encoded["box"] is item["box"]
+    assert encoded["pair"][0].tolist() == [0, 1, 0]
+    assert encoded["pair"][1] is item["pair"][1]
