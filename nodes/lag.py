@@ -22,6 +22,8 @@ class LagBound:
     """
 
     def __init__(self, weights: PolicyWeights, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
+        if on_excess not in ("drop", "pace"):
+            raise ValueError(f"on_excess is {on_excess!r}, expected 'drop' or 'pace'")
         self.max_lag = max_lag
         self.on_excess: OnExcess = on_excess
         self.dropped_fragments = 0

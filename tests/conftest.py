@@ -1,4 +1,9 @@
+import hypothesis
 import pytest
+
+# How long an example takes says nothing of whether it is right.
+hypothesis.settings.register_profile("rollflow", deadline=None)
+hypothesis.settings.load_profile("rollflow")
 
 
 @pytest.fixture(

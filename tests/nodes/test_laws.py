@@ -41,7 +41,7 @@ settings_drawn = st.builds(
     seed=st.integers(0, 2**32 - 1),
 ).filter(lambda drawn: drawn.lanes <= drawn.slots)
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 
 
 def made(drawn: Setting, **kwargs: Any) -> tuple[list[NumberedEnv], Rollout]:

@@ -214,7 +214,12 @@ def test_custom_data_is_copied_by_a_cut() -> None:
 def test_slices_are_by_steps_and_keep_the_end_only_where_they_reach_it() -> None:
     episode = filled(5, terminated=True)
     middle = episode[1:3]
-    assert (middle.t_started, middle.t, middle.get_observations(), middle.get_actions()) == (1, 3, [1, 2, 3], [101, 102])
+    assert (middle.t_started, middle.t, middle.get_observations(), middle.get_actions()) == (
+        1,
+        3,
+        [1, 2, 3],
+        [101, 102],
+    )
     assert not middle.is_done
     assert episode[3:].is_terminated
     assert (episode[-2:].t_started, episode[-100:2].t_started, len(episode[9:])) == (3, 0, 0)
@@ -244,7 +249,10 @@ def test_an_episode_is_sliced_not_indexed() -> None:
     [
         (lambda: filled(2, id_="f"), "can't be joined by a chunk of another, 'f'"),
         (lambda: filled(5)[3:], "ends at step 2, but the chunk to join begins at step 3"),
-        (lambda: SingleAgentEpisode("e", observations=[9], t_started=2), "its last observation at step 2 is not the first"),
+        (
+            lambda: SingleAgentEpisode("e", observations=[9], t_started=2),
+            "its last observation at step 2 is not the first",
+        ),
     ],
 )
 def test_what_does_not_follow_is_not_joined(other: Any, told: str) -> None:

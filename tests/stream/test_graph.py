@@ -183,7 +183,12 @@ def test_a_name_is_given_once() -> None:
         ("show", "double", {}, r"'show': node 'show' has not one outlet but these: none"),
         ("source", "show", {}, r"source.out gives int, but show.text takes str"),
         ("source", "double", {"capacity": 0}, r"source → double: capacity is 0, expected at least 1, or None"),
-        ("source", "double", {"overflow": "spill"}, r"overflow is 'spill', expected 'block', 'drop_oldest' or 'latest'"),
+        (
+            "source",
+            "double",
+            {"overflow": "spill"},
+            r"overflow is 'spill', expected 'block', 'drop_oldest' or 'latest'",
+        ),
         ("source", "double", {"overflow": "latest"}, r"an edge without a capacity can't have overflow='latest'"),
         ("double", "double", {"capacity": 1, "overflow": "latest", "feedback": True}, r"a feedback edge can't have"),
         ("source", "double", {"gate": object()}, r"a gate stands only between synchronous, inline nodes"),
@@ -219,7 +224,9 @@ def test_a_cycle_is_named_all_round() -> None:
     graph.connect("ring", "a")
     graph.connect("a", "b")
     graph.connect("b", "ring")
-    with pytest.raises(GraphError, match=r"cycle ring → a → b → ring: declare the edge that closes it with feedback=True"):
+    with pytest.raises(
+        GraphError, match=r"cycle ring → a → b → ring: declare the edge that closes it with feedback=True"
+    ):
         graph.validate()
 
 

@@ -8,7 +8,7 @@ from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollflow.stream import Graph, GraphError, InlineRun, Inlet, Outlet, RunError
+from rollflow.stream import Graph, GraphError, Inlet, InlineRun, Outlet, RunError
 
 pytestmark = pytest.mark.anyio
 
@@ -452,7 +452,7 @@ async def test_a_reader_that_holds_the_stream_back_is_named_caller() -> None:
         assert run.report().bottleneck == "caller"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.sampled_from(["chain", "channel", "thread", "async"]), st.integers(1, 5)), max_size=5),
     st.integers(0, 60),

@@ -1,0 +1,226 @@
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from rollflow.nodes import (
+    ConnectorPipelineV2,
+    ConnectorV2,
+    EnvToModulePipeline,
+    LearnerConnectorPipeline,
+    ModuleToEnvPipeline,
+    NormalizeAndClipActions,
+)
+from rollflow.stream import ConnectorError, SingleAgentEpisode
+
+
+class Append(ConnectorV2):
+    """Adds its own name to `calls`, one number to the observation space, and keeps count as its state."""
+
+    def __init__(self, in_obs: Any = None, in_act: Any = None, *, label: str = "", **kwargs: Any) -> None:
+        super().__init__(in_obs, in_act, **kwargs)
+        self.label = label
+        self.count = 0
+
+    def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+        return Box(-1, 1, (in_obs.shape[0] + 1,))
+
+    def __call__(self, *, batch: dict[str, Any], shared_data: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.count += 1
+        batch.setdefault("calls", []).append(self.label)
+        shared_data.setdefault("calls", []).append(self.label)
+        return batch
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"count": self.count} if self.count else {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    def reset_state(self) -> None:
+        self.count = 0
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"count": sum(state["count"] for state in states)}
+
+
+class Other(Append):
+    pass
+
+
+def calls(pipeline: ConnectorPipelineV2, **kwargs: Any) -> Any:
+    return pipeline(rl_module=None, batch={}, episodes=[], **kwargs).get("calls", [])
+
+
+def test_pieces_are_called_in_order_and_share_data() -> None:
+    shared: dict[str, Any] = {}
+    pipeline = ConnectorPipelineV2(connectors=[Append(label="a"), Append(label="b")])
+    assert calls(pipeline, shared_data=shared) == ["a", "b"]
+    assert shared["calls"] == ["a", "b"]
+    assert ConnectorPipelineV2()(rl_module=None, batch={"x": 1}, episodes=[]) == {"x": 1}
+
+
+def test_pipelines_nest() -> None:
+    inner = ConnectorPipelineV2(connectors=[Append(label="b"), Append(label="c")])
+    outer = ConnectorPipelineV2(Box(-1, 1, (1,)), Discrete(2), connectors=[Append(label="a"), inner, Append(label="d")])
+    assert calls(outer) == ["a", "b", "c", "d"]
+    assert outer.observation_space == Box(-1, 1, (5,))
+    assert [space.shape for space in outer.observation_spaces] == [(2,), (3,), (4,), (5,)]
+
+
+def test_every_edit_recomputes_the_spaces() -> None:
+    pipeline = ConnectorPipelineV2(Box(-1, 1, (1,)), Discrete(2), connectors=[Append(label="a")])
+    assert pipeline.insert_before("Append", Other(label="b")) is pipeline["Append"]
+    assert pipeline.insert_after(Other, Append(label="c")) is pipeline["Other"]
+    pipeline.prepend(Other(label="d"))
+    pipeline.append(Other(label="e"))
+    assert calls(pipeline) == ["d", "b", "c", "a", "e"]
+    assert [piece.observation_space.shape for piece in pipeline] == [(2,), (3,), (4,), (5,), (6,)]
+    pipeline.remove(Append)
+    pipeline.remove("Append")
+    assert calls(pipeline) == ["d", "b", "a", "e"] or len(pipeline) == 3
+    assert pipeline.observation_space.shape == (1 + len(pipeline),)
+    pipeline.input_observation_space = Box(-1, 1, (7,))
+    assert pipeline.observation_space.shape == (7 + len(pipeline),)
+
+
+def test_pieces_are_found_by_place_name_and_class() -> None:
+    first, second, other = Append(), Append(), Other()
+    pipeline = ConnectorPipelineV2(connectors=[first, other, second])
+    assert pipeline.names == ["Append", "Other", "Append_2"]
+    assert pipeline[0] is first
+    assert pipeline["Append_2"] is second
+    assert pipeline[Other] == [other]
+    assert pipeline[Append] == [first, other, second]
+    assert (len(pipeline), list(pipeline), pipeline.connectors) == (3, [first, other, second], [first, other, second])
+
+
+def test_a_piece_that_is_not_there_is_named() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Other()])
+    for edit in (pipeline.insert_before, pipeline.insert_after):
+        with pytest.raises(ConnectorError, match="ConnectorPipelineV2 has no piece 'Nope'; pieces: Append, Other"):
+            edit("Nope", Append())
+    with pytest.warns(UserWarning, match="nothing removed: ConnectorPipelineV2 has no piece 'Nope'"):
+        pipeline.remove("Nope")
+    assert len(pipeline) == 2
+
+
+def test_what_is_no_piece_is_refused() -> None:
+    with pytest.raises(ConnectorError, match="3 is int, expected a ConnectorV2 piece"):
+        ConnectorPipelineV2(connectors=[3])  # type: ignore[list-item]
+
+
+def test_a_piece_that_returns_no_batch_is_named_with_its_place() -> None:
+    class Forgets(ConnectorV2):
+        def __call__(self, **kwargs: Any) -> Any:
+            kwargs["batch"]["x"] = 1
+
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Forgets()])
+    told = r"connector piece 'Forgets' \(2 of 2 in ConnectorPipelineV2\) returned NoneType, expected the batch, a dict"
+    with pytest.raises(ConnectorError, match=told):
+        calls(pipeline)
+
+
+def test_an_error_in_a_piece_says_in_which() -> None:
+    class Breaks(ConnectorV2):
+        def __call__(self, **kwargs: Any) -> Any:
+            raise ZeroDivisionError("no")
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        calls(ConnectorPipelineV2(connectors=[Breaks()]))
+    assert raised.value.__notes__ == ["in connector piece 'Breaks' (1 of 1 in ConnectorPipelineV2)"]
+
+
+def test_states_go_by_name_also_for_two_pieces_of_one_class() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Other(), Append()])
+    assert pipeline.get_state() == {}
+    pipeline.set_state({"Append": {"count": 3}, "Append_2": {"count": 5}})
+    assert pipeline.get_state() == {"Append": {"count": 3}, "Append_2": {"count": 5}}
+    assert pipeline.get_state("Append_2") == {"Append_2": {"count": 5}}
+    assert pipeline.get_state(not_components=["Append_2"]) == {"Append": {"count": 3}}
+    merged = pipeline.merge_states([{"Append_2": {"count": 1}}, {"Append_2": {"count": 2}, "Append": {"count": 4}}])
+    assert merged == {"Append": {"count": 4}, "Append_2": {"count": 3}}
+    assert [name for name, _ in pipeline.get_checkpointable_components()] == ["Append", "Other", "Append_2"]
+    pipeline.reset_state()
+    assert pipeline.get_state() == {}
+
+
+def test_a_state_for_a_piece_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConnectorError, match=r"a state for \['Nope'\], but the pieces are: Append"):
+        ConnectorPipelineV2(connectors=[Append()]).set_state({"Nope": {}})
+
+
+def test_every_piece_is_timed() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Other()])
+    for _ in range(3):
+        calls(pipeline)
+    timers = pipeline.timers()
+    assert [(name, timer.calls) for name, timer in timers.items()] == [("Append", 3), ("Other", 3)]
+    assert all(timer.mean_us > 0 for timer in timers.values())
+    pipeline.append(Append())
+    assert [timer.calls for timer in pipeline.timers().values()] == [3, 3, 0]
+
+
+def test_default_pipelines_have_their_pieces_in_order() -> None:
+    assert EnvToModulePipeline.default(custom_pieces=[Append()]).names == [
+        "Append",
+        "AddObservationsFromEpisodesToBatch",
+        "BatchIndividualItems",
+        "NumpyToTensor",
+    ]
+    assert ModuleToEnvPipeline.default(custom_pieces=[Append()]).names == [
+        "GetActions",
+        "TensorToNumpy",
+        "UnBatchToIndividualItems",
+        "Append",
+        "NormalizeAndClipActions",
+        "ListifyDataForVectorEnv",
+    ]
+    assert LearnerConnectorPipeline.default(custom_pieces=[Append()]).names == [
+        "Append",
+        "AddObservationsFromEpisodesToBatch",
+        "AddColumnsFromEpisodesToTrainBatch",
+        "BatchIndividualItems",
+        "NumpyToTensor",
+    ]
+
+
+def test_a_learner_pipeline_makes_a_batch_of_episodes_built_by_hand() -> None:
+    episodes = []
+    for steps in (2, 3):
+        episode = SingleAgentEpisode()
+        episode.add_env_reset(np.zeros(2))
+        for t in range(steps):
+            episode.add_env_step(np.full(2, t + 1.0), t, 0.5, terminated=t == 2, extra_model_outputs={"v": t})
+        episodes.append(episode)
+    batch = LearnerConnectorPipeline.default()(rl_module=object(), episodes=episodes)
+    assert batch["obs"].tolist() == [[0, 0], [1, 1], [0, 0], [1, 1], [2, 2]]
+    assert batch["actions"].tolist() == batch["v"].tolist() == [0, 1, 0, 1, 2]
+    assert batch["rewards"].tolist() == [0.5] * 5
+    assert batch["terminateds"].tolist() == [False] * 4 + [True]
+    assert not batch["truncateds"].any()
+
+
+@pytest.mark.parametrize(
+    ("normalize", "clip", "expected"),
+    [(False, True, [-1.0, 0.5, 3.0]), (True, False, [-1.0, 2.0, 3.0]), (True, True, [-1.0, 2.0, 3.0])],
+)
+def test_actions_are_brought_into_bounds_in_a_column_of_their_own(
+    normalize: bool, clip: bool, expected: list[float]
+) -> None:
+    space = Box(-1.0, 3.0, (1,), np.float32)
+    piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=clip)
+    actions = np.array([[-7.0], [0.5], [9.0]], np.float32)
+    batch = piece(rl_module=None, batch={"actions": actions}, episodes=[])
+    assert batch["actions_for_env"].ravel().tolist() == expected
+    assert batch["actions"] is actions
+    items = piece(rl_module=None, batch={"actions": {("a",): [actions[0]], ("b",): [actions[1]]}}, episodes=[])
+    assert [x.tolist() for x in items["actions_for_env"][("a",)]] == [[expected[0]]]
+
+
+@pytest.mark.parametrize("space", [Discrete(3), Box(-np.inf, np.inf, (1,))])
+def test_what_has_no_bounds_is_left_alone(space: gym.Space[Any]) -> None:
+    piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
+    assert piece(rl_module=None, batch={"actions": np.zeros(1)}, episodes=[]).keys() == {"actions"}

@@ -1,0 +1,190 @@
+"""The interface of a connector piece: what RLlib's page shows for single-agent data, and what is refused."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from rollflow.nodes import ConnectorV2
+from rollflow.stream import ConnectorError, SingleAgentEpisode
+
+
+class OneHot(ConnectorV2):
+    def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+        return Box(0.0, 1.0, (in_obs.n,), np.float32)
+
+    def __call__(
+        self, *, rl_module: Any, batch: Any, episodes: Any, explore: Any = None, shared_data: Any = None, **kwargs: Any
+    ) -> Any:
+        batch["obs"] = np.eye(2, dtype=np.float32)[batch["obs"]]
+        return batch
+
+
+def check(one: Any, other: Any) -> None:
+    """Same structure, same numbers."""
+    np.testing.assert_equal(one, other)
+
+
+@pytest.fixture
+def episode() -> SingleAgentEpisode:
+    return SingleAgentEpisode("SA-EPS0", observations=[0, 1, 2, 3], actions=[1, 2, 3], rewards=[1.0, 2.0, 3.0])
+
+
+def test_a_piece_transforms_a_batch_and_knows_its_output_space() -> None:
+    connector = OneHot(input_observation_space=Discrete(2))
+    output = connector(rl_module=None, batch={"obs": np.array([1, 0, 0], np.int32)}, episodes=None)
+    check(output, {"obs": np.array([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]], np.float32)})
+    assert connector.observation_space == Box(0.0, 1.0, (2,), np.float32)
+    connector.input_observation_space = Discrete(3)
+    assert connector.observation_space == Box(0.0, 1.0, (3,), np.float32)
+    assert connector.action_space is None
+    connector.input_action_space = Discrete(7)
+    assert connector.action_space == Discrete(7)
+
+
+def test_items_are_added_under_their_column() -> None:
+    batch: dict[str, Any] = {}
+    ConnectorV2.add_batch_item(batch, "test_col", item_to_add=5)
+    ConnectorV2.add_batch_item(batch, "test_col", item_to_add=6)
+    ConnectorV2.add_batch_item(batch, "test_col_2", item_to_add=-10)
+    assert batch == {"test_col": [5, 6], "test_col_2": [-10]}
+
+
+def test_items_of_an_episode_are_added_under_its_id(episode: SingleAgentEpisode) -> None:
+    batch: dict[str, Any] = {}
+    ConnectorV2.add_batch_item(batch, "test_col", 5, episode)
+    ConnectorV2.add_batch_item(batch, "test_col", 6, episode)
+    ConnectorV2.add_batch_item(batch, "test_col_2", -10, episode)
+    assert batch == {"test_col": {("SA-EPS0",): [5, 6]}, "test_col_2": {("SA-EPS0",): [-10]}}
+
+
+def test_an_agents_items_are_added_under_the_larger_episodes_id() -> None:
+    part = SingleAgentEpisode(agent_id="ag0", module_id="mod0", multi_agent_episode_id="MA-EPS1")
+    batch: dict[str, Any] = {}
+    ConnectorV2.add_batch_item(batch, "test_col", 5, part)
+    assert batch == {"test_col": {("MA-EPS1", "ag0", "mod0"): [5]}}
+
+
+def test_several_items_are_added_at_once(episode: SingleAgentEpisode) -> None:
+    batch: dict[str, Any] = {}
+    structs = [{"a": np.array(3), "b": 4}, {"a": np.array(5), "b": 6}]
+    ConnectorV2.add_n_batch_items(batch, "test_col", structs, num_items=2)
+    check(batch["test_col"], structs)
+    ConnectorV2.add_n_batch_items(batch, "test_col_2", {"a": np.array([3, 5]), "b": np.array([4, 6])}, num_items=2)
+    more = {"a": np.array([7, 7, 7]), "b": np.array([8, 8, 8])}
+    ConnectorV2.add_n_batch_items(batch, "test_col_2", more, num_items=3)
+    check(batch["test_col_2"], [{"a": np.array([3, 5]), "b": np.array([4, 6])}, more])
+    batch = {}
+    ConnectorV2.add_n_batch_items(batch, "test_col", [5, 6, 7], num_items=3, single_agent_episode=episode)
+    assert batch == {"test_col": {("SA-EPS0",): [5, 6, 7]}}
+
+
+@pytest.mark.parametrize("items", [[1, 2], np.array([1, 2]), {"a": np.array([1, 2])}])
+def test_a_wrong_number_of_items_is_refused(items: Any) -> None:
+    with pytest.raises(ConnectorError, match="column 'x': num_items is 3, but there are 2 items to add"):
+        ConnectorV2.add_n_batch_items({}, "x", items, num_items=3)
+
+
+def test_a_column_of_another_form_is_not_added_to(episode: SingleAgentEpisode) -> None:
+    with pytest.raises(ConnectorError, match="column 'x' is list, expected a dict from episodes to lists of items"):
+        ConnectorV2.add_batch_item({"x": [1]}, "x", 2, episode)
+    with pytest.raises(ConnectorError, match="column 'x' is ndarray, expected a list of items"):
+        ConnectorV2.add_batch_item({"x": np.zeros(2)}, "x", 2)
+
+
+def test_a_function_changes_every_item_of_a_column() -> None:
+    batch: dict[str, Any] = {"col1": [0, 1, 2, 3], "col2": [0, -1, -2, -3]}
+    ConnectorV2.foreach_batch_item_change_in_place(batch, "col1", lambda item, *args: item + 1)
+    assert batch["col1"] == [1, 2, 3, 4]
+    ConnectorV2.foreach_batch_item_change_in_place(
+        batch, ["col1", "col2"], lambda items, *args: (items[0] + 1, -items[1])
+    )
+    assert batch == {"col1": [2, 3, 4, 5], "col2": [0, 1, 2, 3]}
+
+
+def test_a_function_is_told_whose_item_it_changes() -> None:
+    batch: dict[str, Any] = {"col1": {("eps1",): [0, 1, 2, 3], ("eps2",): [400, 500, 600]}}
+    ConnectorV2.foreach_batch_item_change_in_place(
+        batch, "col1", lambda item, eps_id, *args: item + 1 if eps_id == "eps1" else item / 100
+    )
+    assert batch["col1"] == {("eps1",): [1, 2, 3, 4], ("eps2",): [4, 5, 6]}
+    batch = {
+        "col1": {
+            ("eps1", "ag1", "mod1"): [1, 2, 3, 4],
+            ("eps2", "ag1", "mod2"): [400, 500, 600],
+            ("eps2", "ag2", "mod3"): [-1, -2, -3, -4, -5],
+        }
+    }
+    ConnectorV2.foreach_batch_item_change_in_place(
+        batch,
+        "col1",
+        lambda item, eps, agent, module: item - 1 if eps == "eps1" else item / 100 if module == "mod2" else -item,
+    )
+    assert batch["col1"] == {
+        ("eps1", "ag1", "mod1"): [0, 1, 2, 3],
+        ("eps2", "ag1", "mod2"): [4, 5, 6],
+        ("eps2", "ag2", "mod3"): [1, 2, 3, 4, 5],
+    }
+
+
+def test_an_unknown_column_is_named() -> None:
+    with pytest.raises(ConnectorError, match="the batch has no column 'x'; columns: obs"):
+        ConnectorV2.foreach_batch_item_change_in_place({"obs": []}, "x", lambda item: item)
+
+
+def test_columns_and_module_ids_change_places() -> None:
+    batch = {"obs": {"module_0": [1, 2, 3]}, "actions": {"module_0": [4, 5, 6], "module_1": [7]}}
+    assert ConnectorV2.switch_batch_from_column_to_module_ids(batch) == {
+        "module_0": {"obs": [1, 2, 3], "actions": [4, 5, 6]},
+        "module_1": {"actions": [7]},
+    }
+
+
+def test_episodes_are_iterated_alone_or_with_their_items(episode: SingleAgentEpisode) -> None:
+    other = SingleAgentEpisode("b")
+    iterate = ConnectorV2.single_agent_episode_iterator
+    assert list(iterate([episode, other])) == [episode, other]
+    assert list(iterate([episode, other], zip_with_batch_column=[1, 2])) == [(episode, 1), (other, 2)]
+    by_id = {("b",): [3], ("SA-EPS0",): [1, 2]}
+    pairs = list(iterate([episode, other, episode], zip_with_batch_column=by_id))
+    assert pairs == [(episode, 1), (other, 3), (episode, 2)]
+    with pytest.raises(ValueError, match="zip_with_batch_column has 1 items, expected one for each of 2 episodes"):
+        list(iterate([episode, other], zip_with_batch_column=[1]))
+    with pytest.raises(ValueError, match=r"zip_with_batch_column has 0 items for episode \('b',\)"):
+        list(iterate([other], zip_with_batch_column={}))
+
+
+def test_a_piece_can_be_made_again_from_its_arguments() -> None:
+    class Piece(OneHot):
+        def __init__(self, in_obs: Any = None, in_act: Any = None, *, depth: int, **kwargs: Any) -> None:
+            super().__init__(in_obs, in_act, **kwargs)
+            self.depth = depth
+
+    args, kwargs = Piece(Discrete(2), depth=3).get_ctor_args_and_kwargs()
+    assert (args, kwargs) == ((Discrete(2),), {"depth": 3})
+    assert Piece(*args, **kwargs).depth == 3
+
+
+def test_a_piece_has_no_state_unless_it_says_so() -> None:
+    piece = OneHot()
+    assert piece.get_state() == {}
+    piece.set_state({})
+    piece.reset_state()
+    assert piece.merge_states([{"a": 1}]) == {"a": 1}
+    assert piece.get_checkpointable_components() == []
+
+
+def test_a_subclass_with_its_own_call_says_anew_whether_it_takes_columns() -> None:
+    class Columnar(OneHot):
+        columnar = True
+
+    class Renamed(Columnar):
+        pass
+
+    class Overridden(Columnar):
+        def __call__(self, **kwargs: Any) -> Any:
+            return kwargs["batch"]
+
+    assert (Columnar.columnar, Renamed.columnar, Overridden.columnar) == (True, True, False)

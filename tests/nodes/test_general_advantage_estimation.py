@@ -1,0 +1,93 @@
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numbered import NumberedModule, numbered_envs
+
+from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.stream import ModuleError, SingleAgentEpisode
+
+
+class Tens(RLModule):
+    """Values an observation at ten times its number."""
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+        return 10.0 * batch["obs"].float()
+
+
+def episode(rewards: list[float], values: list[float] | None, **ends: bool) -> SingleAgentEpisode:
+    """Observations 0, 1, 2, …"""
+    made = SingleAgentEpisode()
+    made.add_env_reset(0)
+    for t, reward in enumerate(rewards):
+        extra = {} if values is None else {"vf_preds": values[t]}
+        flags = ends if t == len(rewards) - 1 else {}
+        made.add_env_step(t + 1, 0, reward, extra_model_outputs=extra, **flags)
+    return made
+
+
+def run(*episodes: SingleAgentEpisode, module: Any = None, **kwargs: Any) -> tuple[list[float], list[float]]:
+    piece = GeneralAdvantageEstimation(gamma=0.5, lambda_=0.5, **{"normalize_advantages": False, **kwargs})
+    batch = piece(rl_module=module or Tens(), batch={}, episodes=list(episodes))
+    columns = [np.concatenate([np.concatenate(items) for items in batch[name].values()]) for name in batch]
+    assert list(batch) == ["advantages", "value_targets"]
+    return columns[0].tolist(), columns[1].tolist()
+
+
+def test_three_steps_by_hand_up_to_a_termination() -> None:
+    # deltas 1 + 2 - 2 = 1,  1 + 3 - 4 = 0,  1 + 0 - 6 = -5;  each advantage adds a quarter of the next
+    advantages, targets = run(episode([1.0, 1.0, 1.0], [2.0, 4.0, 6.0], terminated=True))
+    assert advantages == [1.0 - 0.25 * 1.25, -1.25, -5.0]
+    assert targets == [2.0 + advantages[0], 2.75, 1.0]
+
+
+def test_a_truncated_episode_goes_on_in_its_last_observations_value() -> None:
+    # the last delta is 1 + 0.5 * 30 - 6 = 10
+    advantages, _ = run(episode([1.0, 1.0, 1.0], [2.0, 4.0, 6.0], truncated=True))
+    assert advantages == [1.0 + 0.25 * 2.5, 2.5, 10.0]
+
+
+def test_a_chunk_that_was_cut_goes_on_likewise() -> None:
+    cut = run(episode([1.0, 1.0, 1.0], [2.0, 4.0, 6.0]))
+    assert cut == run(episode([1.0, 1.0, 1.0], [2.0, 4.0, 6.0], truncated=True))
+
+
+def test_values_that_were_not_recorded_are_computed() -> None:
+    # values 0, 10 and, after the end of the chunk, 20: deltas 1 + 5 - 0 = 6,  1 + 10 - 10 = 1
+    advantages, targets = run(episode([1.0, 1.0], None))
+    assert advantages == [6.25, 1.0]
+    assert targets == [6.25, 11.0]
+
+
+def test_episodes_do_not_reach_into_each_other() -> None:
+    first, second = episode([1.0, 1.0], [2.0, 4.0], terminated=True), episode([3.0], [5.0], terminated=True)
+    assert run(first, second)[0] == run(first)[0] + run(second)[0]
+
+
+def test_advantages_may_be_normalised_over_the_batch() -> None:
+    advantages, targets = run(episode([1.0, 1.0, 1.0], [2.0, 4.0, 6.0], terminated=True), normalize_advantages=True)
+    assert np.mean(advantages) == pytest.approx(0.0, abs=1e-6)
+    assert np.std(advantages) == pytest.approx(1.0)
+    assert targets[2] == 1.0
+
+
+def test_a_module_without_values_is_refused() -> None:
+    told = r"GeneralAdvantageEstimation needs values, but module 'object' has no compute_values"
+    with pytest.raises(ModuleError, match=told):
+        run(episode([1.0], [0.0]), module=object())
+
+
+def test_it_may_stand_after_the_tensors_too() -> None:
+    _, makers = numbered_envs(3)
+    with Rollout(makers, module=NumberedModule(), fragment_length=9, seed=0) as rollout:
+        fragment = next(iter(rollout.fragments()))
+        piece = GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)
+        rollout.learner_pipeline.append(piece)
+        last = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
+        rollout.learner_pipeline.remove(GeneralAdvantageEstimation)
+        rollout.learner_pipeline.prepend(piece)
+        first = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
+    assert torch.equal(first["advantages"], last["advantages"])
+    assert math.isclose(float(first["advantages"].mean()), 0.0, abs_tol=1e-6)

@@ -1,0 +1,680 @@
+import gc
+import os
+import threading
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from numbered import NumberedEnv, NumberedModule, numbered_envs
+from torch import nn
+
+from rollflow.nodes import ConnectorV2, Environments, EpisodeReturns, RLModule, Rollout
+from rollflow.stream import (
+    ColumnError,
+    ConnectorError,
+    EnvError,
+    Fragment,
+    Graph,
+    GraphError,
+    Inlet,
+    LagError,
+    ModuleError,
+    RunError,
+)
+
+
+class Policy(RLModule):
+    """A small network for CartPole."""
+
+    def setup(self) -> None:
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.Linear(8, 3)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        output = self.heads(torch.tanh(self.trunk(batch["obs"])))
+        return {"action_dist_inputs": output[:, :2], "vf_preds": output[:, 2]}
+
+
+def numbered(count: int = 3, **kwargs: Any) -> Rollout:
+    _, makers = numbered_envs(count)
+    return Rollout(makers, **{"module": NumberedModule(), "fragment_length": 5, "seed": 0, **kwargs})
+
+
+# The short form
+
+
+def test_the_first_program_runs() -> None:
+    policy, batches = Policy(), []
+    with Rollout("CartPole-v1", num_envs=4, module=policy, fragment_length=16, seed=0) as rollout:
+        for batch in rollout.batches():
+            batches.append(batch)
+            assert rollout.publish(policy.state_dict()) == len(batches)
+            if len(batches) == 3:
+                break
+    steps = [len(batch["obs"]) for batch in batches]
+    assert all(0 < count <= 64 for count in steps)
+    assert set(batches[0]) == {
+        "obs",
+        "actions",
+        "rewards",
+        "terminateds",
+        "truncateds",
+        "policy_version",
+        "action_dist_inputs",
+        "vf_preds",
+        "action_logp",
+    }
+    assert (batches[0]["obs"].dtype, batches[0]["obs"].shape) == (torch.float32, (steps[0], 4))
+    assert rollout.lost == {}
+
+
+def test_training_in_place_does_not_reach_the_acting_copy_until_it_is_published() -> None:
+    module = NumberedModule()
+    with numbered(module=module) as rollout:
+        fragments = iter(rollout.fragments())
+        with torch.no_grad():
+            module.weight += 5.0
+        assert set(next(fragments).column("weight").ravel()) == {0.0}
+        rollout.publish(module.state_dict())
+        with torch.no_grad():
+            module.weight += 5.0
+        assert set(next(fragments).column("weight").ravel()) == {5.0}
+
+
+def test_without_exploration_the_likeliest_action_is_taken() -> None:
+    with numbered(explore=False) as rollout:
+        fragment = next(iter(rollout.fragments()))
+    np.testing.assert_array_equal(fragment.column("actions"), fragment.column("action_dist_inputs").argmax(-1))
+    assert not fragment.column("action_logp").any()
+
+
+def test_a_rollout_ends_after_its_fragments() -> None:
+    with numbered(num_fragments=3, lanes=2) as rollout:
+        assert [(fragment.lane, fragment.sequence) for fragment in rollout.fragments()] == [
+            (lane, sequence) for sequence in range(3) for lane in range(2)
+        ]
+
+
+def test_unfinished_transitions_are_counted_as_lost_when_a_rollout_is_left() -> None:
+    with numbered(lanes=2, max_batch=3) as rollout:
+        next(iter(rollout.fragments()))
+    handed = rollout.num_steps - rollout.lost.get("closed", 0)
+    assert handed == 2 * 5 * 1 + 1 * 5 * 1
+
+
+def test_returns_are_those_of_whole_episodes() -> None:
+    envs, makers = numbered_envs(3, lengths=(1, 12))
+    with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, num_fragments=10) as rollout:
+        for _ in rollout.fragments():
+            pass
+    expected, lengths = [], []
+    for env in envs:
+        whole = 0.0
+        for _, step, _, reward, terminated, truncated in env.log:
+            whole += reward
+            if terminated or truncated:
+                expected.append(whole)
+                lengths.append(step + 1)
+                whole = 0.0
+    assert sorted(rollout.returns.returns) == sorted(expected)
+    assert sorted(rollout.returns.lengths) == sorted(lengths)
+    assert rollout.returns.count == len(expected)
+    assert rollout.returns.mean == pytest.approx(np.mean(expected))
+    assert np.isnan(EpisodeReturns().mean)
+
+
+def test_a_rollout_runs_once() -> None:
+    rollout = numbered()
+    with pytest.raises(RunError, match="the rollout is new, expected it to be entered"):
+        next(iter(rollout.batches()))
+    with pytest.raises(RunError, match="not running, it is new: nothing to report"):
+        rollout.report()
+    with rollout:
+        next(iter(rollout.batches()))
+    with pytest.raises(RunError, match="the rollout is closed: it runs once"):
+        rollout.__enter__()
+    with pytest.raises(RunError, match="the rollout is closed"):
+        next(iter(rollout.batches()))
+
+
+def test_explain_says_how_it_runs() -> None:
+    assert numbered(8, lanes=2).explain().splitlines()[:2] == [
+        "[env → env_to_module → module → module_to_env ↺]   one task, 2 lanes × 4 slots, inline",
+        "env_to_module.fragments ──(capacity 2, block)──▶ output 'fragments'",
+    ]
+
+
+def test_the_report_names_the_stages_and_the_caller() -> None:
+    with numbered() as rollout:
+        for number, _ in enumerate(rollout.batches()):
+            if number == 20:
+                break
+        report = rollout.report()
+    assert [node.name for node in report.nodes] == ["env", "env_to_module", "module", "module_to_env", "caller"]
+    assert all(node.busy_s > 0 for node in report.nodes)
+    assert sum(node.busy_s for node in report.nodes) <= report.elapsed_s * 1.001
+
+
+# Running ahead, in threads, asynchronously
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "prefetch": {"prefetch": 2},
+    "gathering": {"max_batch": 6, "lanes": 3},
+    "gathering, waiting": {"max_batch": 6, "lanes": 3, "max_wait": 10.0, "num_fragments": 4},
+    "forward in a thread": {"forward_in_thread": True, "lanes": 2, "prefetch": 1},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_every_way_of_running_keeps_every_transition(options: dict[str, Any]) -> None:
+    envs, makers = numbered_envs(6)
+    emitted: dict[int, list[Any]] = {env.slot: [] for env in envs}
+    settings = {"num_fragments": 6, **options}
+    with Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, **settings) as rollout:
+        for fragment in rollout.fragments():
+            for chunk in fragment.episodes():
+                for where, action in zip(chunk.get_observations(), chunk.get_actions(), strict=False):
+                    emitted[int(where[0])].append((int(where[1]), int(where[2]), int(action)))
+    for env in envs:
+        assert emitted[env.slot] == [entry[:3] for entry in env.log]
+    assert rollout.lost == {}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("options", [{}, {"lanes": 3}, *VARIANTS.values()])
+async def test_the_loop_may_be_asynchronous(options: dict[str, Any]) -> None:
+    async with numbered(6, **{"num_fragments": 4, **options}) as rollout:
+        steps = 0
+        async for batch in rollout.batches():
+            steps += len(batch["obs"])
+            rollout.publish({"weight": torch.tensor(1.0)})
+            rollout.report()
+    assert steps == rollout.num_steps
+    assert rollout.lost == {}
+
+
+@pytest.mark.anyio
+async def test_an_asynchronous_loop_can_be_drained() -> None:
+    async with numbered(6, lanes=2) as rollout:
+        steps = 0
+        async for fragment in rollout.fragments():
+            steps += fragment.num_steps
+            if steps > 60:
+                rollout.drain()
+    assert steps == rollout.num_steps
+
+
+def test_the_environments_stand_still_while_the_caller_works() -> None:
+    for options in ({}, {"max_batch": 3, "lanes": 2}):
+        with numbered(4, **options) as rollout:
+            lanes = options.get("lanes", 1)
+            for number, _ in enumerate(rollout.batches(), start=1):
+                made = [lane.vector_steps for lane in rollout.environments.lanes]
+                assert made == [5 * number] * lanes
+                if number == 4:
+                    break
+
+
+def test_a_rollout_runs_ahead_by_what_prefetch_allows() -> None:
+    with numbered(4, prefetch=2) as rollout:
+        batches = iter(rollout.batches())
+        next(batches)
+        portal = rollout._drive._portal
+        portal.call(anyio.wait_all_tasks_blocked)
+        assert rollout.environments.lanes[0].vector_steps == 3 * 5
+
+
+# Policy versions and lag
+
+
+def test_a_fragment_that_is_too_old_is_dropped_and_counted() -> None:
+    with numbered(4, prefetch=3, max_lag=1, num_fragments=8) as rollout:
+        seen = []
+        for fragment in rollout.fragments():
+            seen.append(rollout.policy_version - fragment.policy_version)
+            for _ in range(3):
+                rollout.publish({"weight": torch.tensor(0.0)})
+    assert max(seen) <= 1
+    assert rollout.lag.dropped_fragments > 0
+    assert rollout.lost == {"max_lag": rollout.lag.dropped_steps}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_under_pace_nothing_is_dropped_and_no_batch_is_older_than_the_bound(max_lag: int) -> None:
+    with numbered(4, lanes=2, prefetch=4, max_lag=max_lag, on_excess="pace", num_fragments=12) as rollout:
+        lags = []
+        for batch in rollout.batches():
+            lags.append(rollout.policy_version - int(batch["policy_version"].min()))
+            rollout.publish({"weight": torch.tensor(0.0)})
+    assert len(lags) == 12
+    assert max(lags) <= max_lag
+    assert rollout.lost == {}
+
+
+def test_under_pace_publishing_more_often_than_once_per_batch_is_refused() -> None:
+    with numbered(4, prefetch=2, max_lag=1, on_excess="pace") as rollout, pytest.raises(LagError, match="max_lag=1"):
+        for _ in rollout.batches():
+            for _ in range(3):
+                rollout.publish({"weight": torch.tensor(0.0)})
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with numbered() as rollout:
+        with pytest.raises(ModuleError, match=r"weights do not fit module 'NumberedModule': missing \['weight'\]"):
+            rollout.publish({"other": torch.tensor(0.0)})
+        with pytest.raises(ModuleError, match=r"'weight' is \[2\], expected \[\]"):
+            rollout.publish({"weight": torch.zeros(2)})
+        assert rollout.policy_version == 0
+
+
+# As a node of a graph
+
+
+@pytest.mark.anyio
+async def test_a_graph_fans_fragments_out_to_a_complete_sink_and_to_one_that_drops() -> None:
+    envs, makers = numbered_envs(4)
+    rollout = Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, num_fragments=20)
+    complete: list[Fragment] = []
+    finished = anyio.Event()
+
+    def keep(fragments: Fragment) -> None:
+        complete.append(fragments)
+        if fragments.sequence == 19:
+            finished.set()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.fragments: list[Fragment] = []
+
+        async def run(self, fragments: Inlet[Fragment]) -> None:
+            await finished.wait()
+            self.fragments = [fragment async for fragment in fragments]
+
+    slow = Slow()
+    graph = Graph("two sinks")
+    graph.add(rollout=rollout, complete=keep, slow=slow)
+    graph.connect("rollout.fragments", "complete", capacity=1)
+    graph.connect("rollout.fragments", "slow", capacity=3, overflow="drop_oldest")
+    assert graph.explain().startswith(
+        "rollout   [env → env_to_module → module → module_to_env ↺]   one task, 1 lane × 4"
+    )
+    async with graph.run() as run:
+        await run.wait()
+        edges = {edge.name: edge for edge in run.report().edges}
+    assert [fragment.sequence for fragment in complete] == list(range(20))
+    assert sum(fragment.num_steps for fragment in complete) == sum(len(env.log) for env in envs)
+    assert [fragment.sequence for fragment in slow.fragments] == [17, 18, 19]
+    assert all(one is other for one, other in zip(complete[17:], slow.fragments, strict=True))
+    assert edges["rollout/env_to_module.fragments → slow.fragments"].dropped == 17
+    assert edges["rollout/env_to_module.fragments → complete.fragments"].dropped == 0
+
+
+@pytest.mark.anyio
+async def test_a_stalled_sink_stops_the_environments() -> None:
+    rollout = numbered(4, lanes=2)
+    stalled = anyio.Event()
+
+    class Stalled:
+        async def run(self, fragments: Inlet[Fragment]) -> None:
+            await fragments.receive()
+            await stalled.wait()
+
+    graph = Graph()
+    graph.add(rollout=rollout, sink=Stalled())
+    graph.connect("rollout.fragments", "sink", capacity=3)
+    async with graph.run():
+        await anyio.wait_all_tasks_blocked()
+        made = rollout.num_steps
+        # One with the sink, three in the channel, and one that waits; the lanes fill theirs in turn.
+        cut = [lane.fragment.sequence for lane in rollout.environments.lanes]
+        assert sum(cut) == 5
+        await anyio.wait_all_tasks_blocked()
+        assert rollout.num_steps == made
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_memory_stays_flat_while_a_sink_stalls(anyio_backend: Any) -> None:
+    rollout = Rollout("CartPole-v1", num_envs=64, module=Policy(), fragment_length=128, seed=0)
+    taken, stalled = anyio.Event(), anyio.Event()
+
+    class Stalls:
+        async def run(self, fragments: Inlet[Fragment]) -> None:
+            for _ in range(50):
+                await fragments.receive()
+            taken.set()
+            await stalled.wait()
+
+    graph = Graph()
+    graph.add(rollout=rollout, sink=Stalls())
+    graph.connect("rollout.fragments", "sink", capacity=2)
+    async with graph.run():
+        await taken.wait()
+        await anyio.wait_all_tasks_blocked()
+        before, steps = psutil.Process().memory_info().rss, rollout.num_steps
+        for _ in range(1000):
+            await anyio.lowlevel.checkpoint()
+        assert rollout.num_steps == steps
+        assert psutil.Process().memory_info().rss - before < 2**20
+
+
+# Nothing left behind
+
+
+def left_behind(known: tuple[threading.Thread, ...]) -> tuple[int, int]:
+    """Threads beside the known ones that don't end by themselves, and open file descriptors."""
+    gc.collect()
+    others = [thread for thread in threading.enumerate() if thread not in known]
+    for thread in others:
+        thread.join(10)
+    return sum(thread.is_alive() for thread in others), len(os.listdir("/proc/self/fd"))
+
+
+class Breaks(ConnectorV2):
+    """Raises at its tenth call."""
+
+    calls = 0
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls == 10:
+            raise ZeroDivisionError("no more")
+        return batch
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts file descriptors where the system lists them")
+@pytest.mark.parametrize("options", [{}, *VARIANTS.values()])
+@pytest.mark.parametrize("ending", ["left", "failed", "drained", "ended", "interrupted"])
+def test_nothing_is_left_behind(options: dict[str, Any], ending: str) -> None:
+    def go() -> NumberedEnv:
+        envs, makers = numbered_envs(6)
+        settings = {**options}
+        settings["num_fragments"] = 3 if ending == "ended" else None
+        if ending == "failed":
+            settings["env_to_module_connector"] = lambda env: Breaks()
+        rollout = Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, **settings)
+        try:
+            with rollout:
+                for number, _ in enumerate(rollout.batches()):
+                    if ending == "left" and number == 2:
+                        break
+                    if ending == "interrupted" and number == 2:
+                        raise KeyboardInterrupt
+                    if ending == "drained" and number == 2:
+                        rollout.drain()
+        except (ZeroDivisionError, KeyboardInterrupt) as error:
+            assert (ending == "failed") == isinstance(error, ZeroDivisionError)
+            assert (ending == "interrupted") == isinstance(error, KeyboardInterrupt)
+        else:
+            assert ending not in ("failed", "interrupted")
+        return envs[0]
+
+    known = tuple(threading.enumerate())
+    go()
+    before = left_behind(known)
+    for _ in range(3):
+        assert go().closed
+    assert left_behind(known) == before == (0, before[1])
+
+
+def test_an_error_in_a_piece_names_piece_and_node() -> None:
+    for options in ({}, {"prefetch": 1}):
+        with (
+            pytest.raises(ZeroDivisionError) as raised,
+            numbered(env_to_module_connector=lambda env: Breaks(), **options) as rollout,
+        ):
+            for _ in rollout.batches():
+                pass
+        assert raised.value.__notes__ == [
+            "in connector piece 'Breaks' (1 of 4 in EnvToModulePipeline)",
+            "in node 'env_to_module'",
+        ]
+
+
+# What is refused, before anything runs
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"fragment_length": 0}, ValueError, "fragment_length is 0, expected at least 1"),
+        ({"lookback": -1}, ValueError, "lookback is -1, expected at least 0"),
+        ({"prefetch": -1}, ValueError, "prefetch is -1, expected at least 0"),
+        ({"lanes": 9}, EnvError, "num_envs is 3 and lanes is 9, expected 1 <= lanes <= num_envs"),
+        ({"num_envs": 4}, EnvError, "num_envs is 4, expected 3: one for each callable given"),
+        ({"module": object()}, ModuleError, "module is object, which has no method forward_exploration"),
+        ({"max_batch": 2}, ValueError, "max_batch is 2, expected at least 3: a lane's slots go together"),
+        ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
+        ({"env_to_module_connector": 3}, ConnectorError, "env_to_module_connector is 3, expected a function"),
+        ({"learner_connector": lambda obs, act: None}, ConnectorError, "learner_connector returned NoneType, expected"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        numbered(**options)
+
+
+def test_an_unknown_environment_is_named() -> None:
+    with pytest.raises(EnvError, match="environment 'NoSuchEnv-v0' can't be made"):
+        Rollout("NoSuchEnv-v0", module=NumberedModule())
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    for env in (7, [], [7]):
+        with pytest.raises(EnvError, match=r"env is .*, expected an environment's id, a callable"):
+            Rollout(env, module=NumberedModule())
+
+
+class OddEnv(NumberedEnv):
+    """One thing about it is wrong."""
+
+    def __init__(self, **wrong: Any) -> None:
+        super().__init__(0)
+        for name, value in wrong.items():
+            setattr(self, name, value)
+
+
+def test_a_space_without_columns_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"environment of lane 0: the observation space Text\(.*\) has no columns"):
+        Rollout(lambda: OddEnv(observation_space=gym.spaces.Text(3)), module=NumberedModule())
+
+
+class WrongVector(SyncVectorEnv):
+    """Gives observations with one number too many."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observations, infos = super().reset(**kwargs)
+        return np.concatenate([observations, observations[:, :1]], 1), infos
+
+
+def test_observations_outside_their_space_are_refused_before_a_step() -> None:
+    envs, makers = numbered_envs(2)
+    told = r"column 'obs': got int64\[2, 4\], expected int64\[2, 3\]"
+    with pytest.raises(ColumnError, match=told) as raised, Rollout(WrongVector(makers), module=NumberedModule()):
+        pass
+    assert raised.value.__notes__ == ["in node 'env'"]
+    assert envs[0].log == []
+
+
+class Outputs(NumberedModule):
+    """Gives what it is told to."""
+
+    def __init__(self, output: dict[str, Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "told"),
+    [
+        ({"vf_preds": torch.zeros(3)}, ModuleError, r"the output of Outputs has \['vf_preds'\], expected 'actions' or"),
+        ({"action_dist_inputs": torch.zeros(3, 5)}, ModuleError, r"has shape \[3, 5\], expected a last axis of 7"),
+        (
+            {"actions": torch.zeros(3, 2, dtype=torch.int64)},
+            ColumnError,
+            r"column 'actions': got int64\[3, 2\], expected",
+        ),
+        ({"actions": torch.zeros(3)}, ColumnError, r"column 'actions': got float32\[3\], expected int64\[3\]"),
+        (
+            {"actions": torch.zeros(3, dtype=torch.int64), "loss": torch.zeros(())},
+            ColumnError,
+            r"output 'loss' is float32\[\], expected numbers with a leading axis of 3",
+        ),
+        (torch.zeros(3), ModuleError, "Outputs.forward_exploration returned Tensor, expected a dict of tensors"),
+    ],
+)
+def test_a_modules_output_that_can_not_be_used_is_refused_before_a_step(
+    output: Any, error: type[Exception], told: str
+) -> None:
+    envs, makers = numbered_envs(3)
+    with pytest.raises(error, match=told), Rollout(makers, module=Outputs(output)) as rollout:
+        next(iter(rollout.batches()))
+    assert all(env.log == [] for env in envs)
+
+
+def test_nan_logits_are_named_with_lane_slot_and_step() -> None:
+    class Sick(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch)
+            output["action_dist_inputs"][(batch["obs"][:, 0] == 4) & (batch["obs"][:, 2] == 2)] = torch.nan
+            return output
+
+    envs, makers = numbered_envs(6, lengths=(9, 9))
+    told = "'action_dist_inputs' is NaN in lane 1, vector step 2, slot 1"
+    with pytest.raises(ModuleError, match=told), Rollout(makers, lanes=2, module=Sick(), seed=0) as rollout:
+        next(iter(rollout.batches()))
+    assert len(envs[4].log) == 2
+
+
+def test_outputs_that_change_between_steps_are_refused() -> None:
+    class Fickle(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch)
+            return output if batch["obs"][0, 2] == 0 else {**output, "more": output["vf_preds"]}
+
+    _, makers = numbered_envs(2, lengths=(9, 9))
+    told = r"lane 0: the outputs changed between steps: missing \[\], new \['more'\]"
+    with pytest.raises(ColumnError, match=told), Rollout(makers, module=Fickle(), seed=0) as rollout:
+        next(iter(rollout.batches()))
+
+
+def test_a_connector_that_returns_none_is_named() -> None:
+    class Forgets(ConnectorV2):
+        def __call__(self, **kwargs: Any) -> Any:
+            pass
+
+    told = r"connector piece 'Forgets' \(1 of 4 in EnvToModulePipeline\) returned NoneType, expected the batch"
+    with pytest.raises(ConnectorError, match=told), numbered(env_to_module_connector=lambda env: Forgets()):
+        pass
+
+
+def test_an_environment_without_its_autoreset_mode_is_refused() -> None:
+    env = SyncVectorEnv(numbered_envs(2)[1])
+    env.metadata = {}
+    with pytest.raises(EnvError, match=r"metadata\['autoreset_mode'\] is None, expected a gymnasium.vector.Autoreset"):
+        Rollout(env, module=NumberedModule())
+
+
+def test_an_environment_that_loses_the_last_observation_is_refused() -> None:
+    class Forgetful(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            *rest, infos = super().step(actions)
+            infos.pop("final_obs", None)
+            return *rest, infos
+
+    env = Forgetful(numbered_envs(2, lengths=(1, 1))[1], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    told = r"slots \[0, 1\] ended under SAME_STEP autoreset, but infos has no 'final_obs'"
+    with pytest.raises(EnvError, match=told) as raised, Rollout(env, module=NumberedModule()) as rollout:
+        next(iter(rollout.batches()))
+    assert raised.value.__notes__ == ["lane 0, vector step 0", "in node 'env'"]
+
+
+def test_pacing_is_refused_in_a_graph() -> None:
+    with pytest.raises(GraphError, match="on_excess='pace' is for a loop over the rollout"):
+        Graph().add(rollout=numbered(max_lag=1, on_excess="pace"))
+
+
+# Environments
+
+
+def test_an_ids_own_vectorized_form_is_used() -> None:
+    environments = Environments("CartPole-v1", num_envs=6, lanes=2)
+    assert [type(env.unwrapped).__name__ for env in environments.envs] == ["CartPoleVectorEnv"] * 2
+    assert (environments.num_envs, environments.describe()) == (6, "2 lanes × 3 slots")
+
+
+def test_ids_without_one_are_stepped_one_by_one() -> None:
+    environments = Environments("FrozenLake-v1", num_envs=3)
+    assert isinstance(environments.envs[0], SyncVectorEnv)
+    environments.close()
+
+
+def test_slots_are_dealt_out_evenly_to_lanes() -> None:
+    environments = Environments(numbered_envs(7)[1], lanes=3)
+    assert [env.num_envs for env in environments.envs] == [3, 2, 2]
+    assert environments.describe() == "3 lanes × 2 or 3 slots"
+
+
+def test_seeds_belong_to_slots_whatever_the_lanes() -> None:
+    logs = []
+    for lanes in (1, 2, 3):
+        envs, makers = numbered_envs(6)
+        with Rollout(makers, module=NumberedModule(), explore=False, lanes=lanes, seed=3, num_fragments=4) as rollout:
+            for _ in rollout.fragments():
+                pass
+        logs.append([env.log for env in envs])
+    assert logs[0] == logs[1] == logs[2]
+
+
+def test_a_rollout_without_a_seed_can_be_repeated_by_the_one_it_drew() -> None:
+    first = numbered(seed=None)
+    with first:
+        fragment = next(iter(first.fragments()))
+    with numbered(seed=first.seed) as again:
+        np.testing.assert_array_equal(next(iter(again.fragments())).column("obs"), fragment.column("obs"))
+
+
+@pytest.mark.parametrize(
+    "env_id", ["Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1", "Taxi-v4", "Blackjack-v1"]
+)
+def test_gymnasiums_own_environments_run(env_id: str) -> None:
+    class Any_(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            first = torch.utils._pytree.tree_leaves(batch["obs"])[0]
+            return {
+                "action_dist_inputs": torch.zeros(len(first), self.get_exploration_action_dist_cls().required_input_dim)
+            }
+
+    with Rollout(env_id, num_envs=3, module=Any_(), fragment_length=20, seed=0) as rollout:
+        for number, batch in enumerate(rollout.batches()):
+            assert len(batch["rewards"]) <= 60
+            if number == 2:
+                break
+
+
+def test_ready_vector_environments_are_left_open() -> None:
+    envs, makers = numbered_envs(2)
+    vector: VectorEnv[Any, Any, Any] = SyncVectorEnv(makers)
+    with Rollout(vector, module=NumberedModule(), seed=0) as rollout:
+        next(iter(rollout.batches()))
+    assert not envs[0].closed
+
+
+def test_the_action_that_the_environment_got_is_recorded_beside_the_modules() -> None:
+    class Bold(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"actions": batch["obs"][:, :1] * 100.0}
+
+    with Rollout("Pendulum-v1", num_envs=2, module=Bold(), fragment_length=10, seed=0) as rollout:
+        fragment = next(iter(rollout.fragments()))
+    np.testing.assert_allclose(fragment.column("actions"), fragment.column("obs")[:, :, :1] * 100.0)
+    np.testing.assert_allclose(fragment.column("actions_for_env"), np.clip(fragment.column("actions"), -2, 2))

@@ -1,0 +1,73 @@
+"""The programs that a user would write run as they are, and the README's do."""
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rollflow.nodes import RLModule
+
+ROOT = Path(__file__).parent.parent
+
+
+def example(name: str) -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
+
+
+def test_cartpole_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("cartpole")["main"]
+    main.__globals__["MAX_UPDATES"] = 4
+    main()
+    printed = capsys.readouterr().out
+    assert printed.startswith("mean return ")
+    assert printed.count("\n") == 1  # quiet: this is no terminal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_cartpole_is_learnt(seed: int) -> None:
+    assert example("cartpole")["main"](seed) >= 475
+
+
+class Policy(RLModule):
+    """For the README's programs, whatever the size of the observation."""
+
+    def setup(self) -> None:
+        self.heads = nn.LazyLinear(3)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        output = self.heads(batch["obs"].float())
+        return {"action_dist_inputs": output[:, :2], "vf_preds": output[:, 2]}
+
+
+class Enough(Exception):
+    """Raised to leave a program that would go on for ever."""
+
+
+def readme_programs() -> list[str]:
+    text = (ROOT / "README.md").read_text()
+    return [block.split("```")[0] for block in text.split("```python\n")[1:]]
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_readmes_programs_run(number: int) -> None:
+    policy, batches = Policy(), []
+    policy({"obs": torch.zeros(1, 4)})
+
+    def update(given: Any, batch: dict[str, Any]) -> None:
+        assert given is policy
+        batches.append(batch)
+        if len(batches) == 3:
+            raise Enough
+
+    names = {"policy": policy, "update": update, "np": np}
+    if number == 1:
+        exec(readme_programs()[number], names)
+    else:
+        with pytest.raises(Enough):
+            exec(readme_programs()[number], names)
+        assert all(len(batch["obs"]) > 0 for batch in batches)
