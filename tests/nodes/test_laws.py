@@ -1,6 +1,7 @@
 """The laws that hold of every rollout, on environments that number their own steps."""
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -50,7 +51,7 @@ def made(drawn: Setting, **kwargs: Any) -> tuple[list[NumberedEnv], Rollout]:
     bounds = np.linspace(0, drawn.slots, drawn.lanes + 1).astype(int)
     vectors = [
         SyncVectorEnv(makers[start:stop], autoreset_mode=drawn.mode, copy=False)
-        for start, stop in zip(bounds, bounds[1:], strict=False)
+        for start, stop in pairwise(bounds)
     ]
     rollout = Rollout(
         vectors,
@@ -183,7 +184,8 @@ def test_the_autoreset_modes_give_the_same_transitions(drawn: Setting) -> None:
     for others in logs[1:]:
         for first, other in zip(logs[0], others, strict=True):
             shared = min(len(first), len(other))
-            assert shared and first[:shared] == other[:shared]
+            assert shared > 0
+            assert first[:shared] == other[:shared]
 
 
 class Loop(ConnectorV2):
