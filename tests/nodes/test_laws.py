@@ -50,8 +50,7 @@ def made(drawn: Setting, **kwargs: Any) -> tuple[list[NumberedEnv], Rollout]:
     envs, makers = numbered_envs(drawn.slots, lengths=(1, drawn.longest), nested=drawn.nested)
     bounds = np.linspace(0, drawn.slots, drawn.lanes + 1).astype(int)
     vectors = [
-        SyncVectorEnv(makers[start:stop], autoreset_mode=drawn.mode, copy=False)
-        for start, stop in pairwise(bounds)
+        SyncVectorEnv(makers[start:stop], autoreset_mode=drawn.mode, copy=False) for start, stop in pairwise(bounds)
     ]
     rollout = Rollout(
         vectors,
