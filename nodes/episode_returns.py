@@ -28,17 +28,19 @@ class EpisodeReturns:
 
     def __call__(self, fragments: Fragment) -> None:
         """Add one fragment."""
-        chunks, first = fragments.chunks, fragments.first_row
-        sums = np.zeros((fragments.num_rows + 1, fragments.layout.num_slots))
-        np.cumsum(fragments.column(Columns.REWARDS), axis=0, out=sums[1:])
-        rewards = sums[chunks.stop - first, chunks.slot] - sums[chunks.start - first, chunks.slot]
+        chunks = fragments.chunks
+        lengths = chunks.stop - chunks.start
+        if not len(lengths):
+            return
+        starts = np.cumsum(lengths) - lengths
+        rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
         so_far = self._open.setdefault(fragments.lane, np.zeros(fragments.layout.num_slots))
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
         so_far[chunks.slot[~done]] = rewards[~done]
         self.count += int(done.sum())
         self.returns.extend(rewards[done].tolist())
-        self.lengths.extend((chunks.t_started + chunks.stop - chunks.start)[done].tolist())
+        self.lengths.extend((chunks.t_started + lengths)[done].tolist())
 
     @property
     def mean(self) -> float:

@@ -29,6 +29,7 @@ class ModuleForward:
         self.module = module
         self.policy_version = weights.version
         self._weights = weights
+        self._inference_mode = torch.inference_mode()  # made once: making it costs more than a small forward pass
         self._forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
         )
@@ -60,7 +61,7 @@ class ModuleForward:
         if fresh is not None:
             self.policy_version, state = fresh
             self.module.load_state_dict(state)
-        with torch.inference_mode():
+        with self._inference_mode:
             output = self._forward(batch)
         if not isinstance(output, dict):
             raise ModuleError(

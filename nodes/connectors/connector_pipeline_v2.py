@@ -71,8 +71,9 @@ class ConnectorPipelineV2(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         shared_data = {} if shared_data is None else shared_data
-        carries_columns = isinstance(episodes, LaneEpisodes | FragmentEpisodes)
-        plain = list(episodes) if carries_columns and self._first_columnar else episodes
+        plain = episodes
+        if self._first_columnar and isinstance(episodes, LaneEpisodes | FragmentEpisodes):
+            plain = list(episodes)
         mark = perf_counter_ns()
         for place, (piece, timer) in enumerate(self._pieces):
             try:

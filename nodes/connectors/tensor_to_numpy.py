@@ -38,6 +38,7 @@ def _leaf(leaf: Any) -> Any:
 
 
 def _array(tensor: torch.Tensor) -> Any:
-    if tensor.requires_grad or tensor.device.type != "cpu":
-        tensor = tensor.detach().cpu()
-    return tensor.numpy()
+    try:
+        return tensor.numpy()
+    except (RuntimeError, TypeError):  # part of a computation to be differentiated, or not in main memory
+        return tensor.detach().cpu().numpy()
