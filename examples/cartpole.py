@@ -27,7 +27,7 @@ class Policy(RLModule):
 
 
 def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
-    """Some epochs of PPO's clipped objective over one train batch."""
+    """Some epochs of PPO's clipped objective."""
     for _ in range(EPOCHS):
         for rows in torch.randperm(len(batch["obs"])).split(MINIBATCH):
             part = {name: column[rows] for name, column in batch.items()}
@@ -50,29 +50,21 @@ def main(seed: int = 0) -> float:
     torch.manual_seed(seed)
     policy = Policy()
     optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, eps=1e-5)
-    rollout = Rollout(
-        "CartPole-v1",
-        module=policy,
-        num_envs=NUM_ENVS,
-        fragment_length=FRAGMENT_LENGTH,
-        seed=seed,
-        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95),
-    )
+    settings = {"num_envs": NUM_ENVS, "fragment_length": FRAGMENT_LENGTH, "seed": seed}
+    gae = GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95)
     began, tty = time.perf_counter(), sys.stdout.isatty()
-    with rollout:
+    with Rollout("CartPole-v1", module=policy, learner_connector=lambda obs, act: gae, **settings) as rollout:
         for number, batch in enumerate(rollout.batches(), start=1):
             optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / (MAX_UPDATES + 1))
             update(policy, optimizer, batch)
             version = rollout.publish(policy.state_dict())
-            returns = rollout.returns
+            returns, seconds = rollout.returns, time.perf_counter() - began
             if tty:
-                rate = rollout.num_steps / (time.perf_counter() - began)
-                held = rollout.report().bottleneck
-                line = f"{rate:8,.0f} steps/s   mean return {returns.mean:6.1f}   policy version {version}"
-                print(f"\r{line}   held back by {held}", end="", flush=True)
+                line = f"{rollout.num_steps / seconds:8,.0f} steps/s   mean return {returns.mean:6.1f}   "
+                line += f"policy version {version}   held back by {rollout.report().bottleneck}"
+                print(f"\r{line}", end="", flush=True)
             if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
-    seconds = time.perf_counter() - began
     print("\n" * tty + f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps in {seconds:.0f} s")
     return returns.mean
 

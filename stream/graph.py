@@ -215,12 +215,15 @@ class Graph:
         """A Mermaid flowchart of the graph."""
         return mermaid(self)
 
-    def run(self) -> "AbstractAsyncContextManager[Run]":
-        """`async with graph.run() as run:` checks the graph and runs it until the block is left."""
+    def run(self, *, seed: int | None = None) -> "AbstractAsyncContextManager[Run]":
+        """`async with graph.run() as run:` checks the graph and runs it until the block is left.
+
+        seed    gives every node that asks for a random generator its own, by its name; None: a fresh one
+        """
         from rollflow.stream.run import running  # a run is made of a graph: not at the top, or both would be half there
 
         self.validate()
-        return running(self)
+        return running(self, seed)
 
     # Inside
 

@@ -126,3 +126,8 @@ class EdgeMeter:
     def held(self) -> int:
         """Items held now."""
         return self._held
+
+    def read(self) -> tuple[int, int]:
+        """item_ns and full_ns as of now."""
+        held, elapsed = self._held, clock() - self._since
+        return self.item_ns + held * elapsed, self.full_ns + (elapsed if held >= self.capacity else 0)

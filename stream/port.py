@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
+
 from rollflow.stream.channel import Inlet, Outlet
 from rollflow.stream.errors import GraphError
 
@@ -24,6 +26,7 @@ class NodeSpec:
     inlets: Mapping[str, Any]
     outlets: Mapping[str, Any]
     has_fields: bool  # a synchronous node gives a NamedTuple, one field per outlet
+    generator: str | None = None  # the parameter of an asynchronous node that takes a random generator
 
     @property
     def starts(self) -> bool:
@@ -36,7 +39,12 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
 
     A synchronous node is a callable of one parameter, its inlet; what it is annotated to return are its outlets: the
     fields of a NamedTuple, nothing for None, else one called `out`. An asynchronous one is an `async def`, or has a
-    method `async def run`, with parameters annotated `Inlet[...]` and `Outlet[...]`.
+    method `async def run`, with parameters annotated `Inlet[...]` and `Outlet[...]`; one annotated
+    `numpy.random.Generator` is given the node's own, which follows from the run's seed and the node's name.
+
+    A synchronous node may have, besides: `start()`, whose items set out before any has come; `finish()`, whose items
+    come after the last; `done`, true when a source of a ring wants no more; `where`, "inline" or "thread". Any node
+    may have `close()`, called once when the run is over, and `describe()`, shown by `Graph.explain`.
 
     Raises GraphError for anything else.
     """
@@ -75,6 +83,7 @@ def type_name(port_type: Any) -> str:
 def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
     inlets: dict[str, Any] = {}
     outlets: dict[str, Any] = {}
+    generator = None
     hints = _hints(run)
     for parameter in inspect.signature(run).parameters.values():
         hint = hints.get(parameter.name, Any)
@@ -84,12 +93,14 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
             inlets[parameter.name] = item
         elif end is Outlet:
             outlets[parameter.name] = item
+        elif end is np.random.Generator:
+            generator = parameter.name
         elif parameter.default is inspect.Parameter.empty:
             raise GraphError(
                 f"node '{name}': parameter '{parameter.name}' of run is annotated {type_name(hint)}, expected "
-                "Inlet[...] or Outlet[...]"
+                "Inlet[...], Outlet[...] or numpy.random.Generator"
             )
-    return NodeSpec(name, node, True, "inline", inlets, outlets, False)
+    return NodeSpec(name, node, True, "inline", inlets, outlets, False, generator)
 
 
 def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:

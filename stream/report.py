@@ -88,18 +88,18 @@ def report_of(elapsed_ns: int, nodes: Iterable[NodeMeter], edges: Iterable[EdgeM
         )
     edge_reports = []
     for edge in edges:
-        edge.holds(edge.held)  # up to now
+        item_ns, full_ns = edge.read()
         edge_reports.append(
             EdgeReport(
                 name=edge.name,
                 capacity=edge.capacity,
                 items=edge.items,
                 held=edge.held,
-                mean_held=edge.item_ns / elapsed_ns,
+                mean_held=item_ns / elapsed_ns,
                 peak=edge.peak,
                 dropped=edge.dropped,
                 blocked_count=edge.blocked_count,
-                full=min(1.0, edge.full_ns / elapsed_ns),
+                full=min(1.0, full_ns / elapsed_ns),
             )
         )
     return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports))

@@ -23,6 +23,7 @@ from rollflow.stream.graph import Edge, Graph, Port
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.port import NodeSpec
 from rollflow.stream.report import CALLER, Report, report_of
+from rollflow.stream.seeding import fresh_seed, generator_for
 
 CHECKPOINT_NS = 1_000_000  # a chain that never has to wait passes through the event loop this often
 
@@ -34,8 +35,9 @@ class Run:
     sources and sees everything that is under way to its end.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, seed: int | None = None) -> None:
         self.graph = graph
+        self.seed = fresh_seed() if seed is None else seed
         self._began = clock()
         self._meters = {name: NodeMeter(name) for name in graph.nodes}
         self._caller = NodeMeter(CALLER)
@@ -186,6 +188,7 @@ class Run:
             port: Outlet(self._channels_from((spec.name, port)), meter, counts_items=is_source) for port in spec.outlets
         }
         run = spec.node if not hasattr(spec.node, "run") else spec.node.run
+        randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
         with anyio.CancelScope() as scope:
             if is_source:
                 self._stops += [partial(outlet.stop_after_send, scope) for outlet in outlets.values()]
@@ -195,7 +198,7 @@ class Run:
                     scope.cancel()
             meter.begin_life()
             try:
-                await run(**ends, **outlets)
+                await run(**ends, **outlets, **randomness)
             except Exception as error:
                 note_node(error, spec.name)
                 raise
@@ -260,9 +263,9 @@ class Run:
 
 
 @asynccontextmanager
-async def running(graph: Graph) -> AsyncIterator[Run]:
+async def running(graph: Graph, seed: int | None = None) -> AsyncIterator[Run]:
     """Run a graph until the block is left. A node's error is raised as it is, with the node's name noted on it."""
-    run = Run(graph)
+    run = Run(graph, seed)
     try:
         async with anyio.create_task_group() as tasks:
             run.start(tasks)
