@@ -28,7 +28,8 @@ from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunE
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.lane import Lane
-from rollflow.stream.report import Report
+from rollflow.stream.meter import NodeMeter, clock
+from rollflow.stream.report import CALLER, Report
 from rollflow.stream.run import Run
 from rollflow.stream.seeding import fresh_seed, seed_for
 
@@ -142,6 +143,7 @@ class Rollout:
         self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
         self._state = "new"
         self._handed_steps = 0
+        self._learner_meter = NodeMeter("learner_pipeline")
 
     # The graph
 
@@ -246,11 +248,14 @@ class Rollout:
             raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
 
     def report(self) -> Report:
-        """What every stage has counted so far, and which one holds the others back."""
+        """What every stage has counted so far, and which one holds the others back.
+
+        The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself.
+        """
         if self._drive is not None:
-            return self._drive.report()
+            return self._drive.report().moved(CALLER, self._learner_meter)
         if self._async_run is not None:
-            return self._async_run[1].report()
+            return self._async_run[1].report().moved(CALLER, self._learner_meter)
         raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
 
     @property
@@ -320,7 +325,11 @@ class Rollout:
             release(1)
 
     def _batch_of(self, fragments: list[Fragment]) -> Iterator[Batch]:
-        yield self.learner_pipeline.of_fragments(fragments, self.module, self._metrics)
+        began = clock()
+        batch = self.learner_pipeline.of_fragments(fragments, self.module, self._metrics)
+        self._learner_meter.busy_ns += clock() - began
+        self._learner_meter.items += 1
+        yield batch
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool

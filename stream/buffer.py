@@ -9,7 +9,8 @@ An index i >= 0 is position L + i. An index i < 0 counts from the end, and runs 
 `neg_index_as_lookback` it counts leftward from the first current item instead, position L + i.
 """
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -17,7 +18,7 @@ import numpy as np
 import optree
 from numpy.typing import NDArray
 
-from rollflow.stream.errors import EpisodeError, EpisodeIndexError
+from rollflow.stream.errors import ColumnError, EpisodeError, EpisodeIndexError
 from rollflow.stream.space import item_of, one_hot
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 
@@ -61,48 +62,71 @@ class LookbackBuffer:
         return len(self.data) if isinstance(self.data, list) else len(leaves_of(self.data)[0])
 
     def item(self, position: int) -> Any:
-        """The item at a position."""
-        return self.data[position] if isinstance(self.data, list | np.ndarray) else self.items(position)
+        """The item at a position; it must exist."""
+        return self.data[position] if isinstance(self.data, list) else _at(self.data, position)
 
     def items(self, where: Any) -> Any:
-        """The items at a slice or array of positions: a list, or a tree of arrays."""
+        """The items at a slice with bounds 0 <= start <= stop and no step, or at a list of positions, which all exist.
+
+        They come as a list, or as a tree of arrays: views for a slice, copies for positions.
+        """
         if isinstance(self.data, list):
             return self.data[where] if isinstance(where, slice) else [self.data[position] for position in where]
-        return map_tree(lambda leaf: leaf[where], self.data)
+        return _at(self.data, where)
 
     def write(self, position: int, item: Any) -> None:
-        """Replace the item at a position."""
+        """Replace the item at a position, which must exist.
+
+        An item that goes into arrays must have their structure and shape, and a dtype that theirs can hold
+        (ColumnError); the arrays must not be read-only (EpisodeError).
+        """
         if isinstance(self.data, list):
             self.data[position] = item
             return
-        parts = _parts_like(self.data, item, self.name)
-        for leaf, part in zip(leaves_of(self.data), parts, strict=True):
-            value = np.asarray(part)
-            if value.shape != leaf.shape[1:]:
-                raise EpisodeIndexError(
-                    f"'{self.name}': the new item has shape {list(value.shape)}, expected {list(leaf.shape[1:])}"
-                )
-            leaf[position] = value
+        self._put(position, self._parts(item, leading=0))
+
+    def write_several(self, positions: Sequence[int], items: Any) -> None:
+        """Replace the items at positions, by a list or a tree of arrays with as many. Raises as `write` does."""
+        if self.is_numpy and isinstance(items, list):
+            items = self._stacked(items)  # items of two shapes are refused before the first is written
+        if isinstance(self.data, np.ndarray):
+            self._put(list(positions), self._parts(items, leading=1))
+            return
+        for position, item in zip(positions, items if isinstance(items, list) else _rows(items), strict=True):
+            self.write(position, item)
 
     def append(self, item: Any) -> None:
-        """Add one item at the end; arrays are copied into longer ones."""
+        """Add one item at the end; arrays are copied into longer ones. Raises ColumnError as `in_form` does."""
         if isinstance(self.data, list):
             self.data.append(item)
         else:
-            self.extend([item])
+            self.data = concatenate_trees([self.data, self.in_form([item])])
 
-    def extend(self, items: Any) -> None:
-        """Add several items at the end: a list of them, or a tree of arrays."""
-        if isinstance(self.data, list):
-            self.data.extend(items if isinstance(items, list) else _rows(items))
-        elif not isinstance(items, list) or items:
-            rows = stack_trees(items) if isinstance(items, list) else items
-            self.data = concatenate_trees([self.data, rows])
+    def in_form(self, items: Any) -> Any:
+        """`items`, a list or a tree of arrays, in the form that this buffer has: the same, or the other.
+
+        Arrays come out in the dtypes that the buffer has, where those can hold the values. Raises ColumnError for
+        items of another structure or shape than the buffer's.
+        """
+        if not self.is_numpy:
+            return items if isinstance(items, list) else _rows(items)
+        if isinstance(items, list):
+            if not items:
+                return self.items(slice(0, 0))
+            items = self._stacked(items)
+        leaves, structure = optree.tree_flatten(self.data, none_is_leaf=True)
+        parts = zip(leaves, self._parts(items, leading=1, same_dtype=False), strict=True)
+        return structure.unflatten(
+            [part.astype(leaf.dtype) if _holds(leaf.dtype, part) else part for leaf, part in parts]
+        )
 
     def to_numpy(self) -> None:
-        """Turn a list of items into a tree of arrays."""
+        """Turn a list of items into a tree of arrays; a list as an item becomes an array, or a tuple in a Tuple space.
+
+        Raises ColumnError for items that differ in structure or shape.
+        """
         if isinstance(self.data, list) and self.data:
-            self.data = stack_trees(self.data)
+            self.data = self._stacked(self.data)
 
     # Reading
 
@@ -125,20 +149,14 @@ class LookbackBuffer:
         if one_hot_discrete and self.space is None:
             raise ValueError(f"one_hot_discrete on '{self.name}' needs a space, but the episode was given none")
         if indices is None:
-            return self._encoded(self.items(slice(self.lookback, self.total())), one_hot_discrete, several=True)
+            return self._several(range(self.lookback, self.total()), fill, one_hot_discrete)
         if isinstance(indices, int | np.integer):
             return self._one(int(indices), neg_index_as_lookback, fill, one_hot_discrete)
         if isinstance(indices, slice):
-            positions = self._slice_positions(indices, neg_index_as_lookback, clip=fill is None)
-            total = self.total()
-            start, stop = positions.start, positions.stop
-            if fill is not None and positions.step == 1 and stop < start and (stop >= total or start <= 0):
-                positions = range(stop, start)  # reversed, and all of it outside: so many fillers
-            if positions.step == 1 and positions.start >= 0 and positions.stop <= total:
-                return self._encoded(self.items(slice(positions.start, positions.stop)), one_hot_discrete, several=True)
-            return self._several(positions, fill, one_hot_discrete)
-        positions_of = [self._position(int(index), neg_index_as_lookback, fill is not None) for index in indices]
-        return self._several(positions_of, fill, one_hot_discrete)
+            positions: Sequence[int] = self._slice_positions(indices, neg_index_as_lookback, fills=fill is not None)
+        else:
+            positions = self._list_positions(indices, neg_index_as_lookback, fills=fill is not None)
+        return self._several(positions, fill, one_hot_discrete)
 
     def __len__(self) -> int:
         return self.total() - self.lookback
@@ -150,8 +168,11 @@ class LookbackBuffer:
         return (self.item(position) for position in range(self.lookback, self.total()))
 
     def __eq__(self, other: object) -> bool:
-        theirs = other.get() if isinstance(other, LookbackBuffer) else other
-        return equal_trees(self.get(), theirs)
+        if isinstance(other, LookbackBuffer) and self.is_numpy and other.is_numpy:
+            return equal_trees(self.get(), other.get())
+        if isinstance(other, LookbackBuffer | list):
+            return len(self) == len(other) and all(map(equal_trees, self, other))
+        return equal_trees(self.get(), other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -165,26 +186,26 @@ class LookbackBuffer:
         """Replace items by index, read as in `get`; None replaces the current items, never the lookback.
 
         `new_data` is one item for an int, else as many items as indices: a list, or a tree of arrays. Raises
-        EpisodeIndexError for an index outside, and when the numbers of items differ.
+        EpisodeIndexError for an int or list index outside and when the numbers of items differ, ColumnError for an
+        item that does not fit; then nothing is replaced.
         """
         if isinstance(at_indices, int | np.integer):
-            self.write(self._position(int(at_indices), neg_index_as_lookback), new_data)
+            self.write(self._list_positions([at_indices], neg_index_as_lookback)[0], new_data)
             return
         if at_indices is None:
             positions: Sequence[int] = range(self.lookback, self.total())
         elif isinstance(at_indices, slice):
-            positions = self._slice_positions(at_indices, neg_index_as_lookback, clip=False)
-            if positions and not 0 <= min(positions) <= max(positions) < self.total():
-                raise self._outside(at_indices)
+            positions = self._slice_positions(at_indices, neg_index_as_lookback)
         else:
-            positions = [self._position(int(index), neg_index_as_lookback) for index in at_indices]
-        items = new_data if isinstance(new_data, list) else _rows(new_data)
-        if len(items) != len(positions):
+            positions = self._list_positions(at_indices, neg_index_as_lookback)
+        count = len(new_data) if isinstance(new_data, list) else count_of(new_data, self.name)
+        if count != len(positions):
             raise EpisodeIndexError(
-                f"'{self.name}': {len(items)} new items for {len(positions)} places; expected as many of both"
+                f"'{self.name}': {count} new items for {len(positions)} places; expected as many of both"
             )
-        for position, item in zip(positions, items, strict=True):
-            self.write(position, item)
+        if count:
+            # A copy: arrays may be views of what they replace.
+            self.write_several(positions, new_data if isinstance(new_data, list) else map_tree(np.array, new_data))
 
     def __setitem__(self, indices: Any, new_data: Any) -> None:
         self.set(new_data, indices)
@@ -200,15 +221,20 @@ class LookbackBuffer:
             raise self._outside(index)
         return self._filler(fill, one_hot_discrete)
 
-    def _position(self, index: int, neg_index_as_lookback: bool, may_lie_outside: bool = False) -> int:
-        position = index + (self.lookback if index >= 0 or neg_index_as_lookback else self.total())
-        if not may_lie_outside and not 0 <= position < self.total():
-            raise self._outside(index)
-        return position
+    def _list_positions(self, indices: Iterable[Any], neg_index_as_lookback: bool, fills: bool = False) -> list[int]:
+        """The position of each index; with `fills`, also of those where there is nothing."""
+        lookback, total = self.lookback, self.total()
+        positions = []
+        for index in _numbers(indices, self.name):
+            position = index + (lookback if index >= 0 or neg_index_as_lookback else total)
+            if not fills and not 0 <= position < total:
+                raise self._outside(index)
+            positions.append(position)
+        return positions
 
-    def _slice_positions(self, indices: slice, neg_index_as_lookback: bool, clip: bool) -> range:
-        """The positions that a slice names; with `clip`, only those that exist."""
-        step = 1 if indices.step is None else int(indices.step)
+    def _slice_positions(self, indices: slice, neg_index_as_lookback: bool, fills: bool = False) -> range:
+        """The positions that a slice names; with `fills`, also those where there is nothing."""
+        step = 1 if indices.step is None else operator.index(indices.step)
         lookback, total = self.lookback, self.total()
         if step == 0:
             raise ValueError(f"slice step on '{self.name}' is 0, expected any other number")
@@ -216,37 +242,42 @@ class LookbackBuffer:
         def position(bound: Any, default: int) -> int:
             if bound is None:
                 return default
-            number = int(bound)
+            number = operator.index(bound)
             return number + (lookback if number >= 0 or neg_index_as_lookback else total)
 
         if step > 0:
             start, stop = position(indices.start, lookback), position(indices.stop, total)
-            if clip:
-                start, stop = max(start, 0), min(stop, total)
+            first, last = 0, total
         else:
             start, stop = position(indices.start, total - 1), position(indices.stop, lookback - 1)
-            if clip:
-                start, stop = min(start, total - 1), max(stop, -1)
+            first, last = -1, total - 1
+        if not fills:
+            return range(min(max(start, first), last), min(max(stop, first), last), step)
+        if step == 1 and stop < start and (stop >= total or start <= 0):
+            return range(stop, start)  # reversed, and all of it outside: so many fillers
         return range(start, stop, step)
 
     def _several(self, positions: Sequence[int], fill: Any, one_hot_discrete: bool) -> Any:
         total = self.total()
+        if not positions:
+            return self._encoded(self.items(slice(0, 0)), one_hot_discrete, several=True)
+        if isinstance(positions, range) and positions.step == 1 and positions.start >= 0 and positions.stop <= total:
+            return self._encoded(self.items(slice(positions.start, positions.stop)), one_hot_discrete, several=True)
         if all(0 <= position < total for position in positions):
-            where = list(positions)
-            return self._encoded(self.items(where), one_hot_discrete, several=True)
+            return self._encoded(self.items(list(positions)), one_hot_discrete, several=True)
         items = [
             self._encoded(self.item(position), one_hot_discrete, several=False)
             if 0 <= position < total
             else self._filler(fill, one_hot_discrete)
             for position in positions
         ]
-        return stack_trees(items) if self.is_numpy else items
+        return self._stacked(items) if self.is_numpy else items
 
     def _filler(self, fill: Any, one_hot_discrete: bool) -> Any:
         if self.space is None:
             if not self.is_numpy or not self.total():
                 return fill
-            return map_tree(lambda leaf: np.full(leaf.shape[1:], fill, leaf.dtype), self.items(slice(0, 1)))
+            return map_tree(lambda leaf: _full(leaf.shape[1:], fill, leaf.dtype), self.items(slice(0, 1)))
         item = item_of(self.space, fill)
         if not one_hot_discrete:
             return item
@@ -259,37 +290,108 @@ class LookbackBuffer:
             return [one_hot(self.space, item) for item in items]
         return one_hot(self.space, items)
 
-    def _outside(self, index: Any) -> EpisodeIndexError:
+    def _outside(self, index: int) -> EpisodeIndexError:
         return EpisodeIndexError(
             f"index {index} of '{self.name}' is outside {-self.total()} … {len(self) - 1} "
             f"(lookback {self.lookback}, length {len(self)})"
         )
 
+    # Arrays
+
+    def _stacked(self, items: list[Any]) -> Tree:
+        try:
+            if isinstance(items[0], list):
+                whole: Any = tuple if isinstance(self.space, gym.spaces.Tuple) else np.asarray
+                items = [whole(item) for item in items]
+            return stack_trees(items)
+        except ValueError as error:
+            raise ColumnError(f"'{self.name}': the items can't be stacked into arrays: {error}") from None
+
+    def _put(self, where: int | list[int], parts: list[NDArray[Any]]) -> None:
+        leaves = leaves_of(self.data)
+        if not all(leaf.flags.writeable for leaf in leaves):
+            raise EpisodeError(f"'{self.name}' is read-only here; write to a copy: from_state(get_state())")
+        for leaf, part in zip(leaves, parts, strict=True):
+            leaf[where] = part
+
+    def _parts(self, tree: Tree, leading: int, same_dtype: bool = True) -> list[NDArray[Any]]:
+        """The leaves of one item (`leading` 0) or of a tree of arrays (1), which must fit the buffer's."""
+        try:
+            if isinstance(self.data, np.ndarray):
+                leaves, parts = [self.data], [np.asarray(tree)]
+            else:
+                leaves, structure = optree.tree_flatten(self.data, none_is_leaf=True)
+                parts = [np.asarray(part) for part in structure.flatten_up_to(tree)]
+        except ValueError as error:
+            raise ColumnError(f"'{self.name}': the structure of new data differs: {error}") from None
+        for leaf, part in zip(leaves, parts, strict=True):
+            if part.shape[leading:] != leaf.shape[1:] or (same_dtype and not _holds(leaf.dtype, part)):
+                raise ColumnError(
+                    f"'{self.name}': new data is {part.dtype}{list(part.shape[leading:])}, "
+                    f"expected {leaf.dtype}{list(leaf.shape[1:])}"
+                )
+        return parts
+
 
 def equal_trees(left: Any, right: Any) -> bool:
-    """Whether two items, or two lists of items, have the same structure and the same values."""
+    """Whether two items have the same structure and the same values. NaN equals NaN, an array a list of its values."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return _equal_leaves(left, right)
+    ours, our_structure = optree.tree_flatten(left, none_is_leaf=True)
+    theirs, their_structure = optree.tree_flatten(right, none_is_leaf=True)
+    return our_structure == their_structure and all(map(_equal_leaves, ours, theirs))
+
+
+def count_of(tree: Tree, name: str) -> int:
+    """How many items a tree of arrays has. Raises TypeError, with `name`, for anything else."""
     try:
-        return all(leaves_of(map_tree(_equal_leaves, left, right)))
-    except ValueError:  # the structures differ
-        return False
+        return len(leaves_of(tree)[0])
+    except (TypeError, IndexError):
+        raise TypeError(f"'{name}': expected a list of items, or a tree of arrays; got {tree!r}") from None
 
 
 def _equal_leaves(left: Any, right: Any) -> bool:
-    return bool(np.array_equal(left, right)) if _is_number(left) else bool(left == right)
+    if left is right:
+        return True
+    try:
+        ours, theirs = np.asarray(left), np.asarray(right)
+    except ValueError:  # a ragged list beside an array
+        return False
+    may_be_nan = ours.dtype.kind in "fc" and theirs.dtype.kind in "fc"
+    return bool(np.array_equal(ours, theirs, equal_nan=may_be_nan))
 
 
-def _is_number(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray | np.generic | int | float)
+def _numbers(indices: Iterable[Any], name: str) -> list[int]:
+    try:
+        return [operator.index(index) for index in indices]
+    except TypeError:
+        raise TypeError(f"index {indices!r} of '{name}' is no int, no slice and no list of ints") from None
+
+
+def _at(tree: Tree, where: Any) -> Tree:
+    """The tree of `leaf[where]`; arrays and dicts, the common ones, without optree's overhead."""
+    if isinstance(tree, np.ndarray):
+        return tree[where]
+    if type(tree) is dict:
+        return {key: _at(part, where) for key, part in tree.items()}
+    return map_tree(lambda leaf: leaf[where], tree)
 
 
 def _rows(tree: Tree) -> list[Tree]:
     """A tree of arrays with a leading axis, row by row."""
-    count = len(leaves_of(tree)[0])
-    return [map_tree(lambda leaf, i=i: leaf[i], tree) for i in range(count)]
+    return [_at(tree, row) for row in range(len(leaves_of(tree)[0]))]
 
 
-def _parts_like(data: Tree, item: Any, name: str) -> list[Any]:
-    try:
-        return list(optree.tree_structure(data, none_is_leaf=True).flatten_up_to(item))
-    except ValueError as error:
-        raise EpisodeError(f"'{name}': the new item's structure differs: {error}") from None
+def _full(shape: tuple[int, ...], fill: Any, dtype: np.dtype[Any]) -> Any:
+    return np.full(shape, fill, dtype if _holds(dtype, np.asarray(fill)) else None)[()]
+
+
+def _holds(dtype: np.dtype[Any], values: NDArray[Any]) -> bool:
+    """Whether a dtype can hold values: it may round them, but not drop a fraction, wrap around or cut a string."""
+    if values.dtype == dtype:
+        return True
+    if dtype.kind not in "biufc":
+        return np.can_cast(values.dtype, dtype)
+    if np.can_cast(values.dtype, dtype, "same_kind"):
+        return True
+    return values.dtype.kind in "iu" and dtype.kind in "iub" and bool((values.astype(dtype) == values).all())

@@ -4,16 +4,16 @@ import builtins
 import copy
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self
 
 import gymnasium as gym
 import numpy as np
 
-from rollflow.stream.buffer import Indices, LookbackBuffer, equal_trees
+from rollflow.stream.buffer import Indices, LookbackBuffer, count_of, equal_trees
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import EpisodeError
-from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.stream.errors import EpisodeError, RollflowError
+from rollflow.stream.tree import concatenate_trees, map_tree
 
 REWARD_SPACE: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
 
@@ -29,15 +29,20 @@ class SingleAgentEpisode:
         action_space            of one action; likewise
         terminated, truncated   whether and how the episode has ended; the data stay as they are
         t_started               step number at which this chunk begins, its lookback not counted; 0 where absent
-        len_lookback_buffer     how many of the steps given are history, at most all; "auto": all of them
+        len_lookback_buffer     how many of the steps given are history, at most all; "auto": all of them; with a ready
+                                buffer for `rewards`, that buffer's lookback
         agent_id, module_id, multi_agent_episode_id    set where the episode is one agent's part of a larger one
 
     Items may be anything; a list-form episode keeps them in lists and grows by `add_env_step`, `to_numpy()` turns
     the lists into trees of arrays with a leading time axis. In getters and setters -1 is the newest item, and
-    negative indices run on into the lookback; see `LookbackBuffer.get`. A ready buffer is taken as it is.
+    negative indices run on into the lookback; see `LookbackBuffer.get`. Ready buffers and arrays are taken as they are,
+    lists are copied.
 
-    Raises EpisodeError where lengths do not fit together.
+    Raises EpisodeError where lengths do not fit together, and for a negative lookback.
     """
+
+    _duration_s: float = 0.0
+    _last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
 
     def __init__(
         self,
@@ -53,7 +58,7 @@ class SingleAgentEpisode:
         truncated: bool = False,
         extra_model_outputs: Mapping[str, Any] | None = None,
         t_started: int | None = None,
-        len_lookback_buffer: int | str = "auto",
+        len_lookback_buffer: int | Literal["auto"] = "auto",
         agent_id: Any = None,
         module_id: Any = None,
         multi_agent_episode_id: Any = None,
@@ -65,11 +70,9 @@ class SingleAgentEpisode:
         self.custom_data: dict[Any, Any] = {}
         self._is_terminated = terminated
         self._is_truncated = truncated
-        steps = 0 if rewards is None or isinstance(rewards, LookbackBuffer) else _count(rewards)
-        lookback = steps if isinstance(len_lookback_buffer, str) else min(len_lookback_buffer, steps)
-        if infos is None:
-            unknown = observations is None or isinstance(observations, LookbackBuffer)
-            infos = [] if unknown else [{} for _ in range(_count(observations))]
+        lookback = self._lookback_of(rewards, len_lookback_buffer)
+        if infos is None and observations is not None:
+            infos = [{} for _ in range(_total(observations, "observations"))]
         self.observations = _buffer(observations, lookback, observation_space, "observations")
         self.infos = _buffer(infos, lookback, None, "infos")
         self.actions = _buffer(actions, lookback, action_space, "actions")
@@ -79,8 +82,6 @@ class SingleAgentEpisode:
         }
         self._t_started = 0 if t_started is None else t_started
         self._t = self._t_started + len(self.rewards)
-        self._began: float | None = None
-        self._last_step_at: float | None = None
         self.validate()
 
     # Where it stands
@@ -170,8 +171,11 @@ class SingleAgentEpisode:
         return float(np.sum(self.get_rewards()))
 
     def get_duration_s(self) -> float:
-        """Seconds from the reset to the newest step; 0.0 before the first."""
-        return 0.0 if self._began is None or self._last_step_at is None else self._last_step_at - self._began
+        """Seconds in which this chunk's steps were added, counted from the reset or from the step it was cut after.
+
+        A slice has 0.0: when each step came is not kept.
+        """
+        return self._duration_s
 
     # Growing
 
@@ -183,7 +187,7 @@ class SingleAgentEpisode:
             )
         self.observations.append(observation)
         self.infos.append({} if infos is None else infos)
-        self._began = time.perf_counter()
+        self._last_step_at = time.perf_counter()
 
     def add_env_step(
         self,
@@ -198,28 +202,39 @@ class SingleAgentEpisode:
     ) -> None:
         """Take an action and what `env.step(action)` gave. The values are kept as they are, whatever they are.
 
-        Raises EpisodeError before a reset, after the end, and when the keys of the extra outputs change.
+        Raises EpisodeError before a reset, after the end, and when the keys of the extra outputs change; in numpy form,
+        ColumnError for a value of another structure or shape than the arrays'. Then nothing is added.
         """
         if self.is_done:
             raise EpisodeError(f"episode '{self.id_}': add_env_step after its end at step {self.t}")
         if not self.is_reset:
             raise EpisodeError(f"episode '{self.id_}': add_env_step before add_env_reset")
         extra = extra_model_outputs or {}
-        if self.rewards.total() and set(extra) != set(self.extra_model_outputs):
+        if (self.extra_model_outputs or self.rewards.total()) and extra.keys() != self.extra_model_outputs.keys():
             raise EpisodeError(
                 f"episode '{self.id_}': extra_model_outputs {sorted(extra)} at step {self.t}, expected those of the "
                 f"steps before, {sorted(self.extra_model_outputs)}"
             )
-        self.observations.append(observation)
+        for key in extra:
+            if key not in self.extra_model_outputs:
+                self.extra_model_outputs[key] = LookbackBuffer([], self.rewards.lookback, name=key)
+        values = [
+            (self.observations, observation),
+            (self.actions, action),
+            (self.rewards, reward),
+            *((self.extra_model_outputs[key], value) for key, value in extra.items()),
+        ]
+        if self.observations.is_numpy:
+            self._check_fit(values)
+        for buffer, value in values:
+            buffer.append(value)
         self.infos.append({} if infos is None else infos)
-        self.actions.append(action)
-        self.rewards.append(reward)
-        for key, value in extra.items():
-            self.extra_model_outputs.setdefault(key, LookbackBuffer([], self.rewards.lookback, name=key)).append(value)
         self.is_terminated = terminated
         self.is_truncated = truncated
         self._t += 1
-        self._last_step_at = time.perf_counter()
+        now = time.perf_counter()
+        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
+        self._last_step_at = now
 
     def validate(self) -> None:
         """Raise EpisodeError unless there is one observation and one info more than there are steps, or nothing."""
@@ -248,13 +263,11 @@ class SingleAgentEpisode:
         one_hot_discrete: bool = False,
     ) -> Any:
         """One observation, or several: see `LookbackBuffer.get`."""
-        return self.observations.get(
-            indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill, one_hot_discrete=one_hot_discrete
-        )
+        return self._read(self.observations, indices, neg_index_as_lookback, fill, one_hot_discrete)
 
     def get_infos(self, indices: Indices = None, *, neg_index_as_lookback: bool = False, fill: Any = None) -> Any:
         """One info dict, or several."""
-        return self.infos.get(indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill)
+        return self._read(self.infos, indices, neg_index_as_lookback, fill)
 
     def get_actions(
         self,
@@ -265,19 +278,17 @@ class SingleAgentEpisode:
         one_hot_discrete: bool = False,
     ) -> Any:
         """One action, or several."""
-        return self.actions.get(
-            indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill, one_hot_discrete=one_hot_discrete
-        )
+        return self._read(self.actions, indices, neg_index_as_lookback, fill, one_hot_discrete)
 
     def get_rewards(self, indices: Indices = None, *, neg_index_as_lookback: bool = False, fill: Any = None) -> Any:
         """One reward, or several."""
-        return self.rewards.get(indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill)
+        return self._read(self.rewards, indices, neg_index_as_lookback, fill)
 
     def get_extra_model_outputs(
         self, key: str, indices: Indices = None, *, neg_index_as_lookback: bool = False, fill: Any = None
     ) -> Any:
         """One of the module's other outputs, or several. Raises KeyError for an unknown key."""
-        return self._extra(key).get(indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill)
+        return self._read(self._extra(key), indices, neg_index_as_lookback, fill)
 
     # The names of an older page of RLlib's.
     get_observation = get_observations
@@ -291,15 +302,15 @@ class SingleAgentEpisode:
         self, *, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False
     ) -> None:
         """Replace observations: see `LookbackBuffer.set`."""
-        self.observations.set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._write(self.observations, new_data, at_indices, neg_index_as_lookback)
 
     def set_actions(self, *, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False) -> None:
         """Replace actions."""
-        self.actions.set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._write(self.actions, new_data, at_indices, neg_index_as_lookback)
 
     def set_rewards(self, *, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False) -> None:
         """Replace rewards."""
-        self.rewards.set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._write(self.rewards, new_data, at_indices, neg_index_as_lookback)
 
     def set_extra_model_outputs(
         self, *, key: str, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False
@@ -307,18 +318,27 @@ class SingleAgentEpisode:
         """Replace one of the module's other outputs. Raises EpisodeError for an unknown key."""
         if key not in self.extra_model_outputs:
             raise EpisodeError(self._no_such_output(key))
-        self.extra_model_outputs[key].set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        self._write(self.extra_model_outputs[key], new_data, at_indices, neg_index_as_lookback)
 
     def set_observation(self, *, new_value: Any, at_index: int) -> None:
-        """Replace one observation; the name that an older page of RLlib's has for it."""
+        """Replace one observation; this and the next two are the names of an older page of RLlib's."""
         self.set_observations(new_data=new_value, at_indices=at_index)
+
+    def set_action(self, *, new_value: Any, at_index: int) -> None:
+        """Replace one action."""
+        self.set_actions(new_data=new_value, at_indices=at_index)
+
+    def set_reward(self, *, new_value: Any, at_index: int) -> None:
+        """Replace one reward."""
+        self.set_rewards(new_data=new_value, at_indices=at_index)
 
     # Other forms
 
     def to_numpy(self) -> Self:
         """Turn lists into trees of arrays with a leading time axis, lookback included; infos stay as they are.
 
-        Actions, rewards and extra outputs stay lists while the length is 0. Returns this episode.
+        Actions, rewards and extra outputs stay lists while the length is 0. Returns this episode. Raises ColumnError
+        for items that differ in structure or shape.
         """
         self.observations.to_numpy()
         if len(self):
@@ -334,12 +354,12 @@ class SingleAgentEpisode:
         """
         if self.is_done:
             raise EpisodeError(f"episode '{self.id_}': cut after its end at step {self.t}")
-        if len_lookback_buffer < 0:
-            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is {len_lookback_buffer}, expected >= 0")
+        self._check_lookback(len_lookback_buffer)
         total = self.rewards.total()
         lookback = min(len_lookback_buffer, total)
         chunk = self._part(total - lookback, total, lookback, self.t, shares_arrays=False)
         chunk.custom_data = copy.deepcopy(self.custom_data)
+        chunk._last_step_at = self._last_step_at
         return chunk
 
     def slice(self, slice_: builtins.slice, *, len_lookback_buffer: int | None = None) -> "SingleAgentEpisode":
@@ -347,10 +367,13 @@ class SingleAgentEpisode:
 
         m steps have m + 1 observations. Bounds outside are clipped. What lies before the part becomes its lookback,
         `len_lookback_buffer` steps of it, or as many as this episode has, or as there are. The part is done only
-        where it reaches this episode's end. Raises EpisodeError for a step other than 1.
+        where it reaches this episode's end. In numpy form, it shares this episode's arrays. Raises EpisodeError for a
+        step other than 1, and for a negative lookback.
         """
         if slice_.step not in (None, 1):
             raise EpisodeError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
+        if len_lookback_buffer is not None:
+            self._check_lookback(len_lookback_buffer)
         length, before = len(self), self.rewards.lookback
         start = self._step_bound(slice_.start, 0, length)
         stop = max(start, self._step_bound(slice_.stop, length, length))
@@ -373,8 +396,9 @@ class SingleAgentEpisode:
     def concat_episode(self, other: "SingleAgentEpisode") -> None:
         """Add the current data of `other`, the chunk that follows this one, at the end of this one.
 
-        Raises EpisodeError when the ids differ, this episode is done, or `other` does not begin with the step and
-        the observation that this one ends with.
+        This episode's lookback stays, the other's is ignored. Raises EpisodeError when the ids differ, this episode is
+        done, `other` does not begin with the step and the observation that this one ends with, or their extra outputs
+        differ; ColumnError when this one has arrays that the other's data do not fit. Then nothing is changed.
         """
         if other.id_ != self.id_:
             raise EpisodeError(f"episode '{self.id_}' can't be joined by a chunk of another, '{other.id_}'")
@@ -384,18 +408,26 @@ class SingleAgentEpisode:
             raise EpisodeError(
                 f"episode '{self.id_}' ends at step {self.t}, but the chunk to join begins at step {other.t_started}"
             )
+        if not self.is_reset or not other.is_reset:
+            raise EpisodeError(f"episode '{self.id_}': concat_episode before add_env_reset, on one side or both")
         if not equal_trees(self.get_observations(-1), other.get_observations(0)):
             raise EpisodeError(
                 f"episode '{self.id_}': its last observation at step {self.t} is not the first of the chunk to join"
             )
+        self.validate()
         other.validate()
-        for mine, theirs, first in self._paired_with(other):
-            mine.extend(theirs.items(builtins.slice(theirs.lookback + first, theirs.total())))
+        observations = _joined(self.observations, other.observations, first=1)
+        infos = _joined(self.infos, other.infos, first=1)
+        actions = _joined(self.actions, other.actions)
+        rewards = _joined(self.rewards, other.rewards)
+        extra = self._extra_joined_with(other)
+        self.observations, self.infos, self.actions, self.rewards = observations, infos, actions, rewards
+        self.extra_model_outputs = extra
         self._t = other.t
         self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
         self.custom_data.update(other.custom_data)
+        self._duration_s += other.get_duration_s()
         self._last_step_at = other._last_step_at
-        self.validate()
 
     def get_data_dict(self) -> dict[str, Any]:
         """This chunk as columns, one row per step: obs, infos, actions, rewards, flags, `t`, `eps_id`, extra outputs.
@@ -452,7 +484,7 @@ class SingleAgentEpisode:
         )
         episode._t = state["t"]
         episode.custom_data = copy.deepcopy(state["custom_data"])
-        episode._began, episode._last_step_at = 0.0, state["duration_s"]
+        episode._duration_s = state["duration_s"]
         return episode
 
     def __repr__(self) -> str:
@@ -481,16 +513,68 @@ class SingleAgentEpisode:
             "rewards": self.rewards,
         }
 
-    def _paired_with(self, other: "SingleAgentEpisode") -> Sequence[tuple[LookbackBuffer, LookbackBuffer, int]]:
-        """This episode's buffers with the other's, and how many of the other's current items this one has already."""
-        extra = [(self._extra(key), other._extra(key), 0) for key in self.extra_model_outputs]
-        return [
-            (self.observations, other.observations, 1),
-            (self.infos, other.infos, 1),
-            (self.actions, other.actions, 0),
-            (self.rewards, other.rewards, 0),
-            *extra,
-        ]
+    def _read(
+        self,
+        buffer: LookbackBuffer,
+        indices: Indices,
+        neg_index_as_lookback: bool,
+        fill: Any,
+        one_hot_discrete: bool = False,
+    ) -> Any:
+        try:
+            return buffer.get(
+                indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill, one_hot_discrete=one_hot_discrete
+            )
+        except RollflowError as error:
+            raise self._located(error) from None
+
+    def _write(self, buffer: LookbackBuffer, new_data: Any, at_indices: Indices, neg_index_as_lookback: bool) -> None:
+        try:
+            buffer.set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        except RollflowError as error:
+            raise self._located(error) from None
+
+    def _located(self, error: RollflowError) -> RollflowError:
+        return type(error)(f"episode '{self.id_}': {error}")
+
+    def _lookback_of(self, rewards: Any, wanted: int | str) -> int:
+        """How many of the steps given are history."""
+        if isinstance(rewards, LookbackBuffer):
+            return rewards.lookback
+        steps = 0 if rewards is None else _total(rewards, "rewards")
+        if wanted == "auto":
+            return steps
+        if isinstance(wanted, str):
+            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is '{wanted}', expected an int or 'auto'")
+        self._check_lookback(wanted)
+        return min(wanted, steps)
+
+    def _check_lookback(self, wanted: int) -> None:
+        if wanted < 0:
+            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is {wanted}, expected >= 0")
+
+    def _check_fit(self, values: Iterable[tuple[LookbackBuffer, Any]]) -> None:
+        """Raise ColumnError unless each value can go to the end of its buffer."""
+        try:
+            for buffer, value in values:
+                buffer.in_form([value])
+        except RollflowError as error:
+            raise self._located(error) from None
+
+    def _extra_joined_with(self, other: "SingleAgentEpisode") -> dict[str, LookbackBuffer]:
+        """The extra outputs of both; an episode without a step takes the other's keys, whichever they are."""
+        if not other.rewards.total():
+            return self.extra_model_outputs
+        if not self.rewards.total():
+            return {
+                key: _joined(LookbackBuffer([], name=key), buffer) for key, buffer in other.extra_model_outputs.items()
+            }
+        if other.extra_model_outputs.keys() != self.extra_model_outputs.keys():
+            raise EpisodeError(
+                f"episode '{self.id_}': the chunk to join has extra outputs {sorted(other.extra_model_outputs)}, "
+                f"expected {sorted(self.extra_model_outputs)}"
+            )
+        return {key: _joined(mine, other.extra_model_outputs[key]) for key, mine in self.extra_model_outputs.items()}
 
     def _part(
         self, start: int, stop: int, lookback: int, t_started: int, shares_arrays: bool = True
@@ -525,9 +609,11 @@ class SingleAgentEpisode:
         return min(max(bound + length if bound < 0 else bound, 0), length)
 
 
-def _count(items: Any) -> int:
-    """How many items a list, or a tree of arrays, has."""
-    return len(items) if isinstance(items, list) else len(leaves_of(items)[0])
+def _total(items: Any, name: str) -> int:
+    """How many items a list, a buffer, or a tree of arrays has, a buffer's lookback included."""
+    if isinstance(items, LookbackBuffer):
+        return items.total()
+    return len(items) if isinstance(items, list) else count_of(items, name)
 
 
 def _buffer(items: Any, lookback: int, space: gym.Space[Any] | None, name: str) -> LookbackBuffer:
@@ -535,6 +621,14 @@ def _buffer(items: Any, lookback: int, space: gym.Space[Any] | None, name: str) 
         return items
     data = [] if items is None else list(items) if isinstance(items, list) else items
     return LookbackBuffer(data, lookback, space, name=name)
+
+
+def _joined(head: LookbackBuffer, tail: LookbackBuffer, first: int = 0) -> LookbackBuffer:
+    """A new buffer: all of `head`, and the current items of `tail` from number `first` on."""
+    before = head.items(slice(0, head.total()))
+    after = head.in_form(tail.items(slice(tail.lookback + first, tail.total())))
+    data = concatenate_trees([before, after]) if head.is_numpy else before + after
+    return LookbackBuffer(data, head.lookback, head.space, name=head.name)
 
 
 def _state_of(buffer: LookbackBuffer) -> dict[str, Any]:

@@ -119,11 +119,8 @@ class Lane:
         self._typing = False
         fragment.infos[row + 1] = infos
         done = np.logical_or(terminateds, truncateds)
-        dead = self._dead
-        if dead is not None:
-            self._wake(dead, row)
-            done &= ~dead
-            self._dead = None
+        if self._dead is not None:
+            self._wake(self._dead, done, row)
         if np.count_nonzero(done):
             if final is None:
                 self._dead = done
@@ -371,15 +368,17 @@ class Lane:
             f"every step must give {sorted(expected)}"
         )
 
-    def _wake(self, dead: NDArray[np.bool_], row: int) -> None:
-        """Row `row` only reset the slots in `dead`: it is no transition of theirs."""
-        columns = self.fragment.columns
-        columns[Columns.REWARDS].tree[row, dead] = 0.0
-        columns[Columns.TERMINATEDS].tree[row, dead] = False
-        columns[Columns.TRUNCATEDS].tree[row, dead] = False
+    def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
+        """Row `row` only reset the slots in `dead`: it is no transition of theirs, and ends nothing."""
+        ends = np.logical_and(dead, done)
+        if np.count_nonzero(ends):
+            for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
+                self.fragment.columns[name].tree[row, ends] = False
+            done[ends] = False
         slots = np.flatnonzero(dead)
         self.num_steps -= len(slots)
         self._begin_episodes(slots, row + 1)
+        self._dead = None
 
     def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
         self.episode_start[slots] = row

@@ -1,7 +1,7 @@
 """What a run has counted so far, and which stage holds the others back."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollflow.stream.meter import EdgeMeter, NodeMeter
 
@@ -50,6 +50,20 @@ class Report:
     def bottleneck(self) -> str:
         """The name of the stage that holds the others back."""
         return max(self.nodes, key=lambda node: node.busy_s).name
+
+    def moved(self, name: str, part: NodeMeter) -> "Report":
+        """This report with `part`, a part of what node `name` did, as a node of its own before it; itself if idle."""
+        if not part.items:
+            return self
+        busy = part.busy_ns / 1e9
+        nodes: list[NodeReport] = []
+        for node in self.nodes:
+            if node.name == name:
+                nodes.append(NodeReport(part.name, part.items, busy, max(self.elapsed_s - busy, 0.0), 0.0))
+                left = max(node.busy_s - busy, 0.0)
+                node = replace(node, busy_s=left, idle_s=self.elapsed_s - left - node.blocked_s)
+            nodes.append(node)
+        return replace(self, nodes=tuple(nodes))
 
     def __str__(self) -> str:
         width = max(map(len, (*(node.name for node in self.nodes), *(edge.name for edge in self.edges))))

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.tensor_to_numpy import array_of
 from rollflow.nodes.distribution import DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
@@ -71,7 +72,7 @@ class GetActions(ConnectorV2):
 
 def _refuse_nan(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
     # One sum over all is cheap, and NaN if any is; +inf and -inf together would make it so, too.
-    total = float(np.add.reduce(logits.detach().cpu().numpy(), axis=None))
+    total = np.add.reduce(array_of(logits), axis=None)
     if total == total:
         return
     slots = torch.isnan(logits).flatten(1).any(1).nonzero().flatten().tolist()

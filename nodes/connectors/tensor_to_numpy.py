@@ -27,17 +27,18 @@ class TensorToNumpy(ConnectorV2):
     ) -> Batch:
         for column, data in batch.items():
             if type(data) is torch.Tensor:
-                batch[column] = _array(data)
+                batch[column] = array_of(data)
             else:
                 batch[column] = map_tree(_leaf, data)
         return batch
 
 
 def _leaf(leaf: Any) -> Any:
-    return _array(leaf) if torch.is_tensor(leaf) else leaf
+    return array_of(leaf) if torch.is_tensor(leaf) else leaf
 
 
-def _array(tensor: torch.Tensor) -> Any:
+def array_of(tensor: torch.Tensor) -> Any:
+    """The tensor as an array, without a copy where that can be."""
     try:
         return tensor.numpy()
     except (RuntimeError, TypeError):  # part of a computation to be differentiated, or not in main memory
