@@ -119,7 +119,8 @@ class Categorical:
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         # Whoever arrives first in a race of exponentials with these rates is distributed by the softmax.
         race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
-        actions = (self.logits - race).argmax(-1)
+        # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
+        actions = (self.log_probs - race).argmax(-1)
         return actions + self._start if self._start else actions
 
     def logp(self, value: Tensor) -> Tensor:
@@ -279,9 +280,10 @@ class Deterministic:
         first = value
         while not torch.is_tensor(first):
             first = next(iter(first.values() if isinstance(first, Mapping) else first))
-        return torch.zeros(len(first))
+        return torch.zeros(len(first), device=first.device)
 
 
 def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
     """The mean of values f32[B, n]; what can't happen counts for nothing, also where its value is infinite."""
-    return torch.where(log_probs == -torch.inf, torch.zeros(()), log_probs.exp() * values).sum(-1)
+    # Filled in before the product: afterwards, the product's gradient would still be 0 times infinity.
+    return (log_probs.exp() * values.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)

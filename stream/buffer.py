@@ -29,7 +29,8 @@ Indices = Index | slice | Sequence[Index] | NDArray[np.integer[Any]] | None
 class LookbackBuffer:
     """A list of items, or a tree of arrays with a leading time axis, of which the first `lookback` are history.
 
-        data        list of items, or a tree of arrays `any[L + n, ...]`; taken as it is, not copied
+        data        list of items, or a tree of arrays `any[L + n, ...]`; taken as it is, not copied; None
+                    where a subclass has the items elsewhere
         lookback    L
         space       of one item; what `fill` and `one_hot_discrete` go by, where they are used
         name        of the quantity, for messages
@@ -89,8 +90,11 @@ class LookbackBuffer:
         """Replace the items at positions, by a list or a tree of arrays with as many. Raises as `write` does."""
         if self.is_numpy and isinstance(items, list):
             items = self._stacked(items)  # items of two shapes are refused before the first is written
-        if isinstance(self.data, np.ndarray):
-            self._put(list(positions), self._parts(items, leading=1))
+        if not isinstance(self.data, list | None):  # None: the arrays are elsewhere, and `write` knows where
+            parts = self._parts(items, leading=1)
+            if any(len(part) != len(positions) for part in parts):
+                raise ColumnError(f"'{self.name}': the leaves of new data are not all {len(positions)} long")
+            self._put(list(positions), parts)
             return
         for position, item in zip(positions, items if isinstance(items, list) else _rows(items), strict=True):
             self.write(position, item)
@@ -388,10 +392,8 @@ def _full(shape: tuple[int, ...], fill: Any, dtype: np.dtype[Any]) -> Any:
 
 def _holds(dtype: np.dtype[Any], values: NDArray[Any]) -> bool:
     """Whether a dtype can hold values: it may round them, but not drop a fraction, wrap around or cut a string."""
-    if values.dtype == dtype:
+    if np.can_cast(values.dtype, dtype):
         return True
-    if dtype.kind not in "biufc":
-        return np.can_cast(values.dtype, dtype)
-    if np.can_cast(values.dtype, dtype, "same_kind"):
-        return True
-    return values.dtype.kind in "iu" and dtype.kind in "iub" and bool((values.astype(dtype) == values).all())
+    if values.dtype.kind in "iu" and dtype.kind in "iub":
+        return bool((values.astype(dtype) == values).all())
+    return dtype.kind in "fc" and np.can_cast(values.dtype, dtype, "same_kind")

@@ -26,6 +26,8 @@ class Chain:
     runnable    (what to call, item) of items that can go on
     pending     (edge, item, meter of the giver) of items that have left the chain and are to be delivered
     parked      (gate, what to call, item) of items that a gate holds
+    reopened    whether a gate has said, since the last `unpark`, that it might admit some of them
+    on_gate     called when a gate says so
     """
 
     def __init__(self, graph: Graph, names: Sequence[str], meters: dict[str, NodeMeter]) -> None:
@@ -33,6 +35,8 @@ class Chain:
         self.runnable: deque[tuple[Deliver, Any]] = deque()
         self.pending: deque[tuple[Edge, Any, NodeMeter]] = deque()
         self.parked: list[tuple[Gate, Deliver, Any]] = []
+        self.reopened = False
+        self.on_gate: Callable[[], None] = _nothing
         self._graph = graph
         self._meters = meters
         self._mark = [0]  # when the last call ended
@@ -41,6 +45,9 @@ class Chain:
         for name in reversed(self.names):
             self._routes[name] = self._route(name)
             self._steps[name] = self._step(name)
+        for edge in graph.edges:
+            if edge.gate is not None and edge.source[0] in self.names:
+                edge.gate.watch(self._reopen)
 
     def entry(self, port: Port) -> Deliver:
         """What to call, by `pump`, with an item that arrives at an inlet."""
@@ -71,6 +78,7 @@ class Chain:
 
     def unpark(self) -> bool:
         """Make parked items runnable where their gates admit them now; whether there were any."""
+        self.reopened = False
         parked, self.parked = self.parked, []
         for gate, deliver, item in parked:
             if gate.admits(item):
@@ -81,10 +89,18 @@ class Chain:
 
     def finish(self) -> None:
         """Give up what is runnable or parked, and carry what the nodes' `finish()` give through the chain."""
+        self.give_up()
+        self._carry_all("finish", self.names)
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Forget what is runnable or parked."""
         self.runnable.clear()
         self.parked.clear()
-        self._carry_all("finish", self.names)
-        self.runnable.clear()
+
+    def _reopen(self) -> None:
+        self.reopened = True
+        self.on_gate()
 
     def _carry_all(self, method: str, names: Iterable[str]) -> None:
         for name in names:
@@ -191,6 +207,10 @@ def _route_two(first: Deliver, second: Deliver) -> Deliver:
             first(one)
 
     return route
+
+
+def _nothing() -> None:
+    pass
 
 
 def _ignore(output: Any) -> None:

@@ -46,6 +46,8 @@ class Channel(Generic[T]):
         """Take the item without waiting; False when the channel is full and must not drop any."""
         items, meter = self._items, self.meter
         if self.abandoned:
+            meter.items += 1
+            meter.dropped += 1
             return True
         if len(items) >= self.capacity:
             if self.overflow == "block":
@@ -142,7 +144,8 @@ class Inlet(Generic[T]):
             except anyio.WouldBlock:
                 pass
             self._unchecked = 0
-            self._arrived = anyio.Event()
+            if self._arrived is None:
+                self._arrived = anyio.Event()
             self._meter.begin_wait()
             try:
                 await self._arrived.wait()
@@ -159,38 +162,74 @@ class Inlet(Generic[T]):
             raise StopAsyncIteration from None
 
     def _wake(self) -> None:
-        if self._arrived is not None:
-            self._arrived.set()
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            arrived.set()
+
+
+class SourceStop:
+    """Stops a source between two sends: those that are under way, on any of its outlets, are done first.
+
+    sending    how many are under way; whoever ends one calls `end_send`, which counts it off
+    """
+
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self.requested = False
+        self._scope = scope
+        self.sending = 0
+        self._idle = anyio.Event()
+
+    def request(self) -> None:
+        """Cancel the source, at once or as soon as no send is under way."""
+        self.requested = True
+        self._cancel_if_idle()
+
+    def end_send(self) -> None:
+        """One send less is under way."""
+        self.sending -= 1
+        if self.requested:
+            self._cancel_if_idle()
+
+    async def wait(self) -> None:
+        """Wait to be cancelled."""
+        await self._idle.wait()
+        await anyio.lowlevel.checkpoint()
+
+    def _cancel_if_idle(self) -> None:
+        if not self.sending:
+            self._scope.cancel()
+            self._idle.set()
 
 
 class Outlet(Generic[T]):
     """Where an asynchronous node gives items to: every channel of a fan-out gets the same object."""
 
-    def __init__(self, channels: list[Channel[T]], meter: NodeMeter, *, counts_items: bool = False) -> None:
+    def __init__(self, channels: list[Channel[T]], meter: NodeMeter, stop: SourceStop | None = None) -> None:
         self._channels = channels
         self._meter = meter
-        self._counts_items = counts_items
+        self._stop = stop  # of a source, which counts what it gives
         self._unchecked = 0
-        self._sending = 0
-        self._stop: anyio.CancelScope | None = None
 
     async def send(self, item: T) -> None:
         """Give an item, waiting for room. When cancelled, those channels that were full do not have it."""
-        self._unchecked += 1
-        if self._unchecked >= CHECKPOINT_EVERY:
-            self._unchecked = 0
-            await anyio.lowlevel.checkpoint()
-        self._sending += 1
+        stop = self._stop
+        if stop is not None:
+            stop.sending += 1
         try:
+            self._unchecked += 1
+            if self._unchecked >= CHECKPOINT_EVERY:
+                self._unchecked = 0
+                await anyio.lowlevel.checkpoint()
             for channel in self._channels:
                 if not channel.offer(item):
                     await self._send_waiting(channel, item)
         finally:
-            self._sending -= 1
-        self._meter.items += self._counts_items
-        if self._stop is not None:
-            self._stop.cancel()
-            await anyio.lowlevel.checkpoint()
+            if stop is not None:
+                stop.end_send()
+        if stop is not None:
+            self._meter.items += 1
+            if stop.requested:
+                await stop.wait()
 
     def send_nowait(self, item: T) -> None:
         """Give an item at once. Raises anyio.WouldBlock, having given it to nobody, when a channel is full."""
@@ -198,13 +237,7 @@ class Outlet(Generic[T]):
             raise anyio.WouldBlock
         for channel in self._channels:
             channel.offer(item)
-        self._meter.items += self._counts_items
-
-    def stop_after_send(self, scope: anyio.CancelScope) -> None:
-        """Cancel `scope`, at once or as soon as a send that is under way has been done."""
-        self._stop = scope
-        if not self._sending:
-            scope.cancel()
+        self._meter.items += self._stop is not None
 
     def close(self) -> None:
         """Say that no more will come."""

@@ -27,8 +27,8 @@ def mermaid(graph: "Graph") -> str:
             lines += [f'    subgraph g{number}["one task"]', *(f"        {box}" for box in boxes), "    end"]
     for index, edge in enumerate((*graph.edges, *graph.outputs.values())):
         source, port = edge.source
-        target = ids.get(edge.target[0], f"out{index}")
-        if edge.target[0] not in ids:
+        target = f"out{index}" if edge.is_output else ids[edge.target[0]]
+        if edge.is_output:
             lines.append(f'    {target}(["{edge.target[1]}"])')
         label = port if graph.is_chained(edge) else f"{port}, {_bound(edge)}"
         arrow = "-." if edge.feedback else "--"
@@ -49,7 +49,7 @@ def _task_line(graph: "Graph", group: list[str]) -> str:
 
 def _edge_line(graph: "Graph", edge: "Edge") -> str:
     target = edge.target[0]
-    if target not in graph.nodes:
+    if edge.is_output:
         return f"{'.'.join(edge.source)} ──({_bound(edge)})──▶ output '{edge.target[1]}'"
     thread = "   worker thread" if graph.nodes[target].where == "thread" else ""
     feedback = "   feedback" if edge.feedback else ""

@@ -215,20 +215,19 @@ class SingleAgentEpisode:
                 f"episode '{self.id_}': extra_model_outputs {sorted(extra)} at step {self.t}, expected those of the "
                 f"steps before, {sorted(self.extra_model_outputs)}"
             )
-        for key in extra:
-            if key not in self.extra_model_outputs:
-                self.extra_model_outputs[key] = LookbackBuffer([], self.rewards.lookback, name=key)
+        outputs = self.extra_model_outputs or {key: LookbackBuffer([], name=key) for key in extra}
         values = [
             (self.observations, observation),
             (self.actions, action),
             (self.rewards, reward),
-            *((self.extra_model_outputs[key], value) for key, value in extra.items()),
+            *((outputs[key], value) for key, value in extra.items()),
         ]
         if self.observations.is_numpy:
             self._check_fit(values)
         for buffer, value in values:
             buffer.append(value)
         self.infos.append({} if infos is None else infos)
+        self.extra_model_outputs = outputs
         self.is_terminated = terminated
         self.is_truncated = truncated
         self._t += 1
@@ -566,9 +565,13 @@ class SingleAgentEpisode:
         if not other.rewards.total():
             return self.extra_model_outputs
         if not self.rewards.total():
-            return {
+            outputs = {
                 key: _joined(LookbackBuffer([], name=key), buffer) for key, buffer in other.extra_model_outputs.items()
             }
+            if self.rewards.is_numpy:
+                for buffer in outputs.values():
+                    buffer.to_numpy()
+            return outputs
         if other.extra_model_outputs.keys() != self.extra_model_outputs.keys():
             raise EpisodeError(
                 f"episode '{self.id_}': the chunk to join has extra outputs {sorted(other.extra_model_outputs)}, "
@@ -618,6 +621,8 @@ def _total(items: Any, name: str) -> int:
 
 def _buffer(items: Any, lookback: int, space: gym.Space[Any] | None, name: str) -> LookbackBuffer:
     if isinstance(items, LookbackBuffer):
+        if items.space is None:
+            items.space = space
         return items
     data = [] if items is None else list(items) if isinstance(items, list) else items
     return LookbackBuffer(data, lookback, space, name=name)

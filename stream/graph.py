@@ -31,6 +31,7 @@ class Edge:
     overflow: Overflow = "block"
     feedback: bool = False
     gate: Gate | None = None
+    is_output: bool = False  # the target is the graph's own name and that of one of its outputs
 
     @property
     def name(self) -> str:
@@ -57,6 +58,7 @@ class Graph:
         self.outputs: dict[str, Edge] = {}
         self.inputs: dict[str, Port] = {}
         self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
+        self._tasks: dict[str, str] | None = None
 
     # Drawing
 
@@ -69,6 +71,9 @@ class Graph:
         """Add one node; `where="thread"` has a synchronous node's calls made in a worker thread, one at a time."""
         if name in self.nodes or name in self._composites:
             raise GraphError(f"graph '{self.name}' has a node '{name}' already")
+        if "." in name:
+            raise GraphError(f"node '{name}': a '.' stands between a node and its port, expected a name without one")
+        self._tasks = None
         inner = node if isinstance(node, Graph) else node.graph() if hasattr(node, "graph") else None
         if inner is None:
             self.nodes[name] = read_node(name, node, where)
@@ -96,7 +101,8 @@ class Graph:
         """Join an outlet to an inlet: `"node.port"`, or `"node"` where it has only one.
 
             capacity    items that may wait on the edge. None asks for no channel: synchronous neighbours are then
-                        chained; where they can't be, the edge holds one item
+                        chained; where they can't be, or another way from one to the other leads through a
+                        channel, the edge holds one item
             overflow    what a full edge does: "block" holds the sender back, "drop_oldest" and "latest" throw the
                         oldest away, which is counted
             feedback    declares that this edge closes a cycle. What goes round in a cycle must fit into it: its nodes
@@ -122,11 +128,14 @@ class Graph:
                 f"{'.'.join(outlet)} gives {type_name(given)}, but {'.'.join(inlet)} takes {type_name(taken)}"
             )
         edge = Edge(outlet, inlet, capacity, overflow, feedback, gate)
-        if gate is not None and (feedback or not self.is_chained(edge)):
+        if gate is not None and (feedback or not self._may_chain(edge)):
             raise GraphError(
                 f"{edge.name}: a gate stands only between synchronous, inline nodes, on an edge without a capacity "
                 "that is no feedback edge"
             )
+        if any((each.source, each.target) == (outlet, inlet) for each in self.edges):
+            raise GraphError(f"{edge.name}: these are connected already")
+        self._tasks = None
         self.edges.append(edge)
 
     def output(self, name: str, port: str, *, capacity: int = 1) -> None:
@@ -135,10 +144,12 @@ class Graph:
             raise GraphError(f"graph '{self.name}' has an output '{name}' already")
         if capacity < 1:
             raise GraphError(f"output '{name}': capacity is {capacity}, expected at least 1")
-        self.outputs[name] = Edge(self._port(port, outlet=True), (self.name, name), capacity)
+        self.outputs[name] = Edge(self._port(port, outlet=True), (self.name, name), capacity, is_output=True)
 
     def input(self, name: str, port: str) -> None:
         """Export an inlet, as a port where this graph is a node of another."""
+        if name in self.inputs:
+            raise GraphError(f"graph '{self.name}' has an input '{name}' already")
         self.inputs[name] = self._port(port, outlet=False)
 
     # Checking
@@ -165,7 +176,13 @@ class Graph:
         cycle = self._cycle()
         if cycle:
             raise GraphError(f"cycle {' → '.join(cycle)}: declare the edge that closes it with feedback=True")
-        unreached = self._unreached()
+        gated = next((edge for edge in self.edges if edge.gate is not None and not self.is_chained(edge)), None)
+        if gated is not None:
+            raise GraphError(
+                f"{gated.name}: a gate can't stand where another way from '{gated.source[0]}' to '{gated.target[0]}' "
+                "leads through a channel"
+            )
+        unreached = [name for name in self.nodes if name not in self._started()]
         if unreached:
             raise GraphError(
                 f"nothing would ever flow through {', '.join(unreached)}: no source feeds them, and none of them has a "
@@ -174,23 +191,13 @@ class Graph:
 
     def is_chained(self, edge: Edge) -> bool:
         """Whether the nodes at both ends of an edge run as one task."""
-        if edge.capacity is not None or edge.target[0] not in self.nodes:
-            return False
-        return all(
-            not spec.is_async and spec.where == "inline"
-            for spec in (self.nodes[edge.source[0]], self.nodes[edge.target[0]])
-        )
+        return self._may_chain(edge) and self._task_of(edge.source[0]) == self._task_of(edge.target[0])
 
     def groups(self) -> list[list[str]]:
         """The nodes task by task; within a chain in the order of the flow."""
-        group_of = {name: name for name in self.nodes}
-        for edge in self.edges:
-            if self.is_chained(edge):
-                merged, kept = group_of[edge.target[0]], group_of[edge.source[0]]
-                group_of = {name: kept if group == merged else group for name, group in group_of.items()}
         groups: dict[str, list[str]] = {}
         for name in self.flow_order():
-            groups.setdefault(group_of[name], []).append(name)
+            groups.setdefault(self._task_of(name), []).append(name)
         return list(groups.values())
 
     def flow_order(self) -> list[str]:
@@ -204,6 +211,27 @@ class Graph:
                 order.append(name)
                 del waiting[name]
         return order
+
+    def reached_from(self, names: Iterable[str]) -> set[str]:
+        """The nodes that items of these may come to, these themselves only if in a cycle."""
+        reached: set[str] = set()
+        left = list(names)
+        while left:
+            name = left.pop()
+            more = {edge.target[0] for edge in self.edges if edge.source[0] == name} - reached
+            reached |= more
+            left += more
+        return reached
+
+    def harmless(self) -> frozenset[str]:
+        """The nodes that hold no other back: all that comes to them comes over edges that drop, or from such nodes."""
+        into = {name: [edge for edge in self.edges if edge.target[0] == name] for name in self.nodes}
+        found: set[str] = set()
+        for name in self.flow_order():
+            edges = [edge for edge in into[name] if not edge.feedback]
+            if edges and all(edge.overflow != "block" or edge.source[0] in found for edge in edges):
+                found.add(name)
+        return frozenset(found)
 
     # Showing and running
 
@@ -265,14 +293,51 @@ class Graph:
 
         return next((cycle for name in self.nodes if (cycle := visit(name, []))), [])
 
-    def _unreached(self) -> list[str]:
-        reached = {name for name, spec in self.nodes.items() if spec.starts}
-        grew = True
-        while grew:
-            more = {edge.target[0] for edge in self.edges if edge.source[0] in reached} - reached
+    def _started(self) -> set[str]:
+        starts = {name for name, spec in self.nodes.items() if spec.starts}
+        return starts | self.reached_from(starts)
+
+    def _may_chain(self, edge: Edge) -> bool:
+        """Whether the edge asks for no channel, and neither of its nodes needs one."""
+        if edge.capacity is not None or edge.is_output:
+            return False
+        return all(
+            not spec.is_async and spec.where == "inline"
+            for spec in (self.nodes[edge.source[0]], self.nodes[edge.target[0]])
+        )
+
+    def _task_of(self, name: str) -> str:
+        """The node that stands for all that run as one task with this one.
+
+        Two tasks become one only where nothing that leaves the one task by a channel comes back to it: it would be
+        held back by itself. Of a feedback edge this is known, and looked to by whoever drew it.
+        """
+        if self._tasks is None:
+            place = {each: index for index, each in enumerate(self.flow_order())}
+            tasks = {each: each for each in self.nodes}
+            joints = [edge for edge in self.edges if self._may_chain(edge)]
+            for edge in sorted(joints, key=lambda edge: (edge.feedback, place[edge.target[0]])):
+                kept, merged = tasks[edge.source[0]], tasks[edge.target[0]]
+                joined = {each: kept if task == merged else task for each, task in tasks.items()}
+                if edge.feedback or not self._comes_back(kept, joined):
+                    tasks = joined
+            self._tasks = tasks
+        return self._tasks[name]
+
+    def _comes_back(self, task: str, tasks: dict[str, str]) -> bool:
+        channels = [
+            (tasks[edge.source[0]], tasks[edge.target[0]])
+            for edge in self.edges
+            if not edge.feedback and not (self._may_chain(edge) and tasks[edge.source[0]] == tasks[edge.target[0]])
+        ]
+        reached: set[str] = set()
+        left = [task]
+        while left:
+            here = left.pop()
+            more = {target for source, target in channels if source == here} - reached
             reached |= more
-            grew = bool(more)
-        return [name for name in self.nodes if name not in reached]
+            left += more
+        return task in reached
 
 
 def _within(prefix: str, port: Port) -> Port:

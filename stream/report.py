@@ -39,17 +39,19 @@ class Report:
     """Counts of all nodes and edges over `elapsed_s` seconds. `str(report)` is a table.
 
     `bottleneck` names the busiest stage: in a stream whose channels are bounded it is the one that all others wait
-    for. The reader of the outputs is a stage too, named `caller`: what it does between two items.
+    for. Nodes in `harmless` are no candidates: what comes too fast for them is dropped, and nobody waits. The reader
+    of the outputs is a stage too, named `caller`: what it does between two items.
     """
 
     elapsed_s: float
     nodes: tuple[NodeReport, ...]
     edges: tuple[EdgeReport, ...]
+    harmless: frozenset[str] = frozenset()
 
     @property
     def bottleneck(self) -> str:
         """The name of the stage that holds the others back."""
-        return max(self.nodes, key=lambda node: node.busy_s).name
+        return max(self.nodes, key=lambda node: (node.name not in self.harmless, node.busy_s)).name
 
     def moved(self, name: str, part: NodeMeter) -> "Report":
         """This report with `part`, a part of what node `name` did, as a node of its own before it; itself if idle."""
@@ -89,7 +91,9 @@ class Report:
         return "\n".join(lines)
 
 
-def report_of(elapsed_ns: int, nodes: Iterable[NodeMeter], edges: Iterable[EdgeMeter]) -> Report:
+def report_of(
+    elapsed_ns: int, nodes: Iterable[NodeMeter], edges: Iterable[EdgeMeter], harmless: frozenset[str] = frozenset()
+) -> Report:
     """Read the meters as they stand."""
     elapsed_ns = max(elapsed_ns, 1)
     node_reports = []
@@ -116,4 +120,4 @@ def report_of(elapsed_ns: int, nodes: Iterable[NodeMeter], edges: Iterable[EdgeM
                 full=min(1.0, full_ns / elapsed_ns),
             )
         )
-    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports))
+    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless)

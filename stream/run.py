@@ -5,7 +5,7 @@ nothing outlives it. A task closes its channels only when its node has ended wel
 are cancelled rather than told of an end that was none.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from rollflow.stream.chain import Chain, note_node
-from rollflow.stream.channel import Channel, Inlet, Outlet, Output
+from rollflow.stream.channel import Channel, Inlet, Outlet, Output, SourceStop
 from rollflow.stream.errors import GraphError, RunError
 from rollflow.stream.graph import Edge, Graph, Port
 from rollflow.stream.meter import NodeMeter, clock
@@ -64,7 +64,8 @@ class Run:
     def report(self) -> Report:
         """What has been counted so far. May be called at any time."""
         nodes = [*self._meters.values(), *([self._caller] if self._outputs else [])]
-        return report_of(clock() - self._began, nodes, [channel.meter for channel in self._channels.values()])
+        channels = [channel.meter for channel in self._channels.values()]
+        return report_of(clock() - self._began, nodes, channels, self.graph.harmless())
 
     async def wait(self) -> None:
         """Wait until every node has ended by itself."""
@@ -128,12 +129,11 @@ class Run:
         ]
         for channel, _ in entries:
             channel.on_item = wake.set
-        for edge in self.graph.edges:
-            if edge.gate is not None and edge.source[0] in chain.names:
-                edge.gate.watch(wake.set)
+        chain.on_gate = wake.set
         is_source = chain.can_start
         if is_source:
-            self._stops.append(wake.set)
+            self._on_stop(partial(self._give_up_cycles, chain.names))
+            self._on_stop(wake.set)
             chain.start()
         next_checkpoint = clock() + CHECKPOINT_NS
         turn = 0
@@ -141,11 +141,15 @@ class Run:
             while chain.pending:
                 await self._deliver(chain)
             if self._draining and is_source:
-                break
-            # What arrives and what goes round take turns, one item at a time, so that neither piles up.
+                chain.give_up()
+            if chain.reopened:
+                chain.unpark()
+            # What arrives, by whichever entry, and what goes round take turns, so that none of it piles up.
             turn += 1
-            entry = next((entry for entry in entries if len(entry[0])), None)
-            if entry is not None and (turn % 2 or not chain.runnable):
+            ready = next((index for index, (channel, _) in enumerate(entries) if len(channel)), None)
+            if ready is not None and (turn % 2 or not chain.runnable):
+                entry = entries.pop(ready)
+                entries.append(entry)
                 chain.carry(entry[1], entry[0].take())
             elif chain.runnable:
                 chain.pump()
@@ -183,22 +187,18 @@ class Run:
         ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
         for port in spec.inlets:
             ends[port] = Inlet(self._channels_into((spec.name, port)), meter)
-        is_source = not spec.inlets
-        outlets = {
-            port: Outlet(self._channels_from((spec.name, port)), meter, counts_items=is_source) for port in spec.outlets
-        }
         run = spec.node if not hasattr(spec.node, "run") else spec.node.run
         randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
         with anyio.CancelScope() as scope:
-            if is_source:
-                self._stops += [partial(outlet.stop_after_send, scope) for outlet in outlets.values()]
-                if not outlets:
-                    self._stops.append(scope.cancel)
-                if self._draining:
-                    scope.cancel()
+            stop = None if spec.inlets else SourceStop(scope)
+            for port in spec.outlets:
+                ends[port] = Outlet(self._channels_from((spec.name, port)), meter, stop)
+            if stop is not None:
+                self._on_stop(stop.request)
+                await anyio.lowlevel.checkpoint_if_cancelled()
             meter.begin_life()
             try:
-                await run(**ends, **outlets, **randomness)
+                await run(**ends, **randomness)
             except Exception as error:
                 note_node(error, spec.name)
                 raise
@@ -235,6 +235,8 @@ class Run:
                 await give(output)
 
         await carry("start")
+        if hasattr(spec.node, "start"):
+            self._on_stop(partial(self._give_up_cycles, [spec.name]))
         async for item in inlet:
             output = await call(spec.node, item)
             if output is not None:
@@ -245,10 +247,23 @@ class Run:
     # Channels
 
     def _channels_into(self, port: Port) -> list[Channel[Any]]:
-        return [channel for edge, channel in self._channels.items() if edge.target == port]
+        return [channel for edge, channel in self._channels.items() if edge.target == port and not edge.is_output]
 
     def _channels_from(self, port: Port) -> list[Channel[Any]]:
         return [channel for edge, channel in self._channels.items() if edge.source == port]
+
+    def _on_stop(self, stop: Callable[[], None]) -> None:
+        self._stops.append(stop)
+        if self._draining:
+            stop()
+
+    def _give_up_cycles(self, names: Sequence[str]) -> None:
+        """End those channels into the nodes `names` that carry what has gone round; what they hold is dropped."""
+        after = self.graph.reached_from(names)
+        for edge, channel in self._channels.items():
+            if edge.target[0] in names and edge.source[0] in after and not edge.is_output and not channel.abandoned:
+                channel.abandon()
+                channel.close()
 
     def _close_ends(self, spec: NodeSpec) -> None:
         for port in spec.inlets:
@@ -269,7 +284,11 @@ async def running(graph: Graph, seed: int | None = None) -> AsyncIterator[Run]:
     try:
         async with anyio.create_task_group() as tasks:
             run.start(tasks)
-            yield run
+            try:
+                yield run
+            except anyio.EndOfStream:  # an output ended because a node has raised: that error says more
+                if not run.failed:
+                    raise
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         error = _only(group)
@@ -330,6 +349,8 @@ class InlineRun:
             self._handed_out = None
         chain = self._chain
         while not chain.pending:
+            if chain.reopened:
+                chain.unpark()
             if chain.runnable:
                 chain.pump()
             elif chain.parked and chain.unpark():

@@ -32,7 +32,8 @@ class Timer:
 class ConnectorPipelineV2(ConnectorV2):
     """Calls its pieces in order, each with what the one before returned.
 
-        input_observation_space, input_action_space    of the first piece; each other one has those of the one before
+        input_observation_space, input_action_space    of the first piece; each other one has those of the one before.
+                                                       Where those are None, a piece keeps the ones it has
         connectors                                     the pieces, which may be pipelines
 
     Pieces go by their class's name; of several of one class the second is `Name_2`, and so on. After every edit all
@@ -56,6 +57,7 @@ class ConnectorPipelineV2(ConnectorV2):
         for piece in self.connectors:
             _check_piece(piece)
         self._timers: list[Timer] = []
+        self._enclosing: list[ConnectorPipelineV2] = []
         super().__init__(input_observation_space, input_action_space, **kwargs)
         self._arrange()
 
@@ -249,11 +251,20 @@ class ConnectorPipelineV2(ConnectorV2):
         # An instance's word on what its class says for all: it depends on the pieces.
         self.columnar = self._first_columnar == 0  # type: ignore[misc]
         self.changes_episodes = any(piece.changes_episodes for piece in self.connectors)  # type: ignore[misc]
+        for piece in self.connectors:
+            if isinstance(piece, ConnectorPipelineV2) and self not in piece._enclosing:
+                piece._enclosing.append(self)
+        for pipeline in self._enclosing:
+            pipeline._arrange()
 
     def _recompute_spaces(self) -> None:
+        self._spaces_known = True
         observation_space, action_space = self._input_observation_space, self._input_action_space
         for piece in self.connectors:
-            piece.set_input_spaces(observation_space, action_space)
+            piece.set_input_spaces(
+                piece.input_observation_space if observation_space is None else observation_space,
+                piece.input_action_space if action_space is None else action_space,
+            )
             observation_space, action_space = piece.observation_space, piece.action_space
         self._observation_space, self._action_space = observation_space, action_space
 

@@ -57,7 +57,8 @@ class ConnectorV2(abc.ABC):
         self._input_action_space = input_action_space
         self._observation_space: gym.Space[Any] | None = None
         self._action_space: gym.Space[Any] | None = None
-        self._recompute_spaces()
+        # Worked out when first asked for: a subclass's constructor, which may be needed for that, is still to run.
+        self._spaces_known = False
 
     @abc.abstractmethod
     def __call__(
@@ -124,19 +125,23 @@ class ConnectorV2(abc.ABC):
     @property
     def observation_space(self) -> gym.Space[Any] | None:
         """What this piece leaves the observations in."""
+        self._know_spaces()
         return self._observation_space
 
     @observation_space.setter
     def observation_space(self, space: gym.Space[Any] | None) -> None:
+        self._know_spaces()
         self._observation_space = space
 
     @property
     def action_space(self) -> gym.Space[Any] | None:
         """What this piece leaves the actions in."""
+        self._know_spaces()
         return self._action_space
 
     @action_space.setter
     def action_space(self, space: gym.Space[Any] | None) -> None:
+        self._know_spaces()
         self._action_space = space
 
     def set_input_spaces(self, observation_space: gym.Space[Any] | None, action_space: gym.Space[Any] | None) -> None:
@@ -144,7 +149,12 @@ class ConnectorV2(abc.ABC):
         self._input_observation_space, self._input_action_space = observation_space, action_space
         self._recompute_spaces()
 
+    def _know_spaces(self) -> None:
+        if not self._spaces_known:
+            self._recompute_spaces()
+
     def _recompute_spaces(self) -> None:
+        self._spaces_known = True
         observation_space: Any = self._input_observation_space
         action_space: Any = self._input_action_space
         if observation_space is not None:
@@ -261,13 +271,17 @@ class ConnectorV2(abc.ABC):
         """Replace every item of a column, or of several together, by `func(item, episode id, agent id, module id)`.
 
         The ids are None where the batch does not have them. For several columns `item` is a tuple with one item of
-        each, and so must be what `func` returns. Raises ConnectorError for an unknown column.
+        each, and so must be what `func` returns. Raises ConnectorError for an unknown column, and for columns that do
+        not have the same episodes.
         """
         columns = [column] if isinstance(column, str) else list(column)
         for name in columns:
             if name not in batch:
                 raise ConnectorError(f"the batch has no column '{name}'; columns: {', '.join(batch) or 'none'}")
-        keys: list[Any] = list(batch[columns[0]]) if isinstance(batch[columns[0]], Mapping) else [None]
+        keys, *others = (list(batch[name]) if isinstance(batch[name], Mapping) else [None] for name in columns)
+        for name, theirs in zip(columns[1:], others, strict=True):
+            if set(theirs) != set(keys):
+                raise ConnectorError(f"column '{name}' has items of {theirs}, column '{columns[0]}' of {keys}")
         for key in keys:
             lists = [batch[name] if key is None else batch[name][key] for name in columns]
             ids = (*(() if key is None else key), None, None, None)[:3]

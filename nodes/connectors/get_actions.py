@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 
@@ -25,6 +26,15 @@ class GetActions(ConnectorV2):
 
     columnar = True
     changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space, **kwargs)
+        self._made: DistributionType | None = None
 
     def __call__(
         self,
@@ -65,9 +75,12 @@ class GetActions(ConnectorV2):
         get = getattr(rl_module, name, None)
         if get is not None:
             return get()
-        if self.action_space is None:
+        space, made = self.action_space, self._made
+        if space is None:
             raise ModuleError(f"{type(rl_module).__name__} has no {name}(), and GetActions was given no action space")
-        return distribution_for(self.action_space)
+        if made is None or made.space is not space:
+            made = self._made = distribution_for(space)
+        return made
 
 
 def _refuse_nan(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:

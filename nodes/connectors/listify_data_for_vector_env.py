@@ -30,7 +30,7 @@ class ListifyDataForVectorEnv(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         for column, data in batch.items():
-            if not isinstance(data, dict) or not all(isinstance(key, tuple) for key in data):
+            if not isinstance(data, dict) or not data or not all(isinstance(key, tuple) for key in data):
                 continue
             keys = [episode_key(episode) for episode in episodes]
             if data.keys() != set(keys) or any(len(items) != 1 for items in data.values()):

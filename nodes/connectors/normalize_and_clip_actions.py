@@ -9,7 +9,6 @@ from gymnasium import spaces
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
-from rollflow.stream.tree import Tree
 
 Bring = Callable[[Any], Any]
 
@@ -20,7 +19,8 @@ class NormalizeAndClipActions(ConnectorV2):
         normalize_actions    take them from -1 … 1 to low … high, and clip; goes before `clip_actions`
         clip_actions         clip them to low … high
 
-    Only bounded Boxes change, also inside a Dict or Tuple. Where nothing changes no column is added.
+    Boxes alone change, also inside a Dict or Tuple: those that are bounded on all sides can be normalized, and others
+    are clipped to what bounds they have. Where nothing changes no column is added.
     """
 
     columnar = True
@@ -37,15 +37,13 @@ class NormalizeAndClipActions(ConnectorV2):
     ) -> None:
         self.normalize_actions = normalize_actions
         self.clip_actions = clip_actions
-        self._bring: Bring | None = None
+        self._bring: Bring | None = None  # known when the spaces are
         super().__init__(input_observation_space, input_action_space, **kwargs)
 
     def recompute_output_action_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
     ) -> gym.Space[Any]:
-        bounded = any(map(_is_bounded, _boxes(input_action_space)))
-        changes = bounded and (self.normalize_actions or self.clip_actions)
-        self._bring = self._bringer(input_action_space) if changes else None
+        self._bring = self._bringer(input_action_space)
         return input_action_space
 
     def __call__(
@@ -59,6 +57,7 @@ class NormalizeAndClipActions(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
+        self._know_spaces()
         bring = self._bring
         if bring is None or Columns.ACTIONS_FOR_ENV in batch:
             return batch
@@ -71,35 +70,27 @@ class NormalizeAndClipActions(ConnectorV2):
             batch[Columns.ACTIONS_FOR_ENV] = bring(actions)
         return batch
 
-    def _bringer(self, space: gym.Space[Any]) -> Bring:
-        """What is done to an action, or to a tree of arrays `any[N, ...]` of them."""
+    def _bringer(self, space: gym.Space[Any]) -> Bring | None:
+        """What is done to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing."""
         if isinstance(space, spaces.Dict):
-            parts = {key: self._bringer(part) for key, part in space.items()}
-            return lambda actions: {key: bring(actions[key]) for key, bring in parts.items()}
+            named = {key: self._bringer(part) for key, part in space.items()}
+            if not any(named.values()):
+                return None
+            return lambda actions: {key: bring(actions[key]) if bring else actions[key] for key, bring in named.items()}
         if isinstance(space, spaces.Tuple):
             several = [self._bringer(part) for part in space]
-            return lambda actions: tuple(bring(action) for bring, action in zip(several, actions, strict=True))
-        if not isinstance(space, spaces.Box) or not _is_bounded(space):
-            return _unchanged
-        low, high = space.low, space.high
-        if not self.normalize_actions:
+            if not any(several):
+                return None
+            return lambda actions: tuple(bring(x) if bring else x for bring, x in zip(several, actions, strict=True))
+        return self._box_bringer(space) if isinstance(space, spaces.Box) else None
+
+    def _box_bringer(self, box: spaces.Box) -> Bring | None:
+        low, high = box.low, box.high
+        bounded = np.isfinite(np.stack([low, high]))
+        if self.normalize_actions and bounded.all():
+            return lambda actions: np.clip(low + (np.asarray(actions) + 1.0) * (high - low) / 2.0, low, high).astype(
+                box.dtype
+            )
+        if self.clip_actions and bounded.any():
             return lambda actions: np.clip(actions, low, high)
-        return lambda actions: np.clip(low + (np.asarray(actions) + 1.0) * (high - low) / 2.0, low, high).astype(
-            space.dtype
-        )
-
-
-def _boxes(space: gym.Space[Any]) -> list[spaces.Box]:
-    if isinstance(space, spaces.Dict):
-        return [box for part in space.values() for box in _boxes(part)]
-    if isinstance(space, spaces.Tuple):
-        return [box for part in space for box in _boxes(part)]
-    return [space] if isinstance(space, spaces.Box) else []
-
-
-def _is_bounded(box: spaces.Box) -> bool:
-    return bool(np.isfinite(box.low).all() and np.isfinite(box.high).all())
-
-
-def _unchanged(actions: Tree) -> Tree:
-    return actions
+        return None

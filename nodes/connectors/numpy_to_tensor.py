@@ -8,6 +8,7 @@ import torch
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ConnectorError
 from rollflow.stream.tree import map_tree
 
 
@@ -17,7 +18,8 @@ class NumpyToTensor(ConnectorV2):
         pin_memory    move the arrays into page-locked memory first, from where copies to a GPU need not be waited for
         device        where the tensors are to be; None leaves them in main memory
 
-    Infos stay as they are, and the whole batch does when `rl_module` says that its `framework` is another.
+    Infos stay as they are, and the whole batch does without an `rl_module` or when that has another `framework` than
+    "torch". Raises ConnectorError, naming the column, for an array that has no numbers in it.
     """
 
     columnar = True
@@ -50,18 +52,22 @@ class NumpyToTensor(ConnectorV2):
         if rl_module is None or getattr(rl_module, "framework", "torch") != "torch":
             return batch
         for column, data in batch.items():
-            if type(data) is np.ndarray:
-                batch[column] = self._tensor(data)
-            elif column != Columns.INFOS:
-                batch[column] = map_tree(self._leaf, data)
+            try:
+                if type(data) is np.ndarray:
+                    batch[column] = self._tensor(data)
+                elif column != Columns.INFOS:
+                    batch[column] = map_tree(self._leaf, data)
+            except TypeError as error:
+                raise ConnectorError(f"column '{column}' can't become a tensor: {error}") from None
         return batch
 
     def _leaf(self, leaf: Any) -> Any:
         return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
-        # torch can't share what is read-only, and warns where it is asked to.
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        # torch can't share what is read-only, of which it warns, or what runs backwards.
+        shared = array.flags.writeable and (array.flags.c_contiguous or min(array.strides) >= 0)
+        tensor = torch.from_numpy(array if shared else array.copy())
         if self.pin_memory:
             tensor = tensor.pin_memory()
         return tensor if self.device is None else tensor.to(self.device, non_blocking=self.pin_memory)

@@ -9,7 +9,10 @@ from rollflow.stream.tree import map_tree
 
 
 class TensorToNumpy(ConnectorV2):
-    """Turns every tensor of the batch, however nested, into an array; those in main memory without a copy."""
+    """Turns every tensor of the batch, however nested, into an array; those in main memory without a copy.
+
+    numpy has no bfloat16: such tensors become f32, which holds the same numbers.
+    """
 
     columnar = True
     changes_episodes = False
@@ -41,5 +44,6 @@ def array_of(tensor: torch.Tensor) -> Any:
     """The tensor as an array, without a copy where that can be."""
     try:
         return tensor.numpy()
-    except (RuntimeError, TypeError):  # part of a computation to be differentiated, or not in main memory
-        return tensor.detach().cpu().numpy()
+    except (RuntimeError, TypeError):  # to be differentiated, not in main memory, or of a type that numpy lacks
+        here = tensor.detach().cpu()
+        return (here.float() if here.dtype == torch.bfloat16 else here).numpy()

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, episode_key
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
@@ -33,8 +35,11 @@ class UnBatchToIndividualItems(ConnectorV2):
             return batch
         keys = [episode_key(episode) for episode in episodes]
         for column, data in batch.items():
-            rows = len(leaves_of(data)[0])
-            if rows != len(keys):
-                raise ConnectorError(f"column '{column}' has {rows} rows, expected {len(keys)}: one per episode")
+            for leaf in leaves_of(data):
+                if np.shape(leaf)[:1] != (len(keys),):
+                    raise ConnectorError(
+                        f"column '{column}' has an array of shape {list(np.shape(leaf))}, expected {len(keys)} rows: "
+                        "one per episode"
+                    )
             batch[column] = {key: [map_tree(lambda leaf, i=i: leaf[i], data)] for i, key in enumerate(keys)}
         return batch

@@ -3,6 +3,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from gymnasium.spaces import Box, Discrete
 
 from rollflow.nodes import (
@@ -14,6 +15,7 @@ from rollflow.nodes import (
     NormalizeAndClipActions,
 )
 from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow.stream.live_episode import LaneEpisodes
 
 
 class Append(ConnectorV2):
@@ -78,12 +80,113 @@ def test_every_edit_recomputes_the_spaces() -> None:
     pipeline.append(Other(label="e"))
     assert calls(pipeline) == ["d", "b", "c", "a", "e"]
     assert [piece.observation_space.shape for piece in pipeline] == [(2,), (3,), (4,), (5,), (6,)]
-    pipeline.remove(Append)
+    pipeline.remove(Append)  # the first one, which is an Other
     pipeline.remove("Append")
-    assert calls(pipeline) == ["d", "b", "a", "e"] or len(pipeline) == 3
-    assert pipeline.observation_space.shape == (1 + len(pipeline),)
+    assert calls(pipeline) == ["b", "a", "e"]
+    assert pipeline.observation_space.shape == (4,)
     pipeline.input_observation_space = Box(-1, 1, (7,))
-    assert pipeline.observation_space.shape == (7 + len(pipeline),)
+    assert pipeline.observation_space.shape == (10,)
+
+
+def test_an_edit_of_a_nested_pipeline_reaches_the_ones_around_it() -> None:
+    inner = ConnectorPipelineV2()
+    middle = ConnectorPipelineV2(connectors=[inner])
+    outer = ConnectorPipelineV2(Box(-1, 1, (1,)), Discrete(2), connectors=[middle, Append()])
+    assert (middle.columnar, outer.observation_space.shape) == (True, (2,))
+    inner.append(Append())
+    assert (middle.columnar, outer.observation_space.shape) == (False, (3,))
+    assert outer[1].input_observation_space.shape == (2,)
+    inner.remove(Append)
+    assert (middle.columnar, outer.observation_space.shape) == (True, (2,))
+
+
+def test_a_pipeline_without_spaces_leaves_its_pieces_theirs() -> None:
+    own = Append(Box(-1, 1, (4,)), Discrete(2))
+    pipeline = ConnectorPipelineV2(connectors=[own, Append()])
+    assert own.input_observation_space.shape == (4,)
+    assert pipeline.observation_space.shape == (6,)
+    assert pipeline.action_space == Discrete(2)
+    pipeline.input_observation_space = Box(-1, 1, (1,))
+    assert pipeline.observation_space.shape == (3,)
+
+
+class Slots(LaneEpisodes):
+    """Three slots whose observations are 0, 1 and 2."""
+
+    def __init__(self) -> None:
+        self.row = np.arange(3.0)
+        self.listed = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        self.listed += index == 0
+        return [SingleAgentEpisode(str(i), observations=[np.float64(i)], len_lookback_buffer=0) for i in range(3)][
+            index
+        ]
+
+    def observations(self) -> Any:
+        return self.row
+
+
+class Given(ConnectorV2):
+    """Remembers in which form it was given the episodes."""
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        self.form = type(episodes)
+        return batch
+
+
+class GivenColumns(Given):
+    columnar = True
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_piece_gets_columns_where_all_pieces_after_it_take_them(nested: bool) -> None:
+    pieces = [GivenColumns(), Given(), GivenColumns(), Given(), GivenColumns(), GivenColumns()]
+    connectors = [*pieces[:2], ConnectorPipelineV2(connectors=pieces[2:5]), pieces[5]] if nested else pieces
+    episodes = Slots()
+    ConnectorPipelineV2(connectors=connectors)(rl_module=None, batch={}, episodes=episodes)
+    assert [piece.form for piece in pieces] == [list] * 4 + ([list] if nested else [Slots]) + [Slots]
+    assert episodes.listed == 1
+
+
+def test_both_forms_of_episodes_give_one_batch() -> None:
+    by_columns, by_episodes = Slots(), Slots()
+    fast, slow = EnvToModulePipeline.default(), EnvToModulePipeline.default()
+    slow.append(Given())
+    batches = [
+        pipeline(rl_module=object(), episodes=episodes, explore=True)
+        for pipeline, episodes in ((fast, by_columns), (slow, by_episodes))
+    ]
+    assert (by_columns.listed, by_episodes.listed) == (0, 1)
+    assert batches[0]["obs"].dtype == batches[1]["obs"].dtype
+    assert batches[0]["obs"].tolist() == batches[1]["obs"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_items_of_a_custom_piece_are_batched_beside_columns() -> None:
+    class Doubled(ConnectorV2):
+        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+            for episode in self.single_agent_episode_iterator(episodes):
+                self.add_batch_item(batch, "doubled", 2 * episode.get_observations(-1), episode)
+            return batch
+
+    pipeline = EnvToModulePipeline.default(custom_pieces=[Doubled()])
+    batch = pipeline(rl_module=object(), episodes=Slots(), explore=True)
+    assert batch["obs"].tolist() == [0.0, 1.0, 2.0]
+    assert batch["doubled"].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_sampled_rows_stay_arrays_without_a_piece_that_wants_items() -> None:
+    episodes = Slots()
+    pipeline = ModuleToEnvPipeline.default(None, Discrete(2))
+    batch = pipeline(
+        rl_module=object(), batch={"action_dist_inputs": torch.zeros(3, 2)}, episodes=episodes, explore=True
+    )
+    assert episodes.listed == 0
+    assert (batch["actions"].dtype, batch["actions"].shape) == (np.int64, (3,))
+    assert batch["action_logp"].tolist() == pytest.approx([-0.6931472] * 3)
 
 
 def test_pieces_are_found_by_place_name_and_class() -> None:

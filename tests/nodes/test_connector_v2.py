@@ -134,6 +134,12 @@ def test_an_unknown_column_is_named() -> None:
         ConnectorV2.foreach_batch_item_change_in_place({"obs": []}, "x", lambda item: item)
 
 
+def test_columns_of_different_episodes_are_not_changed_together() -> None:
+    batch = {"x": {("a",): [1]}, "y": {("b",): [1]}}
+    with pytest.raises(ConnectorError, match=r"column 'y' has items of \[\('b',\)\], column 'x' of \[\('a',\)\]"):
+        ConnectorV2.foreach_batch_item_change_in_place(batch, ["x", "y"], lambda items, *ids: items)
+
+
 def test_columns_and_module_ids_change_places() -> None:
     batch = {"obs": {"module_0": [1, 2, 3]}, "actions": {"module_0": [4, 5, 6], "module_1": [7]}}
     assert ConnectorV2.switch_batch_from_column_to_module_ids(batch) == {
@@ -165,6 +171,27 @@ def test_a_piece_can_be_made_again_from_its_arguments() -> None:
     args, kwargs = Piece(Discrete(2), depth=3).get_ctor_args_and_kwargs()
     assert (args, kwargs) == ((Discrete(2),), {"depth": 3})
     assert Piece(*args, **kwargs).depth == 3
+
+
+def test_a_piece_may_be_given_its_spaces_before_it_knows_the_rest() -> None:
+    class Repeat(OneHot):
+        def __init__(self, in_obs: Any = None, in_act: Any = None, *, times: int, **kwargs: Any) -> None:
+            super().__init__(in_obs, in_act, **kwargs)
+            self.times = times
+
+        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+            return Box(0.0, 1.0, (in_obs.n * self.times,), np.float32)
+
+    assert Repeat(Discrete(2), Discrete(3), times=4).observation_space.shape == (8,)
+    assert Repeat(Discrete(2), Discrete(3), times=4).action_space == Discrete(3)
+
+
+def test_an_output_space_may_be_set_until_the_input_changes() -> None:
+    piece = OneHot(Discrete(2), Discrete(3))
+    piece.observation_space, piece.action_space = Discrete(5), Discrete(6)
+    assert (piece.observation_space, piece.action_space) == (Discrete(5), Discrete(6))
+    piece.input_observation_space = Discrete(4)
+    assert piece.observation_space == Box(0.0, 1.0, (4,), np.float32)
 
 
 def test_a_piece_has_no_state_unless_it_says_so() -> None:

@@ -246,3 +246,110 @@ def test_an_input_has_to_be_fed() -> None:
     graph.output("doubled", "a")
     with pytest.raises(GraphError, match=r"'a.number' is an input of graph 'inner'"):
         graph.validate()
+
+
+def test_neighbours_that_another_way_joins_through_a_channel_are_two_tasks() -> None:
+    graph = Graph()
+    graph.add(source=numbers, a=double, b=double, c=to_text, show=show)
+    graph.add_node("thread", double, where="thread")
+    graph.connect("source", "a")
+    graph.connect("a", "b")
+    graph.connect("b", "c")
+    assert ["a", "b", "c"] in graph.groups()
+    graph.connect("a", "thread")
+    graph.connect("thread", "c")
+    graph.connect("c", "show")
+    graph.validate()
+    assert graph.groups() == [["source"], ["a", "b"], ["thread"], ["c", "show"]]
+    assert "b.out ──(capacity 1, block)──▶ c.number" in graph.explain()
+
+
+def test_neighbours_that_a_channel_joins_as_well_are_two_tasks() -> None:
+    graph = Graph()
+    graph.add(source=numbers, a=double, b=double, c=to_text, show=show)
+    graph.connect("source", "a")
+    graph.connect("a", "b")
+    graph.connect("b", "c")
+    graph.connect("a", "c", capacity=2)
+    graph.connect("c", "show")
+    assert graph.groups() == [["source"], ["a", "b"], ["c", "show"]]
+
+
+class Open:
+    def admits(self, item: Any) -> bool:
+        return True
+
+    def watch(self, changed: Any) -> None:
+        del changed
+
+
+def test_a_gate_where_another_way_leads_through_a_channel_is_refused() -> None:
+    graph = Graph()
+    graph.add(source=numbers, a=double, b=to_text, show=show)
+    graph.add_node("thread", double, where="thread")
+    graph.connect("source", "a")
+    graph.connect("a", "b", gate=Open())
+    graph.connect("a", "thread")
+    graph.connect("thread", "b")
+    graph.connect("b", "show")
+    with pytest.raises(GraphError, match=r"a.out → b.number: a gate can't stand where another way from 'a' to 'b'"):
+        graph.validate()
+
+
+def test_two_ports_are_connected_once() -> None:
+    with pytest.raises(GraphError, match=r"text.out → show.text: these are connected already"):
+        chained().connect("text", "show", capacity=3)
+
+
+def test_a_name_with_a_dot_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"node 'a.b': a '.' stands between a node and its port"):
+        Graph().add_node("a.b", double)
+
+
+def test_an_output_is_no_node_though_the_graph_bears_a_nodes_name() -> None:
+    graph = Graph("show")
+    graph.add(source=numbers, text=to_text, show=show)
+    graph.connect("source", "text")
+    graph.connect("text", "show")
+    graph.output("text", "text")
+    assert "text.out ──(capacity 1, block)──▶ output 'text'" in graph.explain()
+    assert '(["text"])' in graph.mermaid()
+
+
+@pytest.mark.parametrize("direction", ["input", "output"])
+def test_what_a_graph_exports_has_a_name_of_its_own(direction: str) -> None:
+    graph = Graph("inner")
+    graph.add(a=double)
+    getattr(graph, direction)("port", "a")
+    with pytest.raises(GraphError, match=rf"graph 'inner' has an {direction} 'port' already"):
+        getattr(graph, direction)("port", "a")
+
+
+def test_an_output_without_room_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"output 'texts': capacity is 0, expected at least 1"):
+        chained().output("texts", "text", capacity=0)
+
+
+def test_an_unknown_place_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"node 'x': where is 'elsewhere', expected 'inline' or 'thread'"):
+        Graph().add_node("x", double, where="elsewhere")  # type: ignore[arg-type]
+
+
+def test_a_node_of_several_outlets_needs_one_named() -> None:
+    graph = Graph()
+    graph.add(source=numbers, split=split, double=double)
+    with pytest.raises(GraphError, match=r"node 'split' has not one outlet but these: low, high; write 'node.port'"):
+        graph.connect("split", "double")
+
+
+def test_a_composite_names_its_own_ports() -> None:
+    inner = Graph("inner")
+    inner.add(a=double)
+    inner.input("number", "a")
+    inner.output("doubled", "a")
+    outer = Graph("outer")
+    outer.add(source=numbers, twice=inner)
+    with pytest.raises(GraphError, match=r"'twice.a': node 'twice' has no inlet 'a'; inlets: number"):
+        outer.connect("source", "twice.a")
+    with pytest.raises(GraphError, match=r"graph 'outer' has a node 'twice' already"):
+        outer.add(twice=double)

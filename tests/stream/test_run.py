@@ -506,3 +506,282 @@ def test_every_item_reaches_every_sink_once(
 
     anyio.run(main, backend=backend)
     assert [sink.items for sink in collected] == [list(range(count))] * sinks
+
+
+@pytest.mark.parametrize("through", ["thread", "channel"])
+async def test_two_ways_to_one_node_do_not_hold_each_other_back(through: str) -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(50), a=lambda number: number, sink=sink)
+    graph.add_node("b", lambda number: number, where="thread" if through == "thread" else None)
+    graph.connect("source", "a")
+    graph.connect("a", "sink")
+    graph.connect("a", "b")
+    graph.connect("b", "sink", capacity=1)
+    with anyio.fail_after(20):
+        async with graph.run() as run:
+            await run.wait()
+    assert sorted(sink.items) == sorted([*range(50), *range(50)])
+
+
+async def test_a_chain_takes_turns_between_all_that_feeds_it() -> None:
+    async def says(word: str, out: Outlet[str]) -> None:
+        while True:
+            await out.send(word)
+
+    async def a(out: Outlet[str]) -> None:
+        await says("a", out)
+
+    async def b(out: Outlet[str]) -> None:
+        await says("b", out)
+
+    graph = Graph()
+    graph.add(a=a, b=b, both=lambda word: word)
+    graph.connect("a", "both", capacity=1)
+    graph.connect("b", "both", capacity=1)
+    graph.output("words", "both")
+    words = ""
+    async with graph.run() as run:
+        for _ in range(8):
+            await anyio.wait_all_tasks_blocked()
+            words += await run["words"].receive()
+    assert words in ("abababab", "babababa")
+
+
+async def test_drain_delivers_a_send_that_is_under_way_on_any_outlet_of_a_source() -> None:
+    class Two:
+        def __init__(self) -> None:
+            self.given = 0
+
+        async def run(self, first: Outlet[int], second: Outlet[int]) -> None:
+            while True:
+                self.given += 1
+                await first.send(self.given)
+                await second.send(self.given)
+
+    source = Two()
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("first", "source.first")
+    graph.output("second", "source.second", capacity=9)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert source.given == 2
+        run.stop()
+        assert [item async for item in run["first"]] == [1, 2]
+        assert [item async for item in run["second"]] == [1]
+
+
+async def test_drain_delivers_what_several_tasks_of_a_source_are_sending() -> None:
+    async def source(out: Outlet[int]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in range(5):
+                tasks.start_soon(out.send, number)
+
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("numbers", "source")
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        run.stop()
+        assert sorted([item async for item in run["numbers"]]) == list(range(5))
+
+
+async def test_a_run_that_is_drained_before_its_source_has_begun_gives_nothing() -> None:
+    source, first, second = Numbers(), Collect(), Collect()
+    graph = Graph()
+    graph.add(source=source, first=first, second=second)
+    graph.connect("source", "first", capacity=8)
+    graph.connect("source", "second", capacity=3)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            await run.drain()
+    assert (source.sent, first.items, second.items) == (0, [], [])
+
+
+class Turn(NamedTuple):
+    on: int | None
+    out: object | None
+
+
+class Sorter:
+    """Sends numbers round, and lets anything else out."""
+
+    def start(self) -> Iterable[Turn]:
+        yield Turn(0, None)
+
+    def __call__(self, item: Any) -> Turn:
+        return Turn(item + 1, None) if isinstance(item, int) else Turn(None, item)
+
+
+async def test_drain_delivers_what_comes_into_a_ring_from_elsewhere() -> None:
+    sent = anyio.Event()
+
+    async def letters(out: Outlet[str]) -> None:
+        for letter in "abcdefgh":
+            out.send_nowait(letter)
+        sent.set()
+
+    sink, gate = Collect(), Every()
+    graph = Graph()
+    graph.add(letters=letters, ring=Sorter(), same=lambda number: number, sink=sink)
+    graph.connect("letters", "ring", capacity=8)
+    graph.connect("ring.on", "same", gate=gate)
+    graph.connect("same", "ring", feedback=True)
+    graph.connect("ring.out", "sink", capacity=1)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            await sent.wait()
+            await run.drain()
+    assert "".join(sink.items) == "abcdefgh"
+
+
+class Count:
+    def __init__(self) -> None:
+        self.last = 0
+
+    def start(self) -> Iterable[int]:
+        yield 0
+
+    def __call__(self, number: int) -> int:
+        self.last = number + 1
+        return self.last
+
+    def finish(self) -> Iterable[int]:
+        yield -self.last
+
+
+@pytest.mark.parametrize("where", ["inline", "thread"])
+async def test_drain_ends_a_ring_of_channels_wherever_its_nodes_stand(where: Any) -> None:
+    count, sink = Count(), Collect()
+    graph = Graph()
+    graph.add_node("count", count, where=where)
+    graph.add_node("same", lambda number: number, where="thread")
+    graph.add(sink=sink)
+    graph.connect("count", "same")
+    graph.connect("same", "count", feedback=True)
+    graph.connect("count", "sink", capacity=1)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            while count.last < 5:
+                await checkpoint()
+            await run.drain()
+    assert sink.items == [*range(count.last + 1), -count.last]
+
+
+async def test_a_gate_that_opens_lets_the_oldest_pass_first() -> None:
+    go = anyio.Event()
+
+    async def source(out: Outlet[int]) -> None:
+        for number in range(3):
+            await out.send(number)
+        await go.wait()
+        for number in range(3, 6):
+            await out.send(number)
+
+    sink, gate = Collect(), Every()
+    graph = Graph()
+    graph.add(source=source, same=lambda number: number, sink=sink)
+    graph.connect("source", "same", capacity=8)
+    graph.connect("same", "sink", gate=gate)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        go.set()
+        gate.let(3)
+        await anyio.wait_all_tasks_blocked()
+        assert sink.items == [0, 1, 2]
+        gate.let(3)
+        await run.wait()
+    assert sink.items == list(range(6))
+
+
+async def test_a_single_error_is_raised_as_it_is_to_one_who_waits_for_an_item() -> None:
+    ready = anyio.Event()
+
+    async def source(out: Outlet[int]) -> None:
+        await ready.wait()
+        raise ValueError("no more")
+
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("numbers", "source")
+    with pytest.raises(ValueError, match="no more") as raised:
+        async with graph.run() as run:
+            ready.set()
+            await run["numbers"].receive()
+    assert raised.value.__notes__ == ["in node 'source'"]
+
+
+async def test_the_end_of_an_output_is_an_error_of_the_reader_where_no_node_has_raised() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(1))
+    graph.output("numbers", "source")
+    with pytest.raises(anyio.EndOfStream):
+        async with graph.run() as run:
+            for _ in range(2):
+                await run["numbers"].receive()
+
+
+async def test_an_error_of_the_reader_is_raised_as_it_is_and_closes_every_node() -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(), sink=sink)
+    graph.connect("source", "sink", capacity=1)
+    with pytest.raises(LookupError, match="reader"):
+        async with graph.run():
+            raise LookupError("reader")
+    assert sink.closed == 1
+
+
+async def test_an_output_is_no_inlet_though_the_graph_bears_a_nodes_name() -> None:
+    seen: list[int] = []
+
+    async def reader(items: Inlet[int]) -> None:
+        seen.extend([item async for item in items])
+
+    graph = Graph("reader")
+    graph.add(source=Numbers(6), reader=reader)
+    graph.connect("source", "reader", capacity=2)
+    graph.output("items", "source", capacity=2)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            assert [item async for item in run["items"]] == list(range(6))
+            await run.wait()
+    assert seen == list(range(6))
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(1, 6), st.integers(0, 25), st.sampled_from(["asyncio", "trio"]))
+def test_a_graph_without_cycles_delivers_every_item_along_every_way(
+    data: st.DataObject, nodes: int, count: int, backend: str
+) -> None:
+    async def passes(items: Inlet[int], out: Outlet[int]) -> None:
+        async for item in items:
+            await out.send(item)
+
+    graph, sink = Graph(), Collect()
+    graph.add(n0=Numbers(count))
+    ways = [1]  # to each node, from the source
+    for number in range(1, nodes + 1):
+        name = f"n{number}"
+        kind = data.draw(st.sampled_from(["chain", "thread", "async"]))
+        node: Any = passes if kind == "async" else lambda item: item
+        graph.add_node(name, node, where="thread" if kind == "thread" else None)
+        before = data.draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=3))
+        for each in sorted(before):
+            graph.connect(f"n{each}", name, capacity=data.draw(st.sampled_from([None, None, 1, 3])))
+        ways.append(sum(ways[each] for each in before))
+    graph.add(sink=sink)
+    ends = {edge.source[0] for edge in graph.edges}
+    leaves = [number for number in range(nodes + 1) if f"n{number}" not in ends]
+    for number in leaves:
+        graph.connect(f"n{number}", "sink", capacity=data.draw(st.sampled_from([None, 1])))
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            async with graph.run() as run:
+                await run.wait()
+            assert all(edge.dropped == edge.held == 0 for edge in run.report().edges)
+
+    anyio.run(main, backend=backend)
+    assert sorted(sink.items) == sorted([*range(count)] * sum(ways[number] for number in leaves))

@@ -6,7 +6,9 @@ import pytest
 from gymnasium import spaces
 
 from rollflow.stream import ColumnError
+from rollflow.stream.buffer import equal_trees
 from rollflow.stream.space import is_columnar, item_of, one_hot, row_of
+from rollflow.stream.tree import map_tree, stack_trees
 
 NESTED = spaces.Dict(
     {
@@ -59,3 +61,27 @@ def test_one_hot_leaves_other_leaves_alone() -> None:
     assert encoded["box"] is item["box"]
     assert encoded["pair"][0].tolist() == [0, 1, 0]
     assert encoded["pair"][1] is item["pair"][1]
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_one_hot_counts_the_parts_of_a_multi_discrete_table_row_by_row(start: int) -> None:
+    space = spaces.MultiDiscrete(np.array([[2, 3], [1, 2]]), start=np.full((2, 2), start))
+    item = np.array([[1, 2], [0, 1]]) + start
+    expected = [0, 1, 0, 0, 1, 1, 0, 1]
+    assert one_hot(space, item).tolist() == expected
+    assert one_hot(space, np.stack([item, item])).tolist() == [expected, expected]
+
+
+def test_one_hot_of_arrays_is_one_hot_of_each_row() -> None:
+    items = [NESTED.sample() for _ in range(4)]
+    rows = stack_trees(items)
+    encoded = one_hot(NESTED, rows)
+    for row, item in enumerate(items):
+        assert equal_trees(map_tree(lambda leaf, row=row: leaf[row], encoded), one_hot(NESTED, item))
+    assert encoded["pair"][0].dtype == np.float32
+
+
+def test_an_item_has_the_structure_of_its_space_and_is_full_of_one_value() -> None:
+    item = item_of(NESTED, 1)
+    assert NESTED.contains(item)
+    assert (item["box"].tolist(), item["pair"][0], item["pair"][1].tolist()) == ([1, 1], 1, [1] * 4)
