@@ -3,7 +3,7 @@
 `torch.distributions` checks its arguments at every step; these don't, and take as few torch operations as they can.
 
     space            inputs, f32[B, D]                         action
-    Discrete(n)      n logits                                  i64[B]
+    Discrete(n)      n logits                                  space's dtype[B]
     MultiDiscrete    all parts' logits, end to end             space's dtype[B, *shape]
     MultiBinary      one logit for each                        i8[B, *shape]
     Box              means, then logarithms of deviations      space's dtype[B, *shape]
@@ -13,6 +13,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import gymnasium as gym
@@ -26,6 +27,7 @@ from rollflow.stream.errors import ModuleError
 from rollflow.stream.tree import Tree
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Distribution(Protocol):
@@ -64,35 +66,33 @@ class DistributionType:
     _make: Callable[[Tensor], Distribution]
 
     def from_logits(self, logits: Tensor) -> Distribution:
-        """From `action_dist_inputs`, f32[B, D]. Raises ModuleError when the last axis has another length."""
+        """From `action_dist_inputs`, f32[B, D]; half precision is made single. Raises ModuleError for another width."""
         if logits.shape[-1] != self.required_input_dim:
             raise ModuleError(
                 f"'action_dist_inputs' has shape {list(logits.shape)}, expected a last axis of "
                 f"{self.required_input_dim} for actions in {self.space}"
             )
-        return self._make(logits)
+        return self._make(logits.float() if logits.dtype in _HALF else logits)
 
 
 def distribution_for(space: gym.Space[Any]) -> DistributionType:
     """The distribution over a space. Raises ModuleError for a space that has none here."""
     if isinstance(space, spaces.Discrete):
-        start = int(space.start)
-        return DistributionType(space, int(space.n), lambda logits: Categorical(logits, start))
+        make: Callable[[Tensor], Distribution] = partial(Categorical, start=int(space.start), dtype=_dtype_of(space))
+        return DistributionType(space, int(space.n), make)
     if isinstance(space, spaces.MultiDiscrete):
-        return DistributionType(space, int(space.nvec.sum()), lambda logits: MultiCategorical(logits, space))
+        return DistributionType(space, int(space.nvec.sum()), partial(MultiCategorical, space=space))
     if isinstance(space, spaces.MultiBinary):
-        return DistributionType(space, math.prod(space.shape), lambda logits: Bernoulli(logits, space.shape))
+        return DistributionType(space, math.prod(space.shape), partial(Bernoulli, shape=space.shape))
     if isinstance(space, spaces.Box):
-        dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
-        return DistributionType(
-            space, 2 * math.prod(space.shape), lambda logits: DiagGaussian(logits, space.shape, dtype)
-        )
+        make = partial(DiagGaussian, shape=space.shape, dtype=_dtype_of(space))
+        return DistributionType(space, 2 * math.prod(space.shape), make)
     if isinstance(space, spaces.Dict | spaces.Tuple):
         named = dict(space.items()) if isinstance(space, spaces.Dict) else dict(enumerate(space))
         parts = {key: distribution_for(part) for key, part in named.items()}
         width = sum(part.required_input_dim for part in parts.values())
         as_tuple = isinstance(space, spaces.Tuple)
-        return DistributionType(space, width, lambda logits: MultiDistribution(logits, parts, as_tuple))
+        return DistributionType(space, width, partial(MultiDistribution, types=parts, as_tuple=as_tuple))
     raise ModuleError(
         f"no distribution over {space}; expected Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of "
         "those, or a module that gives 'actions' itself"
@@ -102,11 +102,12 @@ def distribution_for(space: gym.Space[Any]) -> DistributionType:
 class Categorical:
     """Over `start … start + n - 1`, from logits f32[B, n]; -inf rules an action out."""
 
-    __slots__ = ("_log_probs", "_start", "logits")
+    __slots__ = ("_dtype", "_log_probs", "_start", "logits")
 
-    def __init__(self, logits: Tensor, start: int = 0) -> None:
+    def __init__(self, logits: Tensor, start: int = 0, dtype: torch.dtype = torch.int64) -> None:
         self.logits = logits
         self._start = start
+        self._dtype = dtype
         self._log_probs: Tensor | None = None
 
     @property
@@ -120,8 +121,7 @@ class Categorical:
         # Whoever arrives first in a race of exponentials with these rates is distributed by the softmax.
         race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
         # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
-        actions = (self.log_probs - race).argmax(-1)
-        return actions + self._start if self._start else actions
+        return self._numbered((self.log_probs - race).argmax(-1))
 
     def logp(self, value: Tensor) -> Tensor:
         numbers = value - self._start if self._start else value
@@ -135,7 +135,11 @@ class Categorical:
         return _expected(self.log_probs, self.log_probs - other.log_probs)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(self.logits.argmax(-1) + self._start)
+        return Deterministic(self._numbered(self.logits.argmax(-1)))
+
+    def _numbered(self, places: Tensor) -> Tensor:
+        numbers = places + self._start if self._start else places
+        return numbers if self._dtype is torch.int64 else numbers.to(self._dtype)
 
 
 class MultiCategorical:
@@ -148,7 +152,7 @@ class MultiCategorical:
         parts = torch.split(logits, space.nvec.reshape(-1).tolist(), -1)
         self._parts = [Categorical(part, start) for part, start in zip(parts, starts, strict=True)]
         self._shape = space.nvec.shape
-        self._dtype = torch.from_numpy(np.empty(0, space.dtype)).dtype
+        self._dtype = _dtype_of(space)
 
     def sample(self, generator: torch.Generator | None = None) -> Tensor:
         return self._joined([part.sample(generator) for part in self._parts])
@@ -172,7 +176,7 @@ class MultiCategorical:
 
 
 class Bernoulli:
-    """Independent bits, from logits f32[B, D]."""
+    """Independent bits, from logits f32[B, D]; -inf rules a bit out."""
 
     __slots__ = ("_shape", "logits")
 
@@ -185,18 +189,25 @@ class Bernoulli:
         return self._shaped(chance < self.logits.sigmoid())
 
     def logp(self, value: Tensor) -> Tensor:
-        bits = value.flatten(-len(self._shape)).to(self.logits.dtype)
-        return (bits * self.logits - functional.softplus(self.logits)).sum(-1)
+        bits = value.flatten(-len(self._shape)).bool()
+        return -functional.softplus(torch.where(bits, -self.logits, self.logits)).sum(-1)
 
     def entropy(self) -> Tensor:
-        return (functional.softplus(self.logits) - self.logits * self.logits.sigmoid()).sum(-1)
+        one, zero = functional.softplus(-self.logits), functional.softplus(self.logits)  # -log of each chance
+        return self._expected(one, zero)
 
     def kl(self, other: "Bernoulli") -> Tensor:
-        difference = self.logits.sigmoid() * (self.logits - other.logits)
-        return (difference + functional.softplus(other.logits) - functional.softplus(self.logits)).sum(-1)
+        one = functional.softplus(-other.logits) - functional.softplus(-self.logits)
+        zero = functional.softplus(other.logits) - functional.softplus(self.logits)
+        return self._expected(one, zero)
 
     def to_deterministic(self) -> "Deterministic":
         return Deterministic(self._shaped(self.logits > 0))
+
+    def _expected(self, one: Tensor, zero: Tensor) -> Tensor:
+        """The sum over all bits of the mean of what a one and what a zero count for, f32[B, D] each."""
+        chances = torch.stack([self.logits.sigmoid(), torch.sigmoid(-self.logits)])
+        return (chances * torch.stack([one, zero]).masked_fill(chances == 0.0, 0.0)).sum((0, -1))
 
     def _shaped(self, bits: Tensor) -> Tensor:
         return bits.to(torch.int8).reshape(*bits.shape[:-1], *self._shape)
@@ -281,6 +292,10 @@ class Deterministic:
         while not torch.is_tensor(first):
             first = next(iter(first.values() if isinstance(first, Mapping) else first))
         return torch.zeros(len(first), device=first.device)
+
+
+def _dtype_of(space: gym.Space[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, space.dtype)).dtype
 
 
 def _expected(log_probs: Tensor, values: Tensor) -> Tensor:

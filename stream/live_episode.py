@@ -28,7 +28,6 @@ class LiveEpisode(SingleAgentEpisode):
         # The base class would store what is read from the lane here, so its constructor is not called.
         self._lane, self._slot = lane, slot
         self.agent_id = self.module_id = self.multi_agent_episode_id = None
-        self._began = self._last_step_at = None
         self.observations = _LiveObservations(lane, slot)
         self.infos = _LiveInfos(lane, slot)
         self.actions = _LiveColumn(lane, slot, Columns.ACTIONS, lane.layout.action_space)
@@ -162,6 +161,9 @@ class EndedWindow(LookbackBuffer):
         joined = concatenate_trees([self.data, map_tree(lambda leaf: np.asarray(leaf)[None], self._last)])
         return map_tree(lambda leaf: leaf[where], joined)
 
+    def write(self, position: int, item: Any) -> None:
+        raise EpisodeError("observations of a fragment are read-only")
+
 
 class InfosWindow(LookbackBuffer):
     """One slot's info dicts, out of gymnasium's vector infos of some rows.
@@ -173,15 +175,16 @@ class InfosWindow(LookbackBuffer):
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], slot: int, lookback: int, last: Mapping[str, Any] | None
     ) -> None:
-        super().__init__([], lookback, name="infos")
+        super().__init__([], lookback, name="infos")  # the list has what is added to a chunk by hand
         self._rows = [*rows[:-1], last] if last is not None else rows
         self._slot = slot
 
     def total(self) -> int:
-        return len(self._rows)
+        return len(self._rows) + len(self.data)
 
     def item(self, position: int) -> Any:
-        return info_of(self._rows[position], self._slot)
+        rows = len(self._rows)
+        return info_of(self._rows[position], self._slot) if position < rows else self.data[position - rows]
 
     def items(self, where: Any) -> Any:
         positions = range(*where.indices(self.total())) if isinstance(where, slice) else where

@@ -213,14 +213,14 @@ class Run:
         limiter = anyio.CapacityLimiter(1)
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
-            began = clock()
+            meter.begin_life()
             try:
                 return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
             except Exception as error:
                 note_node(error, spec.name)
                 raise
             finally:
-                meter.busy_ns += clock() - began
+                meter.end_life()
 
         async def give(output: Any) -> None:
             values = output if spec.has_fields else (output,)
@@ -291,12 +291,21 @@ async def running(graph: Graph, seed: int | None = None) -> AsyncIterator[Run]:
                     raise
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        error = _only(group)
-        if error is None:
-            raise
+        error = _only(group) or group
+        _close_after(run, error)
         raise error from error.__cause__
-    finally:
+    except BaseException as error:
+        _close_after(run, error)
+        raise
+    run.close()
+
+
+def _close_after(run: Run, error: BaseException) -> None:
+    """Close the nodes of a run that has failed: should that fail too, the first error has more to say."""
+    try:
         run.close()
+    except Exception as closing:
+        error.add_note(f"and then, when the nodes were closed: {closing!r}")
 
 
 class InlineRun:

@@ -1,4 +1,5 @@
 import math
+import pickle
 from typing import Any
 
 import gymnasium as gym
@@ -295,6 +296,27 @@ def test_an_action_that_is_ruled_out_leaves_the_gradients_finite() -> None:
         torch.testing.assert_close(logits.grad[:, [0, 2]], sign * allowed.grad)
 
 
+def test_a_bit_that_is_ruled_out_is_as_if_it_were_not_there() -> None:
+    made, one_bit = distribution_for(spaces.MultiBinary(2)), distribution_for(spaces.MultiBinary(1))
+    allowed = torch.tensor([[0.5]], requires_grad=True)
+    logits = torch.tensor([[0.5, -torch.inf]], requires_grad=True)
+    ours, alone = made.from_logits(logits), one_bit.from_logits(allowed)
+    other, other_alone = (
+        made.from_logits(torch.tensor([[-1.0, -torch.inf]])),
+        one_bit.from_logits(torch.tensor([[-1.0]])),
+    )
+    for bit in (0, 1):
+        agree(ours.logp(torch.tensor([[bit, 0]])), alone.logp(torch.tensor([[bit]])))
+        assert ours.logp(torch.tensor([[bit, 1]])).tolist() == [-torch.inf]
+    agree(ours.entropy(), alone.entropy())
+    agree(ours.kl(other), alone.kl(other_alone))
+    (ours.entropy() + ours.kl(other) + ours.logp(torch.tensor([[1, 0]]))).sum().backward()
+    (alone.entropy() + alone.kl(other_alone) + alone.logp(torch.tensor([[1]]))).sum().backward()
+    assert logits.grad[0, 1] == 0
+    torch.testing.assert_close(logits.grad[:, :1], allowed.grad)
+    assert made.from_logits(torch.zeros(1, 2)).kl(other).tolist() == [torch.inf]
+
+
 def test_an_action_that_only_the_other_rules_out_is_infinitely_far() -> None:
     made = distribution_for(spaces.Discrete(2))
     even, certain = made.from_logits(torch.zeros(1, 2)), made.from_logits(torch.tensor([[0.0, -torch.inf]]))
@@ -302,6 +324,36 @@ def test_an_action_that_only_the_other_rules_out_is_infinitely_far() -> None:
     assert certain.kl(even).item() == pytest.approx(math.log(2.0))
     assert certain.entropy().tolist() == [0.0]
     assert certain.logp(torch.tensor([1])).tolist() == [-torch.inf]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_numbers_have_the_type_of_their_space(dtype: Any) -> None:
+    space = spaces.Discrete(3, start=2, dtype=dtype)
+    distribution = distribution_for(space).from_logits(torch.tensor([[0.0, 1.0, 0.5]] * 2))
+    for action in (distribution.sample(), distribution.to_deterministic().sample()):
+        assert action.numpy().dtype == dtype
+        assert all(number in space for number in action.numpy())
+    assert distribution.logp(distribution.sample()).shape == (2,)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_is_worked_with_in_single(half: torch.dtype) -> None:
+    for space in SPACES.values():
+        made = distribution_for(space)
+        logits = torch.randn(4, made.required_input_dim, generator=torch.Generator().manual_seed(0)).to(half)
+        distribution, expected = made.from_logits(logits), made.from_logits(logits.float())
+        action = expected.sample()
+        assert distribution.logp(action).dtype == torch.float32
+        assert torch.equal(distribution.logp(action), expected.logp(action))
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_what_makes_a_distribution_can_be_pickled(space: gym.Space[Any]) -> None:
+    made = distribution_for(space)
+    again = pickle.loads(pickle.dumps(made))
+    assert again.space == space
+    logits = torch.zeros(2, made.required_input_dim)
+    assert torch.equal(again.from_logits(logits).entropy(), made.from_logits(logits).entropy())
 
 
 def test_the_same_generator_gives_the_same_samples() -> None:

@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import anyio
+import anyio.to_thread
 import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
@@ -257,6 +258,41 @@ async def test_every_node_is_closed_even_when_one_close_raises() -> None:
             await run.wait()
     assert raised.value.__notes__ == ["in node 'bad'"]
     assert (bad.closed, good.closed) == (1, 1)
+
+
+async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
+    class Bad(Collect):
+        def close(self) -> None:
+            raise OSError("won't close")
+
+    graph = Graph()
+    graph.add(source=Numbers(), work=fails_at(3), bad=Bad())
+    graph.connect("source", "work", capacity=1)
+    graph.connect("work", "bad")
+    with pytest.raises(ValueError, match="3 is too much") as raised:
+        async with graph.run() as run:
+            await run.wait()
+    assert raised.value.__notes__ == ["in node 'work'", 'and then, when the nodes were closed: OSError("won\'t close")']
+
+
+async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        began.set()
+        go_on.wait()
+
+    graph = Graph()
+    graph.add(source=Numbers(1))
+    graph.add_node("work", work, where="thread")
+    graph.connect("source", "work", capacity=1)
+    async with graph.run() as run:
+        await anyio.to_thread.run_sync(began.wait)
+        first = {node.name: node.busy_s for node in run.report().nodes}["work"]
+        later = {node.name: node.busy_s for node in run.report().nodes}["work"]
+        go_on.set()
+        await run.wait()
+    assert 0 < first < later
 
 
 async def test_leaving_the_block_cancels_what_still_runs() -> None:
