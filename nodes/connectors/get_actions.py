@@ -21,7 +21,8 @@ class GetActions(ConnectorV2):
     `get_inference_action_dist_cls()` names, else the one that goes with the action space. Actions that the module gave
     itself are passed on.
 
-    Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN.
+    Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN or +inf,
+    or all of a slot's are -inf.
     """
 
     columnar = True
@@ -56,7 +57,7 @@ class GetActions(ConnectorV2):
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             )
         shared_data = shared_data or {}
-        _refuse_nan(logits, shared_data)
+        _refuse_unusable(logits, shared_data)
         distribution_type = self._type(rl_module, bool(explore))
         distribution: Any = distribution_type.from_logits(logits)
         if not explore:
@@ -83,14 +84,19 @@ class GetActions(ConnectorV2):
         return made
 
 
-def _refuse_nan(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
-    # One sum over all is cheap, and NaN if any is; +inf and -inf together would make it so, too.
-    total = np.add.reduce(array_of(logits), axis=None)
-    if total == total:
+def _refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
+    array = array_of(logits)
+    # One sum over all is cheap, and finite if all are; -inf rules actions out, which is right for some but not for all.
+    with np.errstate(invalid="ignore"):
+        total = np.add.reduce(array, axis=None)
+    if -np.inf < total < np.inf:
         return
-    slots = torch.isnan(logits).flatten(1).any(1).nonzero().flatten().tolist()
-    if slots:
-        raise ModuleError(
-            f"'{Columns.ACTION_DIST_INPUTS}' is NaN in lane {shared_data.get('lane', 0)}, vector step "
-            f"{shared_data.get('step', 'unknown')}, slot {', '.join(map(str, slots))}"
-        )
+    rows = array.reshape(len(array), -1)
+    is_nan, most = np.isnan(rows).any(1), rows.max(1)
+    for told, bad in (("is NaN", is_nan), ("rules out every action", most == -np.inf), ("is +inf", most == np.inf)):
+        slots = np.flatnonzero(bad).tolist()
+        if slots:
+            raise ModuleError(
+                f"'{Columns.ACTION_DIST_INPUTS}' {told} in lane {shared_data.get('lane', 0)}, vector step "
+                f"{shared_data.get('step', 'unknown')}, slot {', '.join(map(str, slots))}"
+            )

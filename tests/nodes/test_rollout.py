@@ -556,6 +556,18 @@ def test_nan_logits_are_named_with_lane_slot_and_step() -> None:
     assert len(envs[4].log) == 2
 
 
+@pytest.mark.parametrize(
+    ("logits", "told"),
+    [(-torch.inf, "rules out every action in lane 0, vector step 0, slot 1, 2"), (torch.inf, r"is \+inf in lane 0")],
+)
+def test_logits_that_leave_nothing_to_choose_are_refused(logits: float, told: str) -> None:
+    row = torch.zeros(3, 7)
+    row[0, :6] = -torch.inf  # one action is left: that will do
+    row[1:] = logits
+    with pytest.raises(ModuleError, match=told), numbered(module=Outputs({"action_dist_inputs": row})) as rollout:
+        next(iter(rollout.batches()))
+
+
 def test_outputs_that_change_between_steps_are_refused() -> None:
     class Fickle(NumberedModule):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
