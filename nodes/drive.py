@@ -9,8 +9,8 @@ import anyio.from_thread
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
+from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.report import Report
-from rollflow.stream.run import InlineRun
 
 
 class InlineDrive:

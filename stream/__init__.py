@@ -19,9 +19,10 @@ from rollflow.stream.errors import (
 from rollflow.stream.fragment import Fragment, FragmentEpisodes
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
+from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.report import Report
-from rollflow.stream.run import InlineRun, Run
+from rollflow.stream.run import Run
 from rollflow.stream.seeding import generator_for, seed_for
 
 __all__ = [

@@ -1,0 +1,101 @@
+"""Running a graph step by step, without an event loop."""
+
+from types import TracebackType
+from typing import Any, Self
+
+from rollflow.stream.chain import Chain
+from rollflow.stream.errors import GraphError, RunError
+from rollflow.stream.graph import Graph
+from rollflow.stream.meter import NodeMeter, clock
+from rollflow.stream.report import CALLER, Report, report_of
+from rollflow.stream.run import close_nodes
+
+
+class InlineRun:
+    """A graph of synchronous, inline nodes, run step by step by whoever asks for its outputs; no event loop.
+
+    Errors come straight out of `next_outputs`, with their own traceback. A context manager: leaving it closes the
+    nodes. Raises GraphError for a graph that needs an event loop.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        graph.validate()
+        if not can_run_inline(graph):
+            raise GraphError(
+                f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
+            )
+        self.graph = graph
+        self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self._caller = NodeMeter(CALLER)
+        self._chain = Chain(graph, graph.flow_order(), self._meters)
+        self._state = "new"
+        self._began = clock()
+        self._handed_out: int | None = None
+
+    def __enter__(self) -> Self:
+        if self._state != "new":
+            raise RunError(f"graph '{self.graph.name}' has been run before; a run is for once")
+        self._state = "running"
+        self._began = clock()
+        try:
+            self._chain.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def next_outputs(self) -> list[tuple[str, Any]]:
+        """Run until something comes out: (name of the output, item), at least one unless nothing can come any more now.
+
+        Nothing comes once every item is parked at a gate, or all has ended.
+        """
+        if self._state not in ("running", "finished"):
+            raise RunError(f"graph '{self.graph.name}' is not running: it is {self._state}")
+        if self._handed_out is not None:
+            self._caller.busy_ns += clock() - self._handed_out
+            self._handed_out = None
+        chain = self._chain
+        while not chain.pending:
+            if chain.reopened:
+                chain.unpark()
+            if chain.runnable:
+                chain.pump()
+            elif chain.parked and chain.unpark():
+                continue
+            elif chain.parked or self._state == "finished":
+                return []
+            else:
+                self.finish()
+        given = [(edge.target[1], item) for edge, item, _ in chain.pending]
+        chain.pending.clear()
+        self._caller.items += len(given)
+        self._handed_out = clock()
+        return given
+
+    def finish(self) -> None:
+        """Stop the sources; what the nodes still hold comes out of `next_outputs`."""
+        if self._state == "running":
+            self._state = "finished"
+            self._chain.finish()
+
+    def report(self) -> Report:
+        """What has been counted so far."""
+        return report_of(clock() - self._began, [*self._meters.values(), self._caller], [])
+
+    def close(self) -> None:
+        """Call every node's `close()`; again does nothing."""
+        if self._state != "closed":
+            self._state = "closed"
+            close_nodes(self.graph)
+
+
+def can_run_inline(graph: Graph) -> bool:
+    """Whether every node is synchronous and inline, and every edge but the outputs is chained."""
+    return all(graph.is_chained(edge) for edge in graph.edges) and all(
+        not spec.is_async and spec.where == "inline" for spec in graph.nodes.values()
+    )
