@@ -64,9 +64,10 @@ class PortalDrive:
         try:
             fragment: Fragment = self._portal.call(self._run["fragments"].receive)
         except anyio.EndOfStream:
-            if self._run.failed:
-                self.close(None, None, None)  # raises what was raised there
             return None
+        except Exception:
+            self.close(None, None, None)  # raises what was raised there
+            raise
         return fragment
 
     def release(self, fragments: int) -> None:

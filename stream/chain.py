@@ -10,7 +10,7 @@ the later one.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rollflow.stream.gate import Gate
@@ -63,9 +63,9 @@ class Chain:
         """Whether one of the nodes says, by `done`, that it wants no more."""
         return any(getattr(self._graph.nodes[name].node, "done", False) for name in self.names)
 
-    def start(self) -> None:
-        """Carry what the nodes' `start()` give through the chain."""
-        self._carry_all("start", self.names)
+    def start(self) -> Iterator[None]:
+        """Carry what the nodes' `start()` give through the chain, one item at each step of the iterator."""
+        return self._carry_all("start")
 
     def pump(self) -> None:
         """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
@@ -87,10 +87,10 @@ class Chain:
                 self.parked.append((gate, deliver, item))
         return len(self.parked) < len(parked)
 
-    def finish(self) -> None:
-        """Give up what is runnable or parked, and carry what the nodes' `finish()` give through the chain."""
+    def finish(self) -> Iterator[None]:
+        """Give up what is runnable or parked, and carry what the nodes' `finish()` give, one item at each step."""
         self.give_up()
-        self._carry_all("finish", self.names)
+        yield from self._carry_all("finish")
         self.give_up()
 
     def give_up(self) -> None:
@@ -102,19 +102,29 @@ class Chain:
         self.reopened = True
         self.on_gate()
 
-    def _carry_all(self, method: str, names: Iterable[str]) -> None:
-        for name in names:
+    def _carry_all(self, method: str) -> Iterator[None]:
+        for name in self.names:
             given = getattr(self._graph.nodes[name].node, method, None)
-            if given is None:
-                continue
-            self._mark[0] = clock()
-            try:
-                outputs = iter(given() or ())
-                while (output := next(outputs, _END)) is not _END:
+            if given is not None:
+                for output in self._outputs_of(name, given):
                     self._routes[name](output)
-            except Exception as error:
-                note_node(error, name)
-                raise
+                    yield
+
+    def _outputs_of(self, name: str, given: Callable[[], Iterable[Any] | None]) -> Iterator[Any]:
+        """What a node's `start` or `finish` gives, the time that it takes counted as the node's."""
+        mark, meter = self._mark, self._meters[name]
+        mark[0] = clock()
+        try:
+            for output in given() or ():
+                now = clock()
+                meter.busy_ns += now - mark[0]
+                mark[0] = now
+                yield output
+                mark[0] = clock()
+        except Exception as error:
+            note_node(error, name)
+            raise
+        meter.busy_ns += clock() - mark[0]
 
     def _step(self, name: str) -> Deliver:
         call: Callable[[Any], Any] = self._graph.nodes[name].node
@@ -193,7 +203,14 @@ class Chain:
 
 
 def note_node(error: BaseException, name: str) -> None:
-    """Say on an error in which node it arose; the first to say so is right."""
+    """Say on an error in which node it arose; the first to say so is right.
+
+    A StopIteration would end the iterators that it passes through: of it, a RuntimeError is raised.
+    """
+    if isinstance(error, StopIteration):
+        told = RuntimeError("a node raised StopIteration")
+        told.add_note(f"in node '{name}'")
+        raise told from error
     if not any(note.startswith("in node ") for note in getattr(error, "__notes__", ())):
         error.add_note(f"in node '{name}'")
 
@@ -215,6 +232,3 @@ def _nothing() -> None:
 
 def _ignore(output: Any) -> None:
     """A sink's output, which there is none of."""
-
-
-_END = object()

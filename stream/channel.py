@@ -1,7 +1,8 @@
 """Bounded channels, and the two ends that asynchronous nodes see.
 
-An end tries the way without waiting first. Every CHECKPOINT_EVERY such operations it passes through the event loop
-all the same, so that a task that never has to wait can still be cancelled and does not starve the others.
+An end tries the way without waiting first. After CHECKPOINT_EVERY such operations, or CHECKPOINT_NS, whichever comes
+first, it passes through the event loop all the same, so that a task that never has to wait can still be cancelled and
+does not starve the others.
 """
 
 from collections import deque
@@ -17,6 +18,7 @@ T = TypeVar("T")
 Overflow = Literal["block", "drop_oldest", "latest"]
 
 CHECKPOINT_EVERY = 64
+CHECKPOINT_NS = 1_000_000
 
 
 class Channel(Generic[T]):
@@ -35,6 +37,7 @@ class Channel(Generic[T]):
         self.overflow: Overflow = overflow
         self.closed = False  # no more will come
         self.abandoned = False  # nobody will take what comes
+        self.error: Exception | None = None  # why it ended before its time
         self.on_item: Callable[[], None] = _nothing
         self._items: deque[T] = deque()
         self._room: anyio.Event | None = None
@@ -73,11 +76,12 @@ class Channel(Generic[T]):
                 return
 
     def take(self) -> T:
-        """Give the oldest item without waiting. Raises WouldBlock, or EndOfStream when no more will come."""
-        try:
-            item = self._items.popleft()
-        except IndexError:
-            raise (anyio.EndOfStream if self.closed else anyio.WouldBlock) from None
+        """Give the oldest item without waiting. Raises WouldBlock, EndOfStream when no more will come, or `error`."""
+        if not self._items:
+            if self.error is not None:
+                raise self.error
+            raise anyio.EndOfStream if self.closed else anyio.WouldBlock
+        item = self._items.popleft()
         self.meter.holds(len(self._items))
         self._wake_senders()
         return item
@@ -86,6 +90,12 @@ class Channel(Generic[T]):
         """Say that no more will come."""
         self.closed = True
         self.on_item()
+
+    def fail(self, error: Exception) -> None:
+        """Say that no more will come because of an error, which is raised after the last item; not if it is closed."""
+        if not self.closed:
+            self.error = error
+            self.close()
 
     def abandon(self) -> None:
         """Say that nobody will take what is held or comes yet: it counts as dropped, and senders go on."""
@@ -108,7 +118,8 @@ class Inlet(Generic[T]):
         self._channels = channels
         self._meter = meter
         self._next = 0
-        self._unchecked = 0
+        self._unchecked = 0  # operations since it last passed through the event loop
+        self._checked_at = clock()  # when that was
         self._arrived: anyio.Event | None = None
         for channel in channels:
             channel.on_item = self._wake
@@ -135,15 +146,14 @@ class Inlet(Generic[T]):
     async def receive(self) -> T:
         """The next item, as soon as there is one. Raises anyio.EndOfStream. When cancelled, no item is lost."""
         self._unchecked += 1
-        if self._unchecked >= CHECKPOINT_EVERY:
-            self._unchecked = 0
+        if self._unchecked >= CHECKPOINT_EVERY or clock() - self._checked_at >= CHECKPOINT_NS:
             await anyio.lowlevel.checkpoint()
+            self._unchecked, self._checked_at = 0, clock()
         while True:
             try:
                 return self.receive_nowait()
             except anyio.WouldBlock:
                 pass
-            self._unchecked = 0
             if self._arrived is None:
                 self._arrived = anyio.Event()
             self._meter.begin_wait()
@@ -151,6 +161,7 @@ class Inlet(Generic[T]):
                 await self._arrived.wait()
             finally:
                 self._meter.end_wait()
+            self._unchecked, self._checked_at = 0, clock()
 
     def __aiter__(self) -> AsyncIterator[T]:
         return self
@@ -208,7 +219,8 @@ class Outlet(Generic[T]):
         self._channels = channels
         self._meter = meter
         self._stop = stop  # of a source, which counts what it gives
-        self._unchecked = 0
+        self._unchecked = 0  # operations since it last passed through the event loop
+        self._checked_at = clock()  # when that was
 
     async def send(self, item: T) -> None:
         """Give an item, waiting for room. When cancelled, those channels that were full do not have it."""
@@ -217,9 +229,9 @@ class Outlet(Generic[T]):
             stop.sending += 1
         try:
             self._unchecked += 1
-            if self._unchecked >= CHECKPOINT_EVERY:
-                self._unchecked = 0
+            if self._unchecked >= CHECKPOINT_EVERY or clock() - self._checked_at >= CHECKPOINT_NS:
                 await anyio.lowlevel.checkpoint()
+                self._unchecked, self._checked_at = 0, clock()
             for channel in self._channels:
                 if not channel.offer(item):
                     await self._send_waiting(channel, item)
@@ -245,33 +257,36 @@ class Outlet(Generic[T]):
             channel.close()
 
     async def _send_waiting(self, channel: Channel[T], item: T) -> None:
-        self._unchecked = 0
         self._meter.begin_block()
         try:
             await channel.send(item)
         finally:
             self._meter.end_block()
+        self._unchecked, self._checked_at = 0, clock()
 
 
 class Output(Inlet[T]):
     """An output of a running graph: `async for item in run["name"]`.
 
-    The time between handing out an item and being asked for the next is its reader's work, metered as `caller`.
+    From its first item on, its reader is busy whenever it does not wait for another, on any output: `caller`'s work.
     """
 
     def __init__(self, channel: Channel[T], caller: NodeMeter) -> None:
         super().__init__([channel], NodeMeter(channel.meter.name))
         self._caller = caller
-        self._handed_out: int | None = None
+
+    def receive_nowait(self) -> T:
+        item = super().receive_nowait()
+        self._caller.items += 1
+        self._caller.begin_life()
+        return item
 
     async def receive(self) -> T:
-        if self._handed_out is not None:
-            self._caller.busy_ns += clock() - self._handed_out
-            self._handed_out = None
-        item = await super().receive()
-        self._caller.items += 1
-        self._handed_out = clock()
-        return item
+        self._caller.begin_wait()
+        try:
+            return await super().receive()
+        finally:
+            self._caller.end_wait()
 
     def __aiter__(self) -> Self:
         return self

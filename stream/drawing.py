@@ -20,7 +20,7 @@ def mermaid(graph: "Graph") -> str:
     ids = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
     lines = ["flowchart LR"]
     for number, group in enumerate(graph.groups()):
-        boxes = [f'{ids[name]}["{name}"]' for name in group]
+        boxes = [f'{ids[name]}["{_quoted(name)}"]' for name in group]
         if len(group) == 1:
             lines.append(f"    {boxes[0]}")
         else:
@@ -29,7 +29,7 @@ def mermaid(graph: "Graph") -> str:
         source, port = edge.source
         target = f"out{index}" if edge.is_output else ids[edge.target[0]]
         if edge.is_output:
-            lines.append(f'    {target}(["{edge.target[1]}"])')
+            lines.append(f'    {target}(["{_quoted(edge.target[1])}"])')
         label = port if graph.is_chained(edge) else f"{port}, {_bound(edge)}"
         arrow = "-." if edge.feedback else "--"
         lines.append(f'    {ids[source]} {arrow} "{label}" {arrow[::-1] if edge.feedback else "--"}> {target}')
@@ -58,6 +58,10 @@ def _edge_line(graph: "Graph", edge: "Edge") -> str:
 
 def _bound(edge: "Edge") -> str:
     return f"capacity {edge.capacity or 1}, {edge.overflow}"
+
+
+def _quoted(name: str) -> str:
+    return name.replace('"', "#quot;")
 
 
 def _common_prefix(group: list[str]) -> str:

@@ -1,5 +1,6 @@
 """Running a graph step by step, without an event loop."""
 
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,8 +30,9 @@ class InlineRun:
         self._caller = NodeMeter(CALLER)
         self._chain = Chain(graph, graph.flow_order(), self._meters)
         self._state = "new"
+        self._steps: Iterator[None] | None = None  # of what is given by the nodes' `start` or `finish`
         self._began = clock()
-        self._handed_out: int | None = None
+        self._ended_at: int | None = None
 
     def __enter__(self) -> Self:
         if self._state != "new":
@@ -38,7 +40,9 @@ class InlineRun:
         self._state = "running"
         self._began = clock()
         try:
-            self._chain.start()
+            self._steps = self._chain.start()
+            while not self._chain.pending and self._step():
+                pass
         except BaseException:
             self.close()
             raise
@@ -56,11 +60,17 @@ class InlineRun:
         """
         if self._state not in ("running", "finished"):
             raise RunError(f"graph '{self.graph.name}' is not running: it is {self._state}")
-        if self._handed_out is not None:
-            self._caller.busy_ns += clock() - self._handed_out
-            self._handed_out = None
+        self._caller.begin_wait()
+        try:
+            return self._next_outputs()
+        finally:
+            self._caller.end_wait()
+
+    def _next_outputs(self) -> list[tuple[str, Any]]:
         chain = self._chain
         while not chain.pending:
+            if self._steps is not None and self._step():
+                continue
             if chain.reopened:
                 chain.unpark()
             if chain.runnable:
@@ -74,23 +84,33 @@ class InlineRun:
         given = [(edge.target[1], item) for edge, item, _ in chain.pending]
         chain.pending.clear()
         self._caller.items += len(given)
-        self._handed_out = clock()
+        self._caller.begin_life()
         return given
+
+    def _step(self) -> bool:
+        """Carry one more item of what the nodes' `start` or `finish` give; whether there was one."""
+        for _ in self._steps or ():
+            return True
+        self._steps = None
+        return False
 
     def finish(self) -> None:
         """Stop the sources; what the nodes still hold comes out of `next_outputs`."""
         if self._state == "running":
             self._state = "finished"
-            self._chain.finish()
+            self._steps = self._chain.finish()
 
     def report(self) -> Report:
         """What has been counted so far."""
-        return report_of(clock() - self._began, [*self._meters.values(), self._caller], [])
+        elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
+        return report_of(elapsed, [*self._meters.values(), self._caller], [])
 
     def close(self) -> None:
         """Call every node's `close()`; again does nothing."""
         if self._state != "closed":
             self._state = "closed"
+            self._caller.end_life()
+            self._ended_at = clock()
             close_nodes(self.graph)
 
 

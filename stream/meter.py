@@ -15,10 +15,21 @@ class NodeMeter:
 
     What is left of the elapsed time is idle: waiting for items, or for the turn of others in the same task. A
     synchronous node adds up its calls; an asynchronous one lives from `begin_life` to `end_life` and is busy whenever
-    it neither waits nor is blocked.
+    it neither waits nor is blocked. Where several tasks of a node wait at once, that is one wait, from the first to
+    the last.
     """
 
-    __slots__ = ("_blocked_since", "_lives_since", "_waits_since", "blocked_ns", "busy_ns", "items", "name")
+    __slots__ = (
+        "_blocked",
+        "_blocked_since",
+        "_lives_since",
+        "_waiting",
+        "_waits_since",
+        "blocked_ns",
+        "busy_ns",
+        "items",
+        "name",
+    )
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -28,10 +39,15 @@ class NodeMeter:
         self._lives_since: int | None = None
         self._waits_since: int | None = None
         self._blocked_since: int | None = None
+        self._waiting = 0
+        self._blocked = 0
 
     def begin_life(self) -> None:
-        """From now on the node is busy, but for its waits."""
-        self._lives_since = clock()
+        """From now on the node is busy, but for its waits; of one that lives this changes nothing."""
+        if self._lives_since is None:
+            self._lives_since = clock()
+            if self._waiting:
+                self._waits_since = self._lives_since
 
     def end_life(self) -> None:
         """The node is busy no more."""
@@ -40,26 +56,34 @@ class NodeMeter:
 
     def begin_wait(self) -> None:
         """From now on the node waits for an item."""
-        self._waits_since = clock()
+        if not self._waiting:
+            self._waits_since = clock()
+        self._waiting += 1
 
     def end_wait(self) -> None:
         """The wait is over."""
-        if self._waits_since is not None and self._lives_since is not None:
-            self.busy_ns -= clock() - self._waits_since
-        self._waits_since = None
+        self._waiting -= 1
+        if not self._waiting:
+            if self._waits_since is not None and self._lives_since is not None:
+                self.busy_ns -= clock() - self._waits_since
+            self._waits_since = None
 
     def begin_block(self) -> None:
         """From now on the node waits for room."""
-        self._blocked_since = clock()
+        if not self._blocked:
+            self._blocked_since = clock()
+        self._blocked += 1
 
     def end_block(self) -> None:
         """There is room."""
-        if self._blocked_since is not None:
-            blocked = clock() - self._blocked_since
-            self.blocked_ns += blocked
-            if self._lives_since is not None:
-                self.busy_ns -= blocked
-        self._blocked_since = None
+        self._blocked -= 1
+        if not self._blocked:
+            if self._blocked_since is not None:
+                blocked = clock() - self._blocked_since
+                self.blocked_ns += blocked
+                if self._lives_since is not None:
+                    self.busy_ns -= blocked
+            self._blocked_since = None
 
     def read(self) -> tuple[int, int]:
         """busy_ns and blocked_ns as of now, what is under way included."""

@@ -1,5 +1,6 @@
 """What a node is, read off its signature once: its kind, its inlets, its outlets."""
 
+import functools
 import inspect
 import types
 import typing
@@ -53,7 +54,7 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
         if where == "thread":
             raise GraphError(f"node '{name}' is asynchronous and can't be placed in a thread; expected where='inline'")
         return _async_spec(name, node, run)
-    if not callable(node):
+    if not callable(node) or _gives_no_items(_annotated(node)):
         raise GraphError(
             f"node '{name}' is {node!r}, expected a callable of one parameter, an object with 'async def run', "
             "or a Graph"
@@ -84,7 +85,7 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
     inlets: dict[str, Any] = {}
     outlets: dict[str, Any] = {}
     generator = None
-    hints = _hints(run)
+    hints = _hints(_annotated(run))
     for parameter in inspect.signature(run).parameters.values():
         hint = hints.get(parameter.name, Any)
         end = typing.get_origin(hint) or hint
@@ -104,10 +105,16 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
 
 
 def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
-    call = node if inspect.isroutine(node) else type(node).__call__
+    try:
+        signature = inspect.signature(node)
+    except ValueError:
+        raise GraphError(
+            f"node '{name}': {node!r} has no signature to be read, expected a callable of one parameter; wrap it in a "
+            "function"
+        ) from None
     parameters = [
         parameter
-        for parameter in inspect.signature(node).parameters.values()
+        for parameter in signature.parameters.values()
         if parameter.default is inspect.Parameter.empty
         and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
     ]
@@ -115,8 +122,10 @@ def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
         raise GraphError(
             f"node '{name}' is called with {len(parameters)} items, expected a callable of one parameter: its inlet"
         )
-    hints = _hints(call)
+    hints = _hints(_annotated(node))
     given = hints.get("return", Any)
+    if given is not type(None):
+        given = _without_none(given)
     has_fields = isinstance(given, type) and issubclass(given, tuple) and hasattr(given, "_fields")
     if has_fields:
         fields = _hints(given)
@@ -124,12 +133,24 @@ def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
     elif given is type(None):
         outlets = {}
     else:
-        outlets = {"out": _without_none(given)}
+        outlets = {"out": given}
     placed: Any = getattr(node, "where", "inline") if where is None else where
     if placed not in ("inline", "thread"):
         raise GraphError(f"node '{name}': where is {placed!r}, expected 'inline' or 'thread'")
     inlets = {parameters[0].name: hints.get(parameters[0].name, Any)}
     return NodeSpec(name, node, False, placed, inlets, outlets, has_fields)
+
+
+def _gives_no_items(call: Any) -> bool:
+    """Whether what comes of a call is a coroutine or an asynchronous generator, and no item."""
+    return inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call)
+
+
+def _annotated(call: Any) -> Any:
+    """What bears a callable's annotations."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call if inspect.isroutine(call) else type(call).__call__
 
 
 def _hints(annotated: Any) -> dict[str, Any]:

@@ -16,15 +16,13 @@ import anyio.lowlevel
 import anyio.to_thread
 
 from rollflow.stream.chain import Chain, note_node
-from rollflow.stream.channel import Channel, Inlet, Outlet, Output, SourceStop
-from rollflow.stream.errors import GraphError
+from rollflow.stream.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop
+from rollflow.stream.errors import GraphError, RunError
 from rollflow.stream.graph import Edge, Graph, Port
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.port import NodeSpec
 from rollflow.stream.report import CALLER, Report, report_of
 from rollflow.stream.seeding import fresh_seed, generator_for
-
-CHECKPOINT_NS = 1_000_000  # a chain that never has to wait passes through the event loop this often
 
 
 class Run:
@@ -49,8 +47,9 @@ class Run:
         self._draining = False
         self._stops: list[Callable[[], None]] = []
         self._ended = anyio.Event()
+        self._ended_at: int | None = None
         self._tasks_left = 0
-        self.failed = False  # whether a node has raised
+        self._error: Exception | None = None  # why it ended before its time
 
     def __getitem__(self, output: str) -> Output[Any]:
         """The output of this name. Raises GraphError where there is none."""
@@ -64,11 +63,14 @@ class Run:
         """What has been counted so far. May be called at any time."""
         nodes = [*self._meters.values(), *([self._caller] if self._outputs else [])]
         channels = [channel.meter for channel in self._channels.values()]
-        return report_of(clock() - self._began, nodes, channels, self.graph.harmless())
+        elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
+        return report_of(elapsed, nodes, channels, self.graph.harmless())
 
     async def wait(self) -> None:
-        """Wait until every node has ended by itself."""
+        """Wait until every node has ended by itself. Raises what a node raises; RunError when the run is left first."""
         await self._ended.wait()
+        if self._error is not None:
+            raise self._error
 
     async def drain(self) -> None:
         """Stop the sources, let everything that is under way reach the sinks and outputs, and wait until it has.
@@ -101,21 +103,31 @@ class Run:
             tasks.start_soon(self._counted, function, name=f"{self.graph.name}/{name}")
 
     def close(self) -> None:
-        """Call every node's `close()`, also when one raises; then raise the first error."""
+        """End what has not ended, for those who still wait on it; then call every node's `close()`."""
+        self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
+        self._caller.end_life()
+        self._ended_at = clock()
         close_nodes(self.graph)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended.is_set():
+            return
+        self._error = error
+        if error is not None:
+            for edge in self.graph.outputs.values():
+                self._channels[edge].fail(error)
+        self._ended.set()
 
     async def _counted(self, function: Callable[[], Awaitable[None]]) -> None:
         try:
             await function()
-        except Exception:
-            # Readers in this task group are cancelled; one outside of it must not wait for what will never come.
-            self.failed = True
-            for edge in self.graph.outputs.values():
-                self._channels[edge].close()
+        except Exception as error:
+            # Whoever waits on the run may go on before cancellation reaches him: he must not take this for an end.
+            self._end(error)
             raise
         self._tasks_left -= 1
         if not self._tasks_left:
-            self._ended.set()
+            self._end(None)
 
     # Tasks
 
@@ -133,7 +145,10 @@ class Run:
         if is_source:
             self._on_stop(partial(self._give_up_cycles, chain.names))
             self._on_stop(wake.set)
-            chain.start()
+            for _ in chain.start():
+                await self._deliver_all(chain)
+                if self._draining:
+                    break
         next_checkpoint = clock() + CHECKPOINT_NS
         turn = 0
         while True:
@@ -145,7 +160,9 @@ class Run:
                 chain.unpark()
             # What arrives, by whichever entry, and what goes round take turns, so that none of it piles up.
             turn += 1
-            ready = next((index for index, (channel, _) in enumerate(entries) if len(channel)), None)
+            ready = (
+                next((index for index, (channel, _) in enumerate(entries) if len(channel)), None) if entries else None
+            )
             if ready is not None and (turn % 2 or not chain.runnable):
                 entry = entries.pop(ready)
                 entries.append(entry)
@@ -162,13 +179,17 @@ class Run:
             if clock() >= next_checkpoint:
                 await anyio.lowlevel.checkpoint()
                 next_checkpoint = clock() + CHECKPOINT_NS
-        chain.finish()
-        while chain.pending:
-            await self._deliver(chain)
+        for _ in chain.finish():
+            await self._deliver_all(chain)
         for channel, _ in entries:
             channel.abandon()
         for name in chain.names:
             self._close_outlets(name)
+
+    async def _deliver_all(self, chain: Chain) -> None:
+        while chain.pending:
+            await self._deliver(chain)
+        await anyio.lowlevel.checkpoint()
 
     async def _deliver(self, chain: Chain) -> None:
         edge, item, meter = chain.pending[0]
@@ -280,23 +301,26 @@ class Run:
 async def running(graph: Graph, seed: int | None = None) -> AsyncIterator[Run]:
     """Run a graph until the block is left. A node's error is raised as it is, with the node's name noted on it."""
     run = Run(graph, seed)
+    failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:
             run.start(tasks)
-            try:
-                yield run
-            except anyio.EndOfStream:  # an output ended because a node has raised: that error says more
-                if not run.failed:
-                    raise
+            yield run
             tasks.cancel_scope.cancel()
     except BaseExceptionGroup as group:
-        error = _only(group) or group
-        _close_after(run, error)
-        raise error from error.__cause__
+        failure = _distinct(group)
+        _close_after(run, failure)
     except BaseException as error:
         _close_after(run, error)
         raise
-    run.close()
+    else:
+        run.close()
+    if failure is not None:
+        context = failure.__context__  # what it came from, rather than what is handled here
+        try:
+            raise failure
+        finally:
+            failure.__context__ = context
 
 
 def _close_after(run: Run, error: BaseException) -> None:
@@ -305,6 +329,22 @@ def _close_after(run: Run, error: BaseException) -> None:
         run.close()
     except Exception as closing:
         error.add_note(f"and then, when the nodes were closed: {closing!r}")
+
+
+def _distinct(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one error of a group, as it is; where there are several, the group with each of them once.
+
+    What a node raises is raised to those who wait on the run, too.
+    """
+    errors = list({_leaves(error): error for error in group.exceptions}.values())
+    return errors[0] if len(errors) == 1 else group.derive(errors)
+
+
+def _leaves(error: BaseException) -> tuple[int, ...]:
+    """What tells errors apart: an event loop may hand on a copy of a group, but not of what is in it."""
+    if isinstance(error, BaseExceptionGroup):
+        return tuple(leaf for each in error.exceptions for leaf in _leaves(each))
+    return (id(error),)
 
 
 def close_nodes(graph: Graph) -> None:
@@ -343,11 +383,3 @@ class _Wake:
             await self._event.wait()
             self._event = None
         self._is_set = False
-
-
-def _only(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The one error in a group of groups; None where there are several."""
-    inner = group.exceptions
-    if len(inner) != 1:
-        return None
-    return _only(inner[0]) if isinstance(inner[0], BaseExceptionGroup) else inner[0]
