@@ -50,7 +50,7 @@ class EnvToModule:
         ended = lane.ended
         if ended is not None:
             if self.pipeline.changes_episodes:
-                self.pipeline(batch={}, episodes=ended, shared_data={}, **self._context)
+                self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
             lane.commit_ended()
         if lane.index not in self._lanes:
             self._lanes[lane.index] = lane

@@ -9,7 +9,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import EnvError
+from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import FragmentLayout
 from rollflow.stream.infos import replaced, without
 from rollflow.stream.lane import Lane
@@ -56,6 +56,8 @@ class Environments:
         name: str = "rollout",
     ) -> None:
         self._seed = seed
+        self._started = False
+        self.is_closed = False
         self._owned = not isinstance(env, VectorEnv) and not _holds_vector_envs(env)
         self.envs = _vector_envs(env, num_envs, lanes)
         first = self.envs[0]
@@ -79,7 +81,10 @@ class Environments:
         ]
 
     def start(self) -> Iterator[Lane]:
-        """Reset every environment; each lane sets out with its first observations."""
+        """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
+        if self._started:
+            raise RunError("these environments have been run before: a rollout runs once, make another one")
+        self._started = True
         slot = 0
         for lane, env in zip(self.lanes, self.envs, strict=True):
             seeds: Any = [seed_for(self._seed, "env", slot + i) for i in range(env.num_envs)]
@@ -109,6 +114,7 @@ class Environments:
 
     def close(self) -> None:
         """Close the environments that this node made itself."""
+        self.is_closed = True
         if self._owned:
             for env in self.envs:
                 env.close()

@@ -16,31 +16,38 @@ class EpisodeReturns:
         returns    undiscounted sums of rewards of the last `window` episodes, oldest first
         lengths    their steps
 
-    An episode counts from its reset on, whatever fragments it is cut into, so no fragment of a lane may be left
-    out. Rewards are those in the column, before a learner piece changes them.
+    An episode counts from its reset on, whatever fragments it is cut into. One of which a fragment is missing, since
+    an edge dropped it, is left out. Rewards are those in the column, before a learner piece changes them. For the
+    fragments of one rollout.
     """
 
     def __init__(self, window: int = 100) -> None:
         self.count = 0
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
-        self._open: dict[int, NDArray[np.float64]] = {}  # lane -> f64[N], so far in the slots' open episodes
+        # lane -> the number of its last fragment, and f64[N]: so far in the slots' open episodes, NaN where unknown
+        self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: Fragment) -> None:
         """Add one fragment."""
         chunks = fragments.chunks
         lengths = chunks.stop - chunks.start
         if not len(lengths):
-            return
+            return  # every row is dead: no episode is open that this fragment could be missing from
         starts = np.cumsum(lengths) - lengths
         rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
-        so_far = self._open.setdefault(fragments.lane, np.zeros(fragments.layout.num_slots))
+        unknown = np.full(fragments.layout.num_slots, np.nan)
+        last, so_far = self._open.get(fragments.lane, (-1, unknown))
+        if fragments.sequence != last + 1:
+            so_far = unknown
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
         so_far[chunks.slot[~done]] = rewards[~done]
-        self.count += int(done.sum())
-        self.returns.extend(rewards[done].tolist())
-        self.lengths.extend((chunks.t_started + lengths)[done].tolist())
+        self._open[fragments.lane] = fragments.sequence, so_far
+        whole = done & ~np.isnan(rewards)
+        self.count += int(whole.sum())
+        self.returns.extend(rewards[whole].tolist())
+        self.lengths.extend((chunks.t_started + lengths)[whole].tolist())
 
     @property
     def mean(self) -> float:

@@ -18,7 +18,8 @@ class RLModule(torch.nn.Module):
         observation_space, action_space    what it sees and what it chooses; a rollout fills in what is None
         model_config                       whatever the subclass makes of it
 
-    A batch is a dict: column -> tensor `any[B, ...]`. The output is one, too, with `actions`, or with
+    A batch is a dict: column -> tensor `any[B, ...]`, to be read only: while acting its observations are the very rows
+    that are recorded. The output is one, too, with `actions`, or with
     `action_dist_inputs` (see `rollflow.nodes.distribution` for its shape); `vf_preds`, f32[B], is what value-based
     pieces look for. Everything in it is recorded with the steps.
     """

@@ -24,6 +24,7 @@ from rollflow.nodes.module_forward import GatheringForward, ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.rounds import Rounds
 from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
@@ -110,9 +111,6 @@ class Rollout:
             seed=self.seed,
         )
         observation_space, action_space = self.environments.observation_space, self.environments.action_space
-        acting = _acting_copy(module, observation_space, action_space)
-        self._weights = PolicyWeights(acting)
-        self.lag = LagBound(self._weights, max_lag, on_excess)
         first_env = self.environments.envs[0]
         self.env_to_module = EnvToModulePipeline.default(
             observation_space, action_space, _pieces(env_to_module_connector, "env_to_module_connector", first_env)
@@ -121,6 +119,9 @@ class Rollout:
             observation_space, action_space, _pieces(module_to_env_connector, "module_to_env_connector", first_env)
         )
         spaces = self.env_to_module.observation_space, action_space
+        acting = _acting_copy(module, *spaces)
+        self._weights = PolicyWeights(acting)
+        self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
             *spaces, _pieces(learner_connector, "learner_connector", *spaces)
         )
@@ -142,7 +143,7 @@ class Rollout:
         self._drive: InlineDrive | PortalDrive | None = None
         self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
         self._state = "new"
-        self._handed_steps = 0
+        self._rounds = Rounds(self._lanes_count, self.lag, self.returns)
         self._learner_meter = NodeMeter("learner_pipeline")
 
     # The graph
@@ -196,9 +197,11 @@ class Rollout:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._drive is not None:
-            self._drive.close(kind, error, traceback)
-        self._end()
+        try:
+            if self._drive is not None:
+                self._drive.close(kind, error, traceback)
+        finally:
+            self._end()
 
     async def __aenter__(self) -> Self:
         self._begin()
@@ -222,14 +225,14 @@ class Rollout:
         asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or
         when every lane has given its `num_fragments`.
         """
-        return Stream(self, _one_by_one)
+        return Stream(self, self._rounds.hand_out)
 
     def batches(self) -> "Stream[Batch]":
         """Train batches, each of one fragment of every lane, from the learner pipeline: column -> tensor `any[B, ...]`.
 
         Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
         """
-        return Stream(self, self._batch_of)
+        return Stream(self, self._batches)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
@@ -239,13 +242,16 @@ class Rollout:
         return self._weights.publish(weights)
 
     def drain(self) -> None:
-        """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end."""
+        """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end.
+
+        To be called where the loop is. Raises RunError when the rollout is not running.
+        """
+        if self._state != "running":
+            raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
         if self._drive is not None:
             self._drive.drain()
         elif self._async_run is not None:
             self._async_run[1].stop()
-        else:
-            raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
 
     def report(self) -> Report:
         """What every stage has counted so far, and which one holds the others back.
@@ -270,10 +276,16 @@ class Rollout:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`."""
+        """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`.
+
+        As a node of a graph: those that were not cut into a fragment when the run was left. What the graph's edges
+        then drop, they count themselves.
+        """
         lost = {"max_lag": self.lag.dropped_steps}
+        if self._state == "new" and self.environments.is_closed:
+            lost["closed"] = sum(lane.uncut_steps for lane in self.environments.lanes)
         if self._state == "closed":
-            lost["closed"] = self.num_steps - self._handed_steps - self.lag.dropped_steps
+            lost["closed"] = self.num_steps - self._rounds.handed_steps - self.lag.dropped_steps
         return {cause: steps for cause, steps in lost.items() if steps}
 
     # Inside
@@ -286,47 +298,49 @@ class Rollout:
     def _end(self) -> None:
         self._state = "closed"
 
-    def _take_rounds(self) -> Iterator[list[Fragment]]:
-        """Fragments, so many at a time as there are lanes; they are released when the reader asks on."""
-        drive = self._drive
+    def _take_rounds(self) -> Iterator[None]:
+        """Have a round ready to be handed out, again and again, until no more fragments come."""
+        drive, rounds = self._drive, self._rounds
         if drive is None or self._state != "running":
             raise RunError(f"the rollout is {self._state}, expected it to be entered: with Rollout(...) as rollout")
         while True:
-            taken: list[Fragment] = []
-            while len(taken) < self._lanes_count and (fragment := drive.next()) is not None:
-                self._take(fragment, taken, drive.release)
-            if not taken:
-                return
-            yield taken
-            drive.release(len(taken))
+            if rounds.is_empty:
+                rounds.give_back(drive.release)
+                while not rounds.is_full and (fragment := drive.next()) is not None:
+                    rounds.take(fragment, drive.release)
+                if rounds.is_empty:
+                    return
+            yield
 
-    async def _take_rounds_async(self) -> AsyncIterator[list[Fragment]]:
+    async def _take_rounds_async(self) -> AsyncIterator[None]:
+        rounds = self._rounds
         if self._async_run is None or self._state != "running":
             raise RunError(f"the rollout is {self._state}, expected: async with Rollout(...) as rollout")
         output = self._async_run[1]["fragments"]
         while True:
-            taken: list[Fragment] = []
-            while len(taken) < self._lanes_count:
-                try:
-                    self._take(await output.receive(), taken, self._credits.release)
-                except anyio.EndOfStream:
-                    break
-            if not taken:
-                return
-            yield taken
-            self._credits.release(len(taken))
+            if rounds.is_empty:
+                rounds.give_back(self._credits.release)
+                while not rounds.is_full:
+                    try:
+                        rounds.take(await output.receive(), self._credits.release)
+                    except anyio.EndOfStream:
+                        break
+                if rounds.is_empty:
+                    return
+            yield
 
-    def _take(self, fragment: Fragment, taken: list[Fragment], release: Callable[[int], None]) -> None:
-        self.returns(fragment)
-        if fragment.num_steps and self.lag.admits(fragment):
-            taken.append(fragment)
-            self._handed_steps += fragment.num_steps
-        else:
-            release(1)
-
-    def _batch_of(self, fragments: list[Fragment]) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[Batch]:
+        """The batch of a round; none where all of it has become too old."""
+        before = self._rounds.handed_steps
+        fragments = list(self._rounds.hand_out())
+        if not fragments:
+            return
         began = clock()
-        batch = self.learner_pipeline.of_fragments(fragments, self.module, self._metrics)
+        try:
+            batch = self.learner_pipeline.of_fragments(fragments, self.module, self._metrics)
+        except BaseException:
+            self._rounds.handed_steps = before
+            raise
         self._learner_meter.busy_ns += clock() - began
         self._learner_meter.items += 1
         yield batch
@@ -347,22 +361,18 @@ class Rollout:
 class Stream(Generic[T]):
     """What `fragments()` and `batches()` give: for `for` or `async for`, as the rollout was entered."""
 
-    def __init__(self, rollout: Rollout, made_of: Callable[[list[Fragment]], Iterator[T]]) -> None:
+    def __init__(self, rollout: Rollout, made: Callable[[], Iterator[T]]) -> None:
         self._rollout = rollout
-        self._made_of = made_of
+        self._made = made
 
     def __iter__(self) -> Iterator[T]:
-        for taken in self._rollout._take_rounds():
-            yield from self._made_of(taken)
+        for _ in self._rollout._take_rounds():
+            yield from self._made()
 
     async def __aiter__(self) -> AsyncIterator[T]:
-        async for taken in self._rollout._take_rounds_async():
-            for item in self._made_of(taken):
+        async for _ in self._rollout._take_rounds_async():
+            for item in self._made():
                 yield item
-
-
-def _one_by_one(fragments: list[Fragment]) -> Iterator[Fragment]:
-    return iter(fragments)
 
 
 def _passed_on(batches: Lane) -> Lane:
@@ -383,7 +393,7 @@ def _check_numbers(**numbers: tuple[float | None, int]) -> None:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 
-def _acting_copy(module: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+def _acting_copy(module: Any, observation_space: gym.Space[Any] | None, action_space: gym.Space[Any]) -> Any:
     """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):

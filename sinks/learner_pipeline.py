@@ -20,7 +20,8 @@ class LearnerPipeline:
     """A node that turns fragments into train batches, in a worker thread, off the rollout's path.
 
         pipeline               makes the batch: column name -> tensor `any[B, ...]`
-        module                 what the pieces see as `rl_module`
+        module                 what the pieces see as `rl_module`; where a piece runs it, give a copy of what is trained
+                               meanwhile
         fragments_per_batch    how many fragments make one batch; a rollout of several lanes wants as many
         lag                    how old a fragment may be, and what is done with one that is older
         metrics                what the pieces see as `metrics`

@@ -27,7 +27,7 @@ from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import REWARD_SPACE, SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
-from rollflow.stream.live_episode import EndedWindow, InfosWindow
+from rollflow.stream.live_episode import EndedWindow, InfosWindow, SealedEpisode
 from rollflow.stream.tree import Tree, concatenate_trees, map_tree
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
@@ -227,7 +227,7 @@ class Fragment:
             views = map_tree(lambda leaf: leaf[begin:stop, slot], self.columns[name].tree)
             return LookbackBuffer(views, lookback, space, name=name)
 
-        episode = SingleAgentEpisode(
+        episode = SealedEpisode(
             self.layout.episode_id(slot, number),
             observations=self._observations(slot, begin, stop, lookback),
             infos=InfosWindow(self.infos[begin : stop + 1], slot, lookback, None if final is None else final[1]),

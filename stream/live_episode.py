@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rollflow.stream.lane import Lane
 
 
+_COPY = "SingleAgentEpisode.from_state(episode.get_state())"
+
+
 class LiveEpisode(SingleAgentEpisode):
     """The ongoing episode of one slot: reading it reads the lane's columns, `set_…` writes them.
 
@@ -84,6 +87,21 @@ class LiveEpisode(SingleAgentEpisode):
 
     def _flag(self, name: str) -> bool:
         return bool(self._lane.fragment.columns[name].tree[self._lane.row - 1, self._slot])
+
+
+class SealedEpisode(SingleAgentEpisode):
+    """A chunk of a fragment: read-only, so that all who have the fragment see the same.
+
+    To change it or to go on with it, copy it: `SingleAgentEpisode.from_state(chunk.get_state())`.
+    """
+
+    def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: it would be seen here alone, and by nothing that works on the fragment's columns."""
+        raise EpisodeError(f"episode '{self.id_}': a fragment's chunk is read-only; write to a copy: {_COPY}")
+
+    def concat_episode(self, other: SingleAgentEpisode) -> NoReturn:
+        """Refused, as `add_env_step` is."""
+        raise EpisodeError(f"episode '{self.id_}': a fragment's chunk is read-only; write to a copy: {_COPY}")
 
 
 class LaneEpisodes(Sequence[SingleAgentEpisode]):
@@ -175,16 +193,15 @@ class InfosWindow(LookbackBuffer):
     def __init__(
         self, rows: Sequence[Mapping[str, Any]], slot: int, lookback: int, last: Mapping[str, Any] | None
     ) -> None:
-        super().__init__([], lookback, name="infos")  # the list has what is added to a chunk by hand
+        super().__init__([], lookback, name="infos")
         self._rows = [*rows[:-1], last] if last is not None else rows
         self._slot = slot
 
     def total(self) -> int:
-        return len(self._rows) + len(self.data)
+        return len(self._rows)
 
     def item(self, position: int) -> Any:
-        rows = len(self._rows)
-        return info_of(self._rows[position], self._slot) if position < rows else self.data[position - rows]
+        return info_of(self._rows[position], self._slot)
 
     def items(self, where: Any) -> Any:
         positions = range(*where.indices(self.total())) if isinstance(where, slice) else where

@@ -221,8 +221,6 @@ def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, count: int) 
         {"env_to_module_connector": lambda env: Loop()},
         {"module_to_env_connector": lambda env: Loop()},
     ):
-        if drawn.nested and "module_to_env_connector" in connectors:
-            connectors = {}
         _, rollout = made(drawn, **connectors)
         fragments.append(run(rollout, count))
     for others in fragments[1:]:

@@ -100,11 +100,78 @@ def test_a_rollout_ends_after_its_fragments() -> None:
         ]
 
 
-def test_unfinished_transitions_are_counted_as_lost_when_a_rollout_is_left() -> None:
-    with numbered(lanes=2, max_batch=3) as rollout:
-        next(iter(rollout.fragments()))
-    handed = rollout.num_steps - rollout.lost.get("closed", 0)
-    assert handed == 2 * 5 * 1 + 1 * 5 * 1
+@pytest.mark.parametrize("options", [{}, {"max_batch": 3}, {"prefetch": 2}])
+def test_what_the_reader_did_not_get_is_counted_as_lost(options: dict[str, Any]) -> None:
+    with numbered(4, lanes=2, **options) as rollout:
+        got = next(iter(rollout.fragments())).num_steps
+    assert rollout.num_steps > got
+    assert rollout.lost == {"closed": rollout.num_steps - got}
+
+
+def test_a_batch_that_could_not_be_made_is_lost() -> None:
+    with pytest.raises(ZeroDivisionError), numbered(learner_connector=lambda obs, act: Breaks(at=1)) as rollout:
+        next(iter(rollout.batches()))
+    assert rollout.lost == {"closed": 15}
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"lanes": 2, "max_batch": 2}])
+def test_a_loop_that_was_left_may_be_taken_up_again(options: dict[str, Any]) -> None:
+    envs, makers = numbered_envs(4)
+    seen = 0
+    with Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, num_fragments=6, **options) as rollout:
+        for number in range(3):
+            fragment = next(iter(rollout.fragments()))
+            seen += fragment.num_steps
+            if number:
+                seen += len(next(iter(rollout.batches()))["obs"])
+        for batch in rollout.batches():
+            seen += len(batch["obs"])
+    assert seen == rollout.num_steps == sum(len(env.log) for env in envs)
+    assert rollout.lost == {}
+
+
+@pytest.mark.parametrize("on_excess", ["drop", "pace"])
+def test_the_lag_holds_when_a_fragment_is_handed_out(on_excess: Any) -> None:
+    with numbered(4, lanes=2, max_lag=0, on_excess=on_excess, num_fragments=4) as rollout:
+        lags = []
+
+        def read() -> None:
+            for fragment in rollout.fragments():
+                lags.append(rollout.policy_version - fragment.policy_version)
+                rollout.publish({"weight": torch.tensor(0.0)})
+
+        if on_excess == "pace":
+            with pytest.raises(LagError):
+                read()
+        else:
+            read()
+    assert set(lags) == {0}
+
+
+def test_returns_leave_out_episodes_of_which_a_fragment_is_missing() -> None:
+    _, makers = numbered_envs(3, lengths=(6, 12))
+    with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, num_fragments=30) as rollout:
+        fragments = list(rollout.fragments())
+    some = EpisodeReturns(window=1000)
+    for fragment in fragments:
+        if fragment.sequence % 7 != 3:
+            some(fragment)
+    whole = rollout.returns.returns
+    assert 0 < some.count < rollout.returns.count
+    assert all(value in whole for value in some.returns)
+
+
+def test_the_module_is_told_what_it_will_see() -> None:
+    class Wider(ConnectorV2):
+        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+            return gym.spaces.Box(-9, 9, (5,))
+
+        def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return batch
+
+    module = NumberedModule()
+    numbered(module=module, env_to_module_connector=lambda env: Wider())
+    assert module.observation_space == gym.spaces.Box(-9, 9, (5,))
 
 
 def test_returns_are_those_of_whole_episodes() -> None:
@@ -317,6 +384,26 @@ async def test_a_graph_fans_fragments_out_to_a_complete_sink_and_to_one_that_dro
 
 
 @pytest.mark.anyio
+async def test_a_rollout_in_a_graph_runs_once_and_counts_what_was_not_cut() -> None:
+    rollout = numbered(4)
+    for number in range(2):
+        graph = Graph()
+        graph.add(rollout=rollout)
+        graph.output("fragments", "rollout.fragments")
+        if number:
+            with pytest.raises(RunError, match="these environments have been run before"):
+                async with graph.run() as run:
+                    await run["fragments"].receive()
+            continue
+        async with graph.run() as run:
+            taken = (await run["fragments"].receive()).num_steps
+            await anyio.wait_all_tasks_blocked()
+        cut = sum(lane.fragment.sequence for lane in rollout.environments.lanes) * 20
+        assert cut >= taken
+        assert sum(rollout.lost.values()) == rollout.num_steps - cut
+
+
+@pytest.mark.anyio
 async def test_a_stalled_sink_stops_the_environments() -> None:
     rollout = numbered(4, lanes=2)
     stalled = anyio.Event()
@@ -378,13 +465,16 @@ def left_behind(known: tuple[threading.Thread, ...]) -> tuple[int, int]:
 
 
 class Breaks(ConnectorV2):
-    """Raises at its tenth call."""
+    """Raises at its tenth call, or when told to."""
 
-    calls = 0
+    def __init__(self, *, at: int = 10) -> None:
+        super().__init__()
+        self.at = at
+        self.calls = 0
 
     def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.calls += 1
-        if self.calls == 10:
+        if self.calls == self.at:
             raise ZeroDivisionError("no more")
         return batch
 

@@ -49,18 +49,21 @@ def test_a_copy_of_a_chunk_may_be_changed() -> None:
     assert chunk.get_rewards(-1) == 4.0
 
 
-def test_a_chunk_can_be_stepped_on_cut_and_joined_by_hand() -> None:
+def test_a_copy_can_be_stepped_on_cut_and_joined_by_hand() -> None:
     first, second, *_ = fragments_of(3)
     whole = SingleAgentEpisode.from_state(first.episodes()[1].get_state())
     whole.concat_episode(second.episodes()[2])
     assert (len(whole), whole.is_done) == (6, True)
     assert whole.get_observations()[:, 2].tolist() == [0, 1, 2, 3, 4, 5, 6]
-    chunk = first.episodes()[0]
-    outputs = {name: chunk.get_extra_model_outputs(name, -1) for name in chunk.extra_model_outputs}
-    chunk.add_env_step(np.array([0, 0, 5]), 1, 5.0, {"own": True}, extra_model_outputs=outputs)
-    assert chunk.get_infos([-2, -1]) == [{"number": 4}, {"own": True}]
-    assert chunk.get_observations(-1).tolist() == [0, 0, 5]
-    assert len(first.episodes()[0]) == 4
+    going_on = SingleAgentEpisode.from_state(first.episodes()[0].get_state())
+    outputs = {name: going_on.get_extra_model_outputs(name, -1) for name in going_on.extra_model_outputs}
+    going_on.add_env_step(np.array([0, 0, 5]), 1, 5.0, {"own": True}, extra_model_outputs=outputs)
+    assert going_on.get_infos([-2, -1]) == [{"number": 4}, {"own": True}]
+    assert going_on.cut().t_started == 5
+    with pytest.raises(EpisodeError, match="a fragment's chunk is read-only; write to a copy"):
+        first.episodes()[0].concat_episode(second.episodes()[0])
+    with pytest.raises(EpisodeError, match="a fragment's chunk is read-only; write to a copy"):
+        first.episodes()[0].add_env_step(np.array([0, 0, 5]), 1, 5.0)
 
 
 def test_lookback_reaches_no_further_than_the_fragment_before() -> None:
