@@ -260,8 +260,17 @@ def _from_id(env_id: str, num_envs: int) -> VectorEnv[Any, Any, Any]:
 
 
 def _one_by_one(makers: Sequence[Callable[[], gym.Env[Any, Any]]]) -> VectorEnv[Any, Any, Any]:
+    made: list[gym.Env[Any, Any]] = []
+    for make in makers:
+        env = make()
+        if not isinstance(env, gym.Env):
+            raise EnvError(f"the callable for slot {len(made)} gave {env!r}, expected a gymnasium.Env")
+        if any(env is other for other in made):
+            raise EnvError(f"the callable for slot {len(made)} gave an environment that another slot has already")
+        made.append(env)
     # A lane copies what it is given before the next step, so the environments may reuse their arrays.
-    return SyncVectorEnv(makers, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    envs = iter(made)
+    return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 def _holds_vector_envs(env: EnvSource) -> bool:

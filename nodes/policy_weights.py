@@ -50,6 +50,8 @@ class PolicyWeights:
         return unused
 
     def _check(self, weights: Weights) -> None:
+        if not isinstance(weights, Mapping):
+            raise ModuleError(f"weights are {type(weights).__name__}, expected a state_dict(): name -> tensor")
         given = {name: tuple(tensor.shape) for name, tensor in _tensors(weights).items()}
         if given == self._shapes:
             return

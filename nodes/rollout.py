@@ -290,6 +290,11 @@ class Rollout:
 
     # Inside
 
+    def _not_entered(self, expected: str) -> str:
+        entered = {True: "by 'with'", False: "by 'async with'"}[self._drive is not None]
+        told = f"running, entered {entered}" if self._state == "running" else self._state
+        return f"the rollout is {told}; this loop expects: {expected}"
+
     def _begin(self) -> None:
         if self._state != "new":
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
@@ -302,7 +307,7 @@ class Rollout:
         """Have a round ready to be handed out, again and again, until no more fragments come."""
         drive, rounds = self._drive, self._rounds
         if drive is None or self._state != "running":
-            raise RunError(f"the rollout is {self._state}, expected it to be entered: with Rollout(...) as rollout")
+            raise RunError(self._not_entered("with Rollout(...) as rollout, and for"))
         while True:
             if rounds.is_empty:
                 rounds.give_back(drive.release)
@@ -315,7 +320,7 @@ class Rollout:
     async def _take_rounds_async(self) -> AsyncIterator[None]:
         rounds = self._rounds
         if self._async_run is None or self._state != "running":
-            raise RunError(f"the rollout is {self._state}, expected: async with Rollout(...) as rollout")
+            raise RunError(self._not_entered("async with Rollout(...) as rollout, and async for"))
         output = self._async_run[1]["fragments"]
         while True:
             if rounds.is_empty:
@@ -382,8 +387,11 @@ def _passed_on(batches: Lane) -> Lane:
 def _pieces(connector: Callable[..., Any] | None, name: str, *args: Any) -> list[ConnectorV2]:
     if connector is None:
         return []
-    if not callable(connector):
-        raise ConnectorError(f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces")
+    if not callable(connector) or isinstance(connector, ConnectorV2):
+        raise ConnectorError(
+            f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces, such as "
+            f"lambda {'env' if len(args) == 1 else 'obs_space, act_space'}: MyPiece()"
+        )
     return pieces_of(connector(*args), name)
 
 
@@ -395,6 +403,8 @@ def _check_numbers(**numbers: tuple[float | None, int]) -> None:
 
 def _acting_copy(module: Any, observation_space: gym.Space[Any] | None, action_space: gym.Space[Any]) -> Any:
     """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
+    if isinstance(module, type):
+        raise ModuleError(f"module is the class {module.__name__}, expected an instance: {module.__name__}()")
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
             raise ModuleError(

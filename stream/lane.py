@@ -197,7 +197,14 @@ class Lane:
         """
         self.observations()
         if not self._settled:
-            self._column.write(self.row, self._latest)  # raises: it does not fit
+            try:
+                self._column.write(self.row, self._latest)
+            except ColumnError as error:
+                error.add_note(
+                    "connector pieces wrote these observations into the episodes; a piece that changes their shape or "
+                    "dtype says so by recompute_output_observation_space"
+                )
+                raise
         self.fragment.observation_space = self._space
 
     @property

@@ -84,6 +84,8 @@ class GeneralAdvantageEstimation(ConnectorV2):
         return batch
 
     def _of_fragments(self, rl_module: Any, episodes: FragmentEpisodes) -> tuple[Floats, Floats]:
+        for fragment in episodes.fragments:
+            _check_values(fragment)
         lasting = np.concatenate([~fragment.chunks.terminated for fragment in episodes.fragments])
         after = np.zeros(len(lasting), np.float32)
         if lasting.any():
@@ -153,6 +155,15 @@ class GeneralAdvantageEstimation(ConnectorV2):
             advantage = deltas[t] + weights[t] * advantage
             advantages[t] = advantage
         return advantages
+
+
+def _check_values(fragment: Fragment) -> None:
+    shape = fragment.column(Columns.VF_PREDS).shape if Columns.VF_PREDS in fragment.columns else ()
+    if len(shape) > 2:
+        raise ModuleError(
+            f"'{Columns.VF_PREDS}' has shape {list(shape[1:])}, expected {list(shape[1:2])}: one number for each slot; "
+            "squeeze(-1) what a layer with one output gives"
+        )
 
 
 def _values(rl_module: Any, observations: Tree) -> Floats:

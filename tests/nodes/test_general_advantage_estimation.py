@@ -91,3 +91,17 @@ def test_it_may_stand_after_the_tensors_too() -> None:
         first = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
     assert torch.equal(first["advantages"], last["advantages"])
     assert math.isclose(float(first["advantages"].mean()), 0.0, abs_tol=1e-6)
+
+
+def test_values_with_an_axis_too_many_are_refused() -> None:
+    class Unsqueezed(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch)
+            return {**output, "vf_preds": output["vf_preds"][:, None]}
+
+    _, makers = numbered_envs(3)
+    gae = GeneralAdvantageEstimation()
+    told = r"'vf_preds' has shape \[3, 1\], expected \[3\]"
+    options: dict[str, Any] = {"learner_connector": lambda obs, act: gae, "fragment_length": 4, "seed": 0}
+    with pytest.raises(ModuleError, match=told), Rollout(makers, module=Unsqueezed(), **options) as rollout:
+        next(iter(rollout.batches()))

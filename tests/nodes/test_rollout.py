@@ -197,7 +197,7 @@ def test_returns_are_those_of_whole_episodes() -> None:
 
 def test_a_rollout_runs_once() -> None:
     rollout = numbered()
-    with pytest.raises(RunError, match="the rollout is new, expected it to be entered"):
+    with pytest.raises(RunError, match="the rollout is new; this loop expects: with Rollout"):
         next(iter(rollout.batches()))
     with pytest.raises(RunError, match="not running, it is new: nothing to report"):
         rollout.report()
@@ -539,6 +539,12 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
         ({"prefetch": -1}, ValueError, "prefetch is -1, expected at least 0"),
         ({"lanes": 9}, EnvError, "num_envs is 3 and lanes is 9, expected 1 <= lanes <= num_envs"),
         ({"num_envs": 4}, EnvError, "num_envs is 4, expected 3: one for each callable given"),
+        ({"module": NumberedModule}, ModuleError, r"module is the class NumberedModule, expected an instance"),
+        (
+            {"env_to_module_connector": Breaks()},
+            ConnectorError,
+            r"env_to_module_connector is <Breaks>, expected a function .* such as lambda env: MyPiece\(\)",
+        ),
         ({"module": object()}, ModuleError, "module is object, which has no method forward_exploration"),
         ({"max_batch": 2}, ValueError, "max_batch is 2, expected at least 3: a lane's slots go together"),
         ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
@@ -549,6 +555,38 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         numbered(**options)
+
+
+def test_callables_that_give_no_environment_of_their_own_are_refused() -> None:
+    shared = NumberedEnv(0)
+    with pytest.raises(EnvError, match="the callable for slot 1 gave an environment that another slot has already"):
+        Rollout(lambda: shared, num_envs=3, module=NumberedModule())
+    with pytest.raises(EnvError, match=r"the callable for slot 0 gave None, expected a gymnasium\.Env"):
+        Rollout(lambda: None, num_envs=3, module=NumberedModule())
+
+
+def test_publishing_what_are_no_weights_is_refused() -> None:
+    with pytest.raises(ModuleError, match=r"weights are NumberedModule, expected a state_dict\(\)"):
+        numbered().publish(NumberedModule())
+
+
+@pytest.mark.anyio
+async def test_a_loop_of_the_other_kind_is_refused() -> None:
+    async with numbered() as rollout:
+        with pytest.raises(RunError, match=r"running, entered by 'async with'; this loop expects: with .*, and for"):
+            next(iter(rollout.batches()))
+
+
+def test_a_piece_that_does_not_declare_its_space_is_told_how() -> None:
+    class Widens(ConnectorV2):
+        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+            for episode in episodes:
+                episode.set_observations(new_data=np.append(episode.get_observations(-1), 0), at_indices=-1)
+            return batch
+
+    with pytest.raises(ColumnError) as raised, numbered(env_to_module_connector=lambda env: Widens()):
+        pass
+    assert "recompute_output_observation_space" in raised.value.__notes__[0]
 
 
 def test_an_unknown_environment_is_named() -> None:
