@@ -1,5 +1,6 @@
 import gc
 import os
+import signal
 import threading
 from typing import Any
 
@@ -512,6 +513,24 @@ def test_nothing_is_left_behind(options: dict[str, Any], ending: str) -> None:
     for _ in range(3):
         assert go().closed
     assert left_behind(known) == before == (0, before[1])
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"forward_in_thread": True}])
+def test_an_interrupt_that_is_caught_in_the_block_does_not_keep_it_from_being_left(options: dict[str, Any]) -> None:
+    class Interrupts(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            if self.life == 40:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().step(action)
+
+    caught = False
+    with Rollout(lambda: Interrupts(0), module=NumberedModule(), fragment_length=16, seed=0, **options) as rollout:
+        try:
+            for _ in rollout.batches():
+                pass
+        except KeyboardInterrupt:
+            caught = True
+    assert caught
 
 
 def test_an_error_in_a_piece_names_piece_and_node() -> None:
