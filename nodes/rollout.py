@@ -291,7 +291,7 @@ class Rollout:
     # Inside
 
     def _not_entered(self, expected: str) -> str:
-        entered = {True: "by 'with'", False: "by 'async with'"}[self._drive is not None]
+        entered = "by 'async with'" if self._drive is None else "by 'with'"
         told = f"running, entered {entered}" if self._state == "running" else self._state
         return f"the rollout is {told}; this loop expects: {expected}"
 

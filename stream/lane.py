@@ -255,11 +255,11 @@ class Lane:
     def cut(self) -> Fragment:
         """Give the fragment away, read-only, and begin the next one with the last H rows as its lookback."""
         old, lookback = self.fragment, self.layout.lookback
+        # The last H rows begin as many rows down as there were steps.
         rows = self.row - lookback
-        begin = self.row - lookback
         columns = {name: column.like() for name, column in old.columns.items()}
         for name, column in columns.items():
-            column.copy_rows(old.columns[name], begin, self.row + (name == Columns.OBS))
+            column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
         self.episode_start -= rows
         episode_start, episode_number = self.episode_start.copy(), self.episode_number.copy()
         if self._dead is not None:
@@ -274,7 +274,7 @@ class Lane:
             episode_number=episode_number,
         )
         new.observation_space = old.observation_space
-        new.infos[: lookback + 1] = old.infos[begin : self.row + 1]
+        new.infos[: lookback + 1] = old.infos[rows : self.row + 1]
         old.custom_data = copy.deepcopy(self.custom_data)
         old.seal(rows)
         self.custom_data = {key: data for key, data in self.custom_data.items() if self._is_open(*key)}

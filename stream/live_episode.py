@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from rollflow.stream.lane import Lane
 
 
-_COPY = "SingleAgentEpisode.from_state(episode.get_state())"
-
-
 class LiveEpisode(SingleAgentEpisode):
     """The ongoing episode of one slot: reading it reads the lane's columns, `set_…` writes them.
 
@@ -75,14 +72,17 @@ class LiveEpisode(SingleAgentEpisode):
 
     def add_env_reset(self, observation: Any, infos: Any = None) -> NoReturn:
         """Refused: the environments do it."""
-        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
+        self._refuse()
 
     def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: the environments do it."""
-        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
+        self._refuse()
 
     def concat_episode(self, other: SingleAgentEpisode) -> NoReturn:
         """Refused: the environments add to it."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
         raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environments add to it")
 
     def _flag(self, name: str) -> bool:
@@ -97,11 +97,17 @@ class SealedEpisode(SingleAgentEpisode):
 
     def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: it would be seen here alone, and by nothing that works on the fragment's columns."""
-        raise EpisodeError(f"episode '{self.id_}': a fragment's chunk is read-only; write to a copy: {_COPY}")
+        self._refuse()
 
     def concat_episode(self, other: SingleAgentEpisode) -> NoReturn:
         """Refused, as `add_env_step` is."""
-        raise EpisodeError(f"episode '{self.id_}': a fragment's chunk is read-only; write to a copy: {_COPY}")
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise EpisodeError(
+            f"episode '{self.id_}': a fragment's chunk is read-only; write to a copy: "
+            "SingleAgentEpisode.from_state(episode.get_state())"
+        )
 
 
 class LaneEpisodes(Sequence[SingleAgentEpisode]):
