@@ -5,19 +5,38 @@ from rollflow.nodes.connectors.add_columns_from_episodes_to_train_batch import (
     AddColumnsFromEpisodesToTrainBatch,
 )
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
+from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.agent_to_module_mapping import DEFAULT_MODULE_ID, AgentToModuleMapping
 from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.clip_actions import ClipActions
 from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.connectors.flatten_observations import FlattenObservations
+from rollflow.nodes.connectors.frame_stacking import FrameStacking
 from rollflow.nodes.connectors.general_advantage_estimation import GeneralAdvantageEstimation
 from rollflow.nodes.connectors.get_actions import GetActions
+from rollflow.nodes.connectors.lambda_connector import LambdaConnector
 from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.listify_data_for_vector_env import ListifyDataForVectorEnv
+from rollflow.nodes.connectors.mean_std_filter import MeanStdFilter
+from rollflow.nodes.connectors.module_to_agent_unmapping import ModuleToAgentUnmapping
 from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.numpy_to_tensor import NumpyToTensor
+from rollflow.nodes.connectors.observation_preprocessor import (
+    ObservationPreprocessor,
+    SingleAgentObservationPreprocessor,
+)
+from rollflow.nodes.connectors.one_hot_observations import OneHotObservations
+from rollflow.nodes.connectors.prev_actions_prev_rewards import PrevActionsPrevRewards
+from rollflow.nodes.connectors.remove_single_ts_time_rank_from_batch import RemoveSingleTsTimeRankFromBatch
 from rollflow.nodes.connectors.tensor_to_numpy import TensorToNumpy
 from rollflow.nodes.connectors.unbatch_to_individual_items import UnBatchToIndividualItems
+from rollflow.nodes.connectors.write_observations_to_episodes import WriteObservationsToEpisodes
+from rollflow.nodes.default_model_config import DefaultModelConfig
+from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.distribution import (
     Bernoulli,
     Categorical,
@@ -38,37 +57,55 @@ from rollflow.nodes.rl_module import RLModule
 from rollflow.nodes.rollout import Rollout
 
 __all__ = [
+    "DEFAULT_MODULE_ID",
     "AddColumnsFromEpisodesToBatch",
     "AddColumnsFromEpisodesToTrainBatch",
     "AddObservationsFromEpisodesToBatch",
+    "AddStatesFromEpisodesToBatch",
+    "AddTimeDimToBatchAndZeroPad",
+    "AgentToModuleMapping",
     "BatchIndividualItems",
     "Bernoulli",
     "Categorical",
+    "ClipActions",
     "ConnectorPipelineV2",
     "ConnectorV2",
+    "DefaultModelConfig",
+    "DefaultModule",
     "Deterministic",
     "DiagGaussian",
     "EnvToModule",
     "EnvToModulePipeline",
     "Environments",
     "EpisodeReturns",
+    "FlattenObservations",
+    "FrameStacking",
     "GatheringForward",
     "GeneralAdvantageEstimation",
     "GetActions",
     "LagBound",
+    "LambdaConnector",
     "LearnerConnectorPipeline",
     "ListifyDataForVectorEnv",
+    "MeanStdFilter",
     "ModuleForward",
+    "ModuleToAgentUnmapping",
     "ModuleToEnv",
     "ModuleToEnvPipeline",
     "MultiCategorical",
     "MultiDistribution",
     "NormalizeAndClipActions",
     "NumpyToTensor",
+    "ObservationPreprocessor",
+    "OneHotObservations",
     "PolicyWeights",
+    "PrevActionsPrevRewards",
     "RLModule",
+    "RemoveSingleTsTimeRankFromBatch",
     "Rollout",
+    "SingleAgentObservationPreprocessor",
     "TensorToNumpy",
     "UnBatchToIndividualItems",
+    "WriteObservationsToEpisodes",
     "distribution_for",
 ]

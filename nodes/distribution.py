@@ -135,7 +135,7 @@ class Categorical:
         return _expected(self.log_probs, self.log_probs - other.log_probs)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(self._numbered(self.logits.argmax(-1)))
+        return Deterministic(self._numbered(self.logits.argmax(-1)), self.logits.shape[:-1])
 
     def _numbered(self, places: Tensor) -> Tensor:
         numbers = places + self._start if self._start else places
@@ -168,7 +168,8 @@ class MultiCategorical:
         return torch.stack([mine.kl(theirs) for mine, theirs in zip(self._parts, other._parts, strict=True)]).sum(0)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(self._joined([part.to_deterministic().action for part in self._parts]))
+        action = self._joined([part.to_deterministic().action for part in self._parts])
+        return Deterministic(action, self._parts[0].logits.shape[:-1])
 
     def _joined(self, numbers: Sequence[Tensor]) -> Tensor:
         joined = torch.stack(list(numbers), -1).to(self._dtype)
@@ -202,7 +203,7 @@ class Bernoulli:
         return self._expected(one, zero)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(self._shaped(self.logits > 0))
+        return Deterministic(self._shaped(self.logits > 0), self.logits.shape[:-1])
 
     def _expected(self, one: Tensor, zero: Tensor) -> Tensor:
         """The sum over all bits of the mean of what a one and what a zero count for, f32[B, D] each."""
@@ -240,7 +241,7 @@ class DiagGaussian:
         return (other.log_std - self.log_std + 0.5 * spread * torch.exp(-2.0 * other.log_std) - 0.5).sum(-1)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(self._shaped(self.mean))
+        return Deterministic(self._shaped(self.mean), self.mean.shape[:-1])
 
     def _shaped(self, flat: Tensor) -> Tensor:
         return flat.reshape(*flat.shape[:-1], *self._shape).to(self._dtype)
@@ -270,19 +271,26 @@ class MultiDistribution:
         return torch.stack([part.kl(other._parts[key]) for key, part in self._parts.items()]).sum(0)
 
     def to_deterministic(self) -> "Deterministic":
-        return Deterministic(self._tree({key: part.to_deterministic().action for key, part in self._parts.items()}))
+        parts = {key: part.to_deterministic() for key, part in self._parts.items()}
+        batch_shape = next(iter(parts.values())).batch_shape
+        return Deterministic(self._tree({key: part.action for key, part in parts.items()}), batch_shape)
 
     def _tree(self, parts: dict[Any, Tree]) -> Tree:
         return tuple(parts.values()) if self._as_tuple else parts
 
 
 class Deterministic:
-    """Always the same action; its log-probability counts as 0."""
+    """Always the same action; its log-probability counts as 0.
 
-    __slots__ = ("action",)
+    action         one for each of the batch
+    batch_shape    the batch's axes: B, or B and time
+    """
 
-    def __init__(self, action: Tree) -> None:
+    __slots__ = ("action", "batch_shape")
+
+    def __init__(self, action: Tree, batch_shape: tuple[int, ...]) -> None:
         self.action = action
+        self.batch_shape = batch_shape
 
     def sample(self, generator: torch.Generator | None = None) -> Tree:
         return self.action
@@ -291,7 +299,7 @@ class Deterministic:
         first = value
         while not torch.is_tensor(first):
             first = next(iter(first.values() if isinstance(first, Mapping) else first))
-        return torch.zeros(len(first), device=first.device)
+        return torch.zeros(self.batch_shape, device=first.device)
 
 
 def _dtype_of(space: gym.Space[Any]) -> torch.dtype:

@@ -47,6 +47,13 @@ class EnvToModule:
     def __call__(self, steps: Lane) -> Prepared:
         """Turn the lane's newest observations into a batch for the module."""
         lane = steps
+        try:
+            return self._prepared(lane)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+
+    def _prepared(self, lane: Lane) -> Prepared:
         ended = lane.ended
         if ended is not None:
             if self.pipeline.changes_episodes:

@@ -64,16 +64,24 @@ class Environments:
         self.observation_space: gym.Space[Any] = first.single_observation_space
         self.action_space: gym.Space[Any] = first.single_action_space
         self.num_envs = sum(vector.num_envs for vector in self.envs)
-        self.lanes: list[Lane] = []
+        self._name, self._fragment_length = name, fragment_length
         for index, vector in enumerate(self.envs):
             self._check_spaces(vector, index)
+        self.set_lookback(lookback)
+
+    def set_lookback(self, lookback: int) -> None:
+        """Have every fragment begin with so many steps of the one before (H). Before the first step only."""
+        if self._started:
+            raise RunError("these environments have been started: their lookback stays as it is")
+        self.lanes: list[Lane] = []
+        for index, vector in enumerate(self.envs):
             layout = FragmentLayout(
                 num_slots=vector.num_envs,
-                num_rows=fragment_length,
+                num_rows=self._fragment_length,
                 lookback=lookback,
                 action_space=self.action_space,
                 resets_next_step=_autoreset_mode(vector) is AutoresetMode.NEXT_STEP,
-                episode_id=_episode_ids(f"{seed}/{name}/{index}"),
+                episode_id=_episode_ids(f"{self._seed}/{self._name}/{index}"),
             )
             self.lanes.append(Lane(index, layout, self.observation_space))
         self._step = [

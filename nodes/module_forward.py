@@ -37,7 +37,11 @@ class ModuleForward:
     def __call__(self, batches: Lane) -> Lane:
         """Replace the lane's batch by the module's output."""
         lane = batches
-        lane.batch = self.forward(lane.batch)
+        try:
+            lane.batch = self.forward(lane.batch)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, batch: {_told(lane.batch)}")
+            raise
         lane.policy_version = self.policy_version
         return lane
 
@@ -48,7 +52,11 @@ class ModuleForward:
             return
         sizes = [lane.layout.num_slots for lane in lanes]
         batch = map_tree(lambda *parts: torch.cat(parts), *(lane.batch for lane in lanes))
-        output = self.forward(batch)
+        try:
+            output = self.forward(batch)
+        except Exception as error:
+            error.add_note(f"lanes {', '.join(str(lane.index) for lane in lanes)}, batch: {_told(batch)}")
+            raise
         begin = 0
         for lane, size in zip(lanes, sizes, strict=True):
             lane.batch = _rows(output, begin, begin + size)
@@ -126,6 +134,12 @@ class GatheringForward:
                 lanes.append(lane)
                 slots += lane.layout.num_slots
         return lanes, None
+
+
+def _told(batch: dict[str, Any]) -> str:
+    """The shapes of a batch's columns, for a note on an error."""
+    shapes = {name: map_tree(lambda leaf: list(leaf.shape), column) for name, column in batch.items()}
+    return ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())
 
 
 def _rows(output: dict[str, Any], begin: int, end: int) -> dict[str, Tree]:

@@ -25,9 +25,15 @@ class ModuleToEnv:
     def __call__(self, outputs: Lane) -> Lane:
         """Work out the actions for the lane's environments."""
         lane = outputs
-        batch = self.pipeline(batch=lane.batch, episodes=lane.episodes, shared_data=lane.shared_data, **self._context)
-        if not self.pipeline.columnar:
-            batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
-        lane.batch = batch
-        lane.record_actions(batch)
+        try:
+            batch = self.pipeline(
+                batch=lane.batch, episodes=lane.episodes, shared_data=lane.shared_data, **self._context
+            )
+            if not self.pipeline.columnar:
+                batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+            lane.batch = batch
+            lane.record_actions(batch)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
         return lane

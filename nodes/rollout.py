@@ -10,11 +10,13 @@ import anyio
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
 from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.drive import InlineDrive, PortalDrive
 from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments, EnvSource
@@ -44,9 +46,12 @@ class Rollout:
 
         env, num_envs, lanes       what is stepped: see `Environments`
         module                     has `forward_exploration` and `forward_inference`; a copy of it acts, which learns
-                                   of new weights by `publish` alone
+                                   of new weights by `publish` alone. None: a `DefaultModule` for the spaces, to be
+                                   trained as `rollout.module`
+        model_config               of the default module: a `DefaultModelConfig`, or a dict of its fields
         fragment_length            vector steps in a fragment (T)
-        lookback                   steps that a chunk can look back into the one before (H)
+        lookback                   steps that a chunk can look back into the one before (H); None: as many as the
+                                   connector pieces need, and at least 1
         seed                       of environments and sampling; None: a fresh one, to be read from `seed`
         explore                    whether actions are sampled, by `forward_exploration`, or taken at their likeliest
         env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones
@@ -59,6 +64,9 @@ class Rollout:
         max_batch, max_wait        slots in one forward pass over several ready lanes, and seconds to wait for more;
                                    None: every lane has a pass of its own
         forward_in_thread          forward passes in a worker thread, while other lanes' environments step
+        metrics                    what pieces log into; None: a `MetricsLogger`, to be read as `rollout.metrics`
+        debug                      everything inline, in the loop's thread, whatever else is asked for: a breakpoint in
+                                   a piece stops right there
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     or a node of a `Graph`, with the port `fragments`. It runs once.
@@ -70,11 +78,12 @@ class Rollout:
         self,
         env: EnvSource,
         *,
-        module: Any,
+        module: Any = None,
+        model_config: Any = None,
         num_envs: int | None = None,
         lanes: int = 1,
         fragment_length: int = 128,
-        lookback: int = 1,
+        lookback: int | None = None,
         seed: int | None = None,
         explore: bool = True,
         env_to_module_connector: Callable[[Any], Pieces] | None = None,
@@ -88,7 +97,10 @@ class Rollout:
         max_wait: float = 0.0,
         forward_in_thread: bool = False,
         metrics: Any = None,
+        debug: bool = False,
     ) -> None:
+        if debug:
+            prefetch, max_batch, forward_in_thread = 0, None, False
         _check_numbers(
             fragment_length=(fragment_length, 1),
             lookback=(lookback, 0),
@@ -100,37 +112,37 @@ class Rollout:
             max_wait=(max_wait, 0),
         )
         self.seed = fresh_seed() if seed is None else seed
-        self.module = module
         self.returns = EpisodeReturns()
         self.environments = Environments(
             env,
             num_envs=num_envs,
             lanes=lanes,
             fragment_length=fragment_length,
-            lookback=lookback,
             seed=self.seed,
         )
         observation_space, action_space = self.environments.observation_space, self.environments.action_space
         first_env = self.environments.envs[0]
-        self.env_to_module = EnvToModulePipeline.default(
-            observation_space, action_space, _pieces(env_to_module_connector, "env_to_module_connector", first_env)
-        )
-        self.module_to_env = ModuleToEnvPipeline.default(
-            observation_space, action_space, _pieces(module_to_env_connector, "module_to_env_connector", first_env)
-        )
-        spaces = self.env_to_module.observation_space, action_space
-        acting = _acting_copy(module, *spaces)
+        before = _pieces(env_to_module_connector, "env_to_module_connector", first_env)
+        after = _pieces(module_to_env_connector, "module_to_env_connector", first_env)
+        seen_space = EnvToModulePipeline(observation_space, action_space, connectors=before).observation_space
+        spaces = observation_space if seen_space is None else seen_space, action_space
+        self.module = _module_for(module, model_config, *spaces)
+        acting = _acting_copy(self.module)
+        stateful = is_stateful(acting)
+        self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
+        self.module_to_env = ModuleToEnvPipeline.default(observation_space, action_space, after, stateful=stateful)
         self._weights = PolicyWeights(acting)
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
-            *spaces, _pieces(learner_connector, "learner_connector", *spaces)
+            *spaces, _pieces(learner_connector, "learner_connector", *spaces), stateful=stateful
         )
+        self.environments.set_lookback(self._lookback(lookback, stateful))
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = len(self.environments.lanes)
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
-        self._metrics = metrics
+        self.metrics = metrics
         self._forward = ModuleForward(acting, self._weights, explore=explore)
-        context = {"module": acting, "explore": explore, "metrics": metrics}
+        context = {"module": acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(
             self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
         )
@@ -342,13 +354,25 @@ class Rollout:
             return
         began = clock()
         try:
-            batch = self.learner_pipeline.of_fragments(fragments, self.module, self._metrics)
+            batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
         except BaseException:
             self._rounds.handed_steps = before
             raise
         self._learner_meter.busy_ns += clock() - began
         self._learner_meter.items += 1
         yield batch
+
+    def _lookback(self, asked: int | None, stateful: bool) -> int:
+        """Steps of lookback: what was asked for, or what is needed. Raises ValueError where the one is too little."""
+        needed = {"a stateful module": int(stateful)}
+        for pipeline in (self.env_to_module, self.learner_pipeline):
+            needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
+        most = max(needed, key=lambda name: needed[name])
+        if asked is None:
+            return max(1, needed[most])
+        if asked < needed[most]:
+            raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
+        return asked
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool
@@ -401,8 +425,12 @@ def _check_numbers(**numbers: tuple[float | None, int]) -> None:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 
-def _acting_copy(module: Any, observation_space: gym.Space[Any] | None, action_space: gym.Space[Any]) -> Any:
-    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
+def _module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+    """The module given, with its spaces filled in, or a default one. Raises ModuleError for what is no module."""
+    if module is None:
+        return DefaultModule(observation_space, action_space, model_config=model_config)
+    if model_config is not None:
+        raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
     if isinstance(module, type):
         raise ModuleError(f"module is the class {module.__name__}, expected an instance: {module.__name__}()")
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
@@ -414,6 +442,11 @@ def _acting_copy(module: Any, observation_space: gym.Space[Any] | None, action_s
     for name, space in (("observation_space", observation_space), ("action_space", action_space)):
         if getattr(module, name, None) is None:
             setattr(module, name, space)
+    return module
+
+
+def _acting_copy(module: Any) -> Any:
+    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
     acting = copy.deepcopy(module)
     acting.eval()
     return acting

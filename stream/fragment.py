@@ -162,6 +162,49 @@ class Fragment:
             map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
         return observations
 
+    def next_observations(self) -> Tree:
+        """The observation after every step, chunk by chunk: a tree of new arrays `any[num_steps, ...]`."""
+        chunks, first = self.chunks, self.first_row
+        following = map_tree(
+            lambda leaf: self.in_chunk_order(leaf[first + 1 : self.last_row + 1]), self.columns[Columns.OBS].tree
+        )
+        ends = np.cumsum(chunks.stop - chunks.start) - 1
+        map_tree(lambda leaf, last: leaf.__setitem__(ends, last), following, self.last_observations())
+        return following
+
+    def last(self, name: str) -> Tree:
+        """What every chunk's last step recorded in a column: a tree of new arrays `any[C, ...]`."""
+        chunks = self.chunks
+        return map_tree(lambda leaf: leaf[chunks.stop - 1, chunks.slot], self._named(name).tree)
+
+    def preceding(self, name: str) -> Tree:
+        """What the step before every chunk recorded in a column: a tree of new arrays `any[C, ...]`.
+
+        Meaningless for chunks without lookback: see `chunks.lookback`.
+        """
+        chunks = self.chunks
+        return map_tree(lambda leaf: leaf[chunks.start - 1, chunks.slot], self._named(name).tree)
+
+    def recent_observations(self, count: int) -> Tree:
+        """The last `count` observations at every step, oldest first: a tree of new arrays `any[num_steps, count, ...]`.
+
+        Steps are in chunk order. Zeros stand for those before the episode's first, and before the lookback.
+        """
+        chunks = self.chunks
+        lengths = chunks.stop - chunks.start
+        earliest, slot = np.repeat(chunks.start - chunks.lookback, lengths), np.repeat(chunks.slot, lengths)
+        row = np.arange(len(slot)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + np.repeat(chunks.start, lengths)
+        rows = row[:, None] + np.arange(1 - count, 1)  # i64[num_steps, count]
+        before = rows < earliest[:, None]
+        rows[before] = 0
+
+        def windows(leaf: NDArray[Any]) -> NDArray[Any]:
+            taken: NDArray[Any] = leaf[rows, slot[:, None]]
+            taken[before] = 0
+            return taken
+
+        return map_tree(windows, self.columns[Columns.OBS].tree)
+
     @cached_property
     def chunks(self) -> ChunkIndex:
         """Where the chunks lie."""
@@ -324,3 +367,23 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
     def last_observations(self) -> Tree:
         """The observation after each chunk's last step: a tree of new arrays `any[C, ...]`."""
         return concatenate_trees([fragment.last_observations() for fragment in self.fragments])
+
+    def next_observations(self) -> Tree:
+        """The observation after every step of all chunks: a tree of new arrays `any[sum(lengths), ...]`."""
+        return concatenate_trees([fragment.next_observations() for fragment in self.fragments])
+
+    def last(self, name: str) -> Tree:
+        """What each chunk's last step recorded in a column: a tree of new arrays `any[C, ...]`."""
+        return concatenate_trees([fragment.last(name) for fragment in self.fragments])
+
+    def preceding(self, name: str) -> Tree:
+        """What the step before each chunk recorded in a column: as `Fragment.preceding`."""
+        return concatenate_trees([fragment.preceding(name) for fragment in self.fragments])
+
+    def recent_observations(self, count: int) -> Tree:
+        """The last `count` observations at every step of all chunks: as `Fragment.recent_observations`."""
+        return concatenate_trees([fragment.recent_observations(count) for fragment in self.fragments])
+
+    def chunk_index(self, field: str) -> NDArray[Any]:
+        """One field of every fragment's `ChunkIndex`, end to end: `any[C]`."""
+        return np.concatenate([getattr(fragment.chunks, field) for fragment in self.fragments])

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.stream.buffer import LookbackBuffer
 from rollflow.stream.columns import Columns
@@ -136,6 +137,59 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         """Replace the latest observation of every slot by a tree of arrays `any[N, ...]`."""
         self.lane.set_observations(observations)
 
+    def recent_observations(self, count: int) -> Tree:
+        """Every slot's last `count` observations, oldest first: a tree of new arrays `any[N, count, ...]`.
+
+        Zeros stand for those before the episode's first, and for those that lie before the lookback.
+        """
+        latest = self.observations()
+        if count == 1:
+            return map_tree(lambda leaf: leaf[:, None].copy(), latest)
+        earlier = self._recent(Columns.OBS, count - 1)
+        return map_tree(lambda past, leaf: np.concatenate([past, leaf[:, None]], axis=1), earlier, latest)
+
+    def recent(self, name: str, count: int) -> Tree:
+        """What the last `count` steps recorded in a column, oldest first: a tree of new arrays `any[N, count, ...]`.
+
+        Zeros stand for steps before the episode's first, and for those that lie before the lookback.
+        """
+        return self._recent(name, count)
+
+    def previous(self, name: str) -> Tree | None:
+        """What the step before recorded in a column, a tree of arrays `any[N, ...]`: views, not to be written to.
+
+        Meaningless for slots that have just begun an episode; None where the column has nothing yet.
+        """
+        column = self.lane.fragment.columns.get(name)
+        return None if column is None or not self.lane.row else column.row(self.lane.row - 1)
+
+    def just_begun(self) -> NDArray[np.bool_]:
+        """bool[N]: whether the slot's latest observation is its episode's first."""
+        begun: NDArray[np.bool_] = self.lane.episode_start >= self.lane.row
+        return begun
+
+    def steps_there(self, count: int) -> NDArray[np.bool_]:
+        """bool[N, count]: which of the last `count` steps `recent` has, and no zeros in their stead."""
+        return self._steps_there(count)
+
+    def _steps_there(self, count: int, slots: Any = slice(None)) -> NDArray[np.bool_]:
+        begin = np.maximum(self.lane.episode_start[slots], 0)
+        there: NDArray[np.bool_] = np.arange(self.lane.row - count, self.lane.row) >= begin[:, None]
+        return there
+
+    def _recent(self, name: str, count: int, slots: Any = slice(None)) -> Tree:
+        stop, before = self.lane.row, ~self._steps_there(count, slots)
+        start = max(stop - count, 0)
+
+        def window(leaf: NDArray[Any]) -> NDArray[Any]:
+            rows = leaf[start:stop, slots].swapaxes(0, 1)
+            padded = np.zeros((len(before), count, *leaf.shape[2:]), leaf.dtype)
+            padded[:, count - rows.shape[1] :] = rows
+            padded[before] = 0
+            return padded
+
+        return map_tree(window, self.lane.fragment.columns[name].tree)
+
 
 class EndedEpisodes(LaneEpisodes):
     """The episodes of a lane that ended in its last step, K of them, each with its last observation."""
@@ -159,6 +213,21 @@ class EndedEpisodes(LaneEpisodes):
         """Replace the last observation of each ended episode by a tree of arrays `any[K, ...]`."""
         for i, slot in enumerate(self.slots):
             self.lane.set_observation(slot, map_tree(lambda leaf, i=i: leaf[i], observations))
+
+    def previous(self, name: str) -> Tree | None:
+        """What the step before recorded in a column, a tree of arrays `any[K, ...]`; None where it has nothing yet."""
+        every = super().previous(name)
+        return None if every is None else map_tree(lambda leaf: leaf[self.slots], every)
+
+    def just_begun(self) -> NDArray[np.bool_]:
+        """bool[K]: never, an episode that has ended has a step behind it."""
+        return np.zeros(len(self), np.bool_)
+
+    def _recent(self, name: str, count: int, slots: Any = None) -> Tree:
+        return super()._recent(name, count, self.slots)
+
+    def _steps_there(self, count: int, slots: Any = None) -> NDArray[np.bool_]:
+        return super()._steps_there(count, self.slots)
 
 
 class EndedWindow(LookbackBuffer):

@@ -66,3 +66,25 @@ def one_hot(space: gym.Space[Any], items: Tree) -> Tree:
 def _vectors(numbers: NDArray[Any], n: int) -> NDArray[np.float32]:
     vectors: NDArray[np.float32] = (numbers[..., None] == np.arange(n)).astype(np.float32)
     return vectors
+
+
+def flat_size(space: gym.Space[Any]) -> int:
+    """How many numbers `flatten` makes of one item. Raises ColumnError as `item_of`."""
+    return int(flatten(space, item_of(space)).shape[-1])
+
+
+def flatten(space: gym.Space[Any], items: Tree) -> NDArray[np.float32]:
+    """Items as vectors `f32[..., D]`: a Dict's parts by sorted key, a Tuple's in order, end to end.
+
+    `items` is one item, or a tree of arrays with leading axes. Discrete and MultiDiscrete parts are one-hot vectors,
+    all others are unrolled.
+    """
+    if isinstance(space, spaces.Dict):
+        return np.concatenate([flatten(space[key], items[key]) for key in sorted(space.keys())], axis=-1)
+    if isinstance(space, spaces.Tuple):
+        return np.concatenate([flatten(part, item) for part, item in zip(space, items, strict=True)], axis=-1)
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        vectors: NDArray[np.float32] = one_hot(space, items)
+        return vectors
+    array = np.asarray(items, np.float32)
+    return array.reshape(*array.shape[: array.ndim - len(space.shape or ())], -1)

@@ -7,7 +7,14 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, episode_key
+from rollflow.nodes.connectors.connector_v2 import (
+    Batch,
+    BatchedArray,
+    ConnectorV2,
+    Episodes,
+    episode_key,
+    is_keyed_by_episode,
+)
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
@@ -66,9 +73,7 @@ class BatchIndividualItems(ConnectorV2):
 
 
 def _is_list_form(data: Any) -> bool:
-    if isinstance(data, dict):
-        return bool(data) and all(isinstance(key, tuple) and isinstance(items, list) for key, items in data.items())
-    return isinstance(data, list)
+    return isinstance(data, list) or is_keyed_by_episode(data)
 
 
 def _items(data: Any) -> list[Any]:

@@ -119,6 +119,11 @@ class ConnectorPipelineV2(ConnectorV2):
         return [piece for piece in self.connectors if isinstance(piece, key)]
 
     @property
+    def lookback(self) -> int:
+        """Steps that the piece which looks back furthest does."""
+        return max((piece.lookback for piece in self.connectors), default=0)
+
+    @property
     def names(self) -> list[str]:
         """The pieces' names, in order: no two are the same."""
         names: list[str] = []
@@ -191,11 +196,7 @@ class ConnectorPipelineV2(ConnectorV2):
     def set_state(self, state: dict[str, Any]) -> None:
         """Set the states of the pieces named; the others stay. Raises ConnectorError for a name that is not there."""
         pieces = self._named()
-        unknown = sorted(set(state) - set(pieces))
-        if unknown:
-            raise ConnectorError(
-                f"{self.name}: a state for {unknown}, but the pieces are: {', '.join(pieces) or 'none'}"
-            )
+        self._check_names(state)
         for name, piece_state in state.items():
             pieces[name].set_state(piece_state)
 
@@ -205,7 +206,9 @@ class ConnectorPipelineV2(ConnectorV2):
             piece.reset_state()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> merged state, piece by piece."""
+        """Name -> merged state, piece by piece. Raises ConnectorError for a name that is not there."""
+        for state in states:
+            self._check_names(state)
         merged: dict[str, Any] = {}
         for name, piece in self._named().items():
             given = [state[name] for state in states if name in state]
@@ -221,6 +224,13 @@ class ConnectorPipelineV2(ConnectorV2):
         return f"<{self.name}: {' → '.join(self.names) or 'empty'}>"
 
     # Inside
+
+    def _check_names(self, state: dict[str, Any]) -> None:
+        unknown = sorted(set(state) - set(self.names))
+        if unknown:
+            raise ConnectorError(
+                f"{self.name}: a state for {unknown}, but the pieces are: {', '.join(self.names) or 'none'}"
+            )
 
     def _named(self) -> dict[str, ConnectorV2]:
         return dict(zip(self.names, self.connectors, strict=True))

@@ -88,6 +88,11 @@ class ConnectorV2(abc.ABC):
         """What the piece is called in a pipeline: its class's name."""
         return type(self).__name__
 
+    @property
+    def lookback(self) -> int:
+        """Steps that the piece looks back in an episode; a rollout keeps at least as many when it cuts fragments."""
+        return 0
+
     # Spaces
 
     def recompute_output_observation_space(
@@ -174,10 +179,14 @@ class ConnectorV2(abc.ABC):
         """What this piece has learnt from the data that came by; nothing unless overridden."""
         return {}
 
-    def set_state(self, state: dict[str, Any]) -> None:  # noqa: B027  (a piece without state has nothing to set)
-        """Take over what `get_state` gave."""
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take over what `get_state` gave. Raises ConnectorError for a state where the piece has none."""
+        if state:
+            raise ConnectorError(
+                f"{self.name} has no state, but is given one with {sorted(map(str, state))}: is it another piece's?"
+            )
 
-    def reset_state(self) -> None:  # noqa: B027  (likewise)
+    def reset_state(self) -> None:  # noqa: B027  (a piece without state has nothing to forget)
         """Forget what has been learnt."""
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
@@ -314,6 +323,15 @@ def episode_key(episode: SingleAgentEpisode) -> tuple[Any, ...]:
     if episode.agent_id is None and episode.module_id is None:
         return (episode.id_,)
     return (episode.multi_agent_episode_id, episode.agent_id, episode.module_id)
+
+
+def is_keyed_by_episode(data: Any) -> bool:
+    """Whether a column is in list form, `(episode id, …) -> [items]`, and no tree of arrays."""
+    return (
+        isinstance(data, dict)
+        and bool(data)
+        and all(isinstance(key, tuple) and isinstance(items, list) for key, items in data.items())
+    )
 
 
 def _items_of(batch: Batch, column: str, episode: SingleAgentEpisode | None) -> list[Any]:

@@ -6,6 +6,9 @@ from typing import Any, Self
 import gymnasium as gym
 
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
+from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.agent_to_module_mapping import AgentToModuleMapping
 from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
@@ -22,16 +25,25 @@ class EnvToModulePipeline(ConnectorPipelineV2):
         action_space: gym.Space[Any] | None = None,
         custom_pieces: Sequence[ConnectorV2] = (),
         *,
+        stateful: bool = False,
+        multi_agent: bool = False,
         device: Any = None,
     ) -> Self:
-        """`custom_pieces`, then what every rollout needs: observations, batched, as tensors."""
+        """`custom_pieces`, then what every rollout needs: observations, batched, as tensors.
+
+        stateful       with a time axis and `state_in`, for a stateful module
+        multi_agent    by module ids
+        device         where the tensors are to be
+        """
         return cls(
             observation_space,
             action_space,
             connectors=[
                 *custom_pieces,
                 AddObservationsFromEpisodesToBatch(),
-                BatchIndividualItems(),
+                *([AddTimeDimToBatchAndZeroPad(), AddStatesFromEpisodesToBatch()] if stateful else []),
+                *([AgentToModuleMapping()] if multi_agent else []),
+                BatchIndividualItems(multi_agent=multi_agent),
                 NumpyToTensor(device=device),
             ],
         )

@@ -7,6 +7,9 @@ import gymnasium as gym
 
 from rollflow.nodes.connectors.add_columns_from_episodes_to_train_batch import AddColumnsFromEpisodesToTrainBatch
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
+from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.agent_to_module_mapping import AgentToModuleMapping
 from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
@@ -24,9 +27,20 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
         action_space: gym.Space[Any] | None = None,
         custom_pieces: Sequence[ConnectorV2] = (),
         *,
+        stateful: bool = False,
+        multi_agent: bool = False,
         device: Any = None,
     ) -> Self:
-        """`custom_pieces`, then what every learner needs: observations and all other columns, batched, as tensors."""
+        """`custom_pieces`, then what every learner needs: observations and all other columns, batched, as tensors.
+
+        stateful       in rows of `max_seq_len` steps and with `state_in`, for a stateful module
+        multi_agent    by module ids
+        device         where the tensors are to be
+        """
+        states: list[ConnectorV2] = [
+            AddTimeDimToBatchAndZeroPad(as_learner_connector=True),
+            AddStatesFromEpisodesToBatch(as_learner_connector=True),
+        ]
         return cls(
             observation_space,
             action_space,
@@ -34,7 +48,9 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
                 *custom_pieces,
                 AddObservationsFromEpisodesToBatch(as_learner_connector=True),
                 AddColumnsFromEpisodesToTrainBatch(),
-                BatchIndividualItems(),
+                *(states if stateful else []),
+                *([AgentToModuleMapping(as_learner_connector=True)] if multi_agent else []),
+                BatchIndividualItems(multi_agent=multi_agent),
                 NumpyToTensor(device=device),
             ],
         )

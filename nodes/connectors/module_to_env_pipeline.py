@@ -9,7 +9,9 @@ from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.get_actions import GetActions
 from rollflow.nodes.connectors.listify_data_for_vector_env import ListifyDataForVectorEnv
+from rollflow.nodes.connectors.module_to_agent_unmapping import ModuleToAgentUnmapping
 from rollflow.nodes.connectors.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.remove_single_ts_time_rank_from_batch import RemoveSingleTsTimeRankFromBatch
 from rollflow.nodes.connectors.tensor_to_numpy import TensorToNumpy
 from rollflow.nodes.connectors.unbatch_to_individual_items import UnBatchToIndividualItems
 
@@ -26,8 +28,15 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         *,
         normalize_actions: bool = False,
         clip_actions: bool = True,
+        stateful: bool = False,
+        multi_agent: bool = False,
     ) -> Self:
-        """Sampling, arrays, items one by one, `custom_pieces`, and the actions brought into their bounds."""
+        """Sampling, arrays, items one by one, `custom_pieces`, and the actions brought into their bounds.
+
+        normalize_actions, clip_actions    as `NormalizeAndClipActions` has them
+        stateful                           the module's output has a time axis
+        multi_agent                        the module's output is by module ids
+        """
         return cls(
             observation_space,
             action_space,
@@ -35,6 +44,8 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
                 GetActions(),
                 TensorToNumpy(),
                 UnBatchToIndividualItems(),
+                *([ModuleToAgentUnmapping()] if multi_agent else []),
+                *([RemoveSingleTsTimeRankFromBatch()] if stateful else []),
                 *custom_pieces,
                 NormalizeAndClipActions(normalize_actions=normalize_actions, clip_actions=clip_actions),
                 ListifyDataForVectorEnv(),

@@ -4,17 +4,19 @@ from typing import Any
 
 import numpy as np
 
+from rollflow.nodes.connectors.agent_to_module_mapping import MEMORIZED
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, episode_key
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
-from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.stream.tree import Tree, leaves_of, map_tree
 
 
 class UnBatchToIndividualItems(ConnectorV2):
     """Turns trees of arrays `any[N, ...]` into `(episode id,) -> [item]`, in the episodes' order.
 
-    Where all pieces after it work with columns there is nothing to turn, and the arrays stay. Raises ConnectorError
-    where a column does not have one row per episode.
+    A batch by module ids becomes `module id -> column -> (episode id, agent id, module id) -> [item]`, by what
+    `AgentToModuleMapping` kept in `shared_data`. Where all pieces after it work with columns there is nothing to turn,
+    and the arrays stay. Raises ConnectorError where a column does not have one row per episode.
     """
 
     columnar = True
@@ -31,15 +33,28 @@ class UnBatchToIndividualItems(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
+        memorized = (shared_data or {}).get(MEMORIZED)
+        if memorized is not None and batch.keys() <= memorized.keys():  # by module ids
+            for module, columns in batch.items():
+                keys = [
+                    (episode_id,) if agent_id is None else (episode_id, agent_id, module)
+                    for episode_id, agent_id in memorized[module]
+                ]
+                batch[module] = {column: _unbatched(column, data, keys) for column, data in columns.items()}
+            return batch
         if isinstance(episodes, LaneEpisodes):
             return batch
         keys = [episode_key(episode) for episode in episodes]
         for column, data in batch.items():
-            for leaf in leaves_of(data):
-                if np.shape(leaf)[:1] != (len(keys),):
-                    raise ConnectorError(
-                        f"column '{column}' has an array of shape {list(np.shape(leaf))}, expected {len(keys)} rows: "
-                        "one per episode"
-                    )
-            batch[column] = {key: [map_tree(lambda leaf, i=i: leaf[i], data)] for i, key in enumerate(keys)}
+            batch[column] = _unbatched(column, data, keys)
         return batch
+
+
+def _unbatched(column: str, data: Tree, keys: list[tuple[Any, ...]]) -> dict[tuple[Any, ...], list[Any]]:
+    for leaf in leaves_of(data):
+        if np.shape(leaf)[:1] != (len(keys),):
+            raise ConnectorError(
+                f"column '{column}' has an array of shape {list(np.shape(leaf))}, expected {len(keys)} rows: "
+                "one per episode"
+            )
+    return {key: [map_tree(lambda leaf, i=i: leaf[i], data)] for i, key in enumerate(keys)}

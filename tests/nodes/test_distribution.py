@@ -372,7 +372,7 @@ def test_the_likeliest_action_counts_as_certain() -> None:
 
 def test_a_deterministic_gives_its_own_action_whatever_the_generator() -> None:
     action = {"a": (torch.tensor([1, 2]), torch.zeros(2, 3))}
-    certain = Deterministic(action)
+    certain = Deterministic(action, (2,))
     assert certain.sample() is action
     assert certain.sample(torch.Generator().manual_seed(0)) is action
     assert certain.logp(action).tolist() == [0.0, 0.0]

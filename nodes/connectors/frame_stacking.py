@@ -1,0 +1,132 @@
+"""The last few observations joined to one."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ColumnError, ConnectorError
+from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.tree import Tree, map_tree, stack_trees
+
+
+class FrameStacking(ConnectorV2):
+    """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.
+
+        num_frames              how many, 1 or more
+        multi_agent             whether the episodes are multi-agent ones
+        as_learner_connector    whether the batch is for training: a stack for every step. The same piece has to stand
+                                in both pipelines, since stacks are never written into the episodes
+
+    An item `any[h, w, c]` becomes `any[h, w, c * num_frames]`, and so it goes for every Box of one axis or more, also
+    inside a Dict or Tuple. Zeros stand for what was before the episode's first observation. A batch that has `obs`
+    stays as it is.
+
+    Raises ConnectorError for spaces with other parts, and ValueError for less than one frame.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        *,
+        num_frames: int = 1,
+        multi_agent: bool = False,
+        as_learner_connector: bool = False,
+        as_learner_conector: bool = False,  # as an older page of RLlib's spells it
+    ) -> None:
+        if num_frames < 1:
+            raise ValueError(f"num_frames is {num_frames}, expected at least 1")
+        super().__init__(input_observation_space, input_action_space)
+        self.num_frames = num_frames
+        self.multi_agent = multi_agent
+        self.as_learner_connector = as_learner_connector or as_learner_conector
+
+    @property
+    def lookback(self) -> int:
+        """Steps that the piece looks back."""
+        return self.num_frames - 1
+
+    def recompute_output_observation_space(
+        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
+    ) -> gym.Space[Any]:
+        return _stacked_space(input_observation_space, self.num_frames)
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if Columns.OBS in batch:
+            return batch
+        count = self.num_frames
+        if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
+            batch[Columns.OBS] = map_tree(_joined, _recent(episodes, count))
+        elif isinstance(episodes, FragmentEpisodes) and self.as_learner_connector:
+            batch[Columns.OBS] = map_tree(_joined, episodes.recent_observations(count))
+        else:
+            for episode in self.single_agent_episode_iterator(
+                episodes, agents_that_stepped_only=not self.as_learner_connector
+            ):
+                if self.as_learner_connector:
+                    stacks = [_stack(episode, t, count) for t in range(len(episode))]
+                    self.add_n_batch_items(batch, Columns.OBS, stacks, len(episode), episode)
+                else:
+                    self.add_batch_item(batch, Columns.OBS, _stack(episode, len(episode), count), episode)
+        return batch
+
+
+def _recent(episodes: LaneEpisodes, count: int) -> Tree:
+    try:
+        return episodes.recent_observations(count)
+    except ValueError as error:
+        raise ColumnError(
+            "FrameStacking: the latest observations and those before them do not have one shape: does a piece after it "
+            f"rewrite observations? Put FrameStacking behind that ({error})"
+        ) from None
+
+
+def _stack(episode: SingleAgentEpisode, t: int, count: int) -> Tree:
+    """The stack at step `t`, which counts from the chunk's beginning."""
+    lookback = episode.observations.lookback
+    there = min(count, t + lookback + 1)
+    items = [episode.get_observations(i, neg_index_as_lookback=True) for i in range(t - there + 1, t + 1)]
+    zeros = map_tree(lambda leaf: np.zeros_like(np.asarray(leaf)), items[-1])
+    return map_tree(lambda leaf: _joined(leaf[None])[0], stack_trees([*[zeros] * (count - there), *items]))
+
+
+def _joined(frames: Any) -> Any:
+    """`any[B, count, ..., c]` as `any[B, ..., count * c]`."""
+    if frames.ndim < 3:
+        raise ConnectorError("FrameStacking: an observation is a single number, expected arrays of one axis or more")
+    beside = np.moveaxis(frames, 1, -2)
+    return beside.reshape(*beside.shape[:-2], -1)
+
+
+def _stacked_space(space: gym.Space[Any], count: int) -> gym.Space[Any]:
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: _stacked_space(part, count) for key, part in space.items()})
+    if isinstance(space, spaces.Tuple):
+        return spaces.Tuple([_stacked_space(part, count) for part in space])
+    if not isinstance(space, spaces.Box) or not space.shape:
+        raise ConnectorError(
+            f"FrameStacking can't stack observations in {space}; expected a Box of one axis or more, or a Dict or "
+            "Tuple of those"
+        )
+    tiles = (*[1] * (len(space.shape) - 1), count)
+    low, high = np.minimum(space.low, 0), np.maximum(space.high, 0)
+    return spaces.Box(np.tile(low, tiles), np.tile(high, tiles), dtype=space.dtype.type)

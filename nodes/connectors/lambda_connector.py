@@ -1,0 +1,86 @@
+"""A function as a connector piece."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.stream.errors import ConnectorError
+
+_OFFERED = ("rl_module", "batch", "episodes", "explore", "shared_data", "metrics")
+
+
+class LambdaConnector(ConnectorV2):
+    """A piece that calls a function.
+
+        function             takes any of `rl_module`, `batch`, `episodes`, `explore`, `shared_data` and `metrics`, by
+                             name; returns the batch, or None when it has changed that in place
+        name                 what the piece is called in a pipeline; None: the function's name
+        columnar             whether the function takes columns with the episodes, as the class attribute says
+        changes_episodes     whether it may write to the episodes, likewise
+        observation_space    (observation space, action space) -> the space it leaves observations in; None: the same
+
+    Raises ConnectorError for a function that wants anything else.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Batch | None],
+        *,
+        name: str | None = None,
+        columnar: bool = False,
+        changes_episodes: bool = True,
+        observation_space: Callable[[gym.Space[Any], gym.Space[Any]], gym.Space[Any]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.function = function
+        self._name: str = getattr(function, "__name__", type(function).__name__) if name is None else name
+        self.columnar = columnar  # type: ignore[misc]  # an instance's word, for its own function
+        self.changes_episodes = changes_episodes  # type: ignore[misc]
+        self._recompute = observation_space
+        self._wanted = _wanted(function, self._name)
+
+    @property
+    def name(self) -> str:
+        """The function's name, or the one given."""
+        return self._name
+
+    def recompute_output_observation_space(
+        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
+    ) -> gym.Space[Any]:
+        if self._recompute is None:
+            return input_observation_space
+        return self._recompute(input_observation_space, input_action_space)
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        given = (rl_module, batch, episodes, explore, shared_data, metrics)
+        returned = self.function(
+            **{name: value for name, value in zip(_OFFERED, given, strict=True) if name in self._wanted}
+        )
+        return batch if returned is None else returned
+
+
+def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return _OFFERED
+    wanted = tuple(parameter.name for parameter in parameters)
+    required = [parameter.name for parameter in parameters if parameter.default is parameter.empty]
+    unknown = [each for each in required if each not in _OFFERED]
+    if unknown or any(parameter.kind is parameter.POSITIONAL_ONLY for parameter in parameters):
+        raise ConnectorError(
+            f"function '{name}' takes ({', '.join(wanted)}), expected only, by name: {', '.join(_OFFERED)}"
+        )
+    return tuple(each for each in wanted if each in _OFFERED)

@@ -1,0 +1,126 @@
+"""The last few actions and rewards beside each observation."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ConnectorError
+from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.space import flat_size, flatten
+from rollflow.stream.tree import map_tree, stack_trees
+
+
+class PrevActionsPrevRewards(ConnectorV2):
+    """Rewrites every episode's last observation as a dict of itself and what the last steps did and earned.
+
+        multi_agent       whether the episodes are multi-agent ones
+        n_prev_actions    actions, 0 or more; with 0 that part is left out
+        n_prev_rewards    rewards, 0 or more; likewise
+
+    The parts, oldest step first, zeros where the episode has no such step:
+
+        _orig_obs         the observation as it was
+        prev_n_actions    f32[n_prev_actions * D]: each action as a vector, one-hot where it is a whole number
+        prev_n_rewards    f32[n_prev_rewards]
+    """
+
+    ORIG_OBS_KEY = "_orig_obs"
+    PREV_ACTIONS_KEY = "prev_n_actions"
+    PREV_REWARDS_KEY = "prev_n_rewards"
+
+    columnar = True
+    changes_episodes = True
+
+    def __init__(
+        self,
+        input_observation_space: gym.Space[Any] | None = None,
+        input_action_space: gym.Space[Any] | None = None,
+        *,
+        multi_agent: bool = False,
+        n_prev_actions: int = 1,
+        n_prev_rewards: int = 1,
+    ) -> None:
+        for name, count in (("n_prev_actions", n_prev_actions), ("n_prev_rewards", n_prev_rewards)):
+            if count < 0:
+                raise ValueError(f"{name} is {count}, expected at least 0")
+        super().__init__(input_observation_space, input_action_space)
+        self.multi_agent = multi_agent
+        self.n_prev_actions = n_prev_actions
+        self.n_prev_rewards = n_prev_rewards
+
+    @property
+    def lookback(self) -> int:
+        """Steps that the piece looks back."""
+        return max(self.n_prev_actions, self.n_prev_rewards)
+
+    def recompute_output_observation_space(
+        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
+    ) -> gym.Space[Any]:
+        parts: dict[str, gym.Space[Any]] = {self.ORIG_OBS_KEY: input_observation_space}
+        if self.n_prev_actions:
+            width = self.n_prev_actions * flat_size(input_action_space)
+            parts[self.PREV_ACTIONS_KEY] = spaces.Box(-np.inf, np.inf, (width,), np.float32)
+        if self.n_prev_rewards:
+            parts[self.PREV_REWARDS_KEY] = spaces.Box(-np.inf, np.inf, (self.n_prev_rewards,), np.float32)
+        return spaces.Dict(parts)
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if self.input_action_space is None:
+            raise ConnectorError("PrevActionsPrevRewards has no input action space: give it one, or a pipeline")
+        if isinstance(episodes, LaneEpisodes):
+            episodes.set_observations(self._of_lane(episodes))
+            return batch
+        for episode in self.single_agent_episode_iterator(episodes):
+            episode.set_observations(new_data=self._of_episode(episode), at_indices=-1)
+        return batch
+
+    def _of_lane(self, episodes: LaneEpisodes) -> dict[str, Any]:
+        parts: dict[str, Any] = {self.ORIG_OBS_KEY: episodes.observations()}
+        if self.n_prev_actions:
+            actions = flatten(self._action_space_given, episodes.recent(Columns.ACTIONS, self.n_prev_actions))
+            there = episodes.steps_there(self.n_prev_actions)
+            actions[~there] = 0.0
+            parts[self.PREV_ACTIONS_KEY] = actions.reshape(len(actions), -1)
+        if self.n_prev_rewards:
+            parts[self.PREV_REWARDS_KEY] = episodes.recent(Columns.REWARDS, self.n_prev_rewards)
+        return parts
+
+    def _of_episode(self, episode: SingleAgentEpisode) -> dict[str, Any]:
+        parts: dict[str, Any] = {self.ORIG_OBS_KEY: episode.get_observations(-1)}
+        steps = len(episode) + episode.rewards.lookback
+        if self.n_prev_actions:
+            vectors = np.zeros((self.n_prev_actions, flat_size(self._action_space_given)), np.float32)
+            there = min(steps, self.n_prev_actions)
+            if there:
+                items = [map_tree(np.asarray, episode.get_actions(i)) for i in range(-there, 0)]
+                vectors[-there:] = flatten(self._action_space_given, stack_trees(items))
+            parts[self.PREV_ACTIONS_KEY] = vectors.reshape(-1)
+        if self.n_prev_rewards:
+            rewards: NDArray[np.float32] = np.zeros(self.n_prev_rewards, np.float32)
+            there = min(steps, self.n_prev_rewards)
+            if there:
+                rewards[-there:] = [episode.get_rewards(i) for i in range(-there, 0)]
+            parts[self.PREV_REWARDS_KEY] = rewards
+        return parts
+
+    @property
+    def _action_space_given(self) -> gym.Space[Any]:
+        space = self.input_action_space
+        assert space is not None
+        return space

@@ -1,0 +1,389 @@
+"""A network for any of the usual spaces, for whoever brings none.
+
+observations    each leaf by itself: an image through convolutions, numbers as they are, choices as one-hot vectors;
+                all of them joined, then dense layers; an image alone has none, as its last convolution is one
+LSTM            if asked for
+actions         dense layers to `action_dist_inputs`
+values          dense layers to `vf_preds`, from the same encoder or from one of its own
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rollflow.nodes.default_model_config import ACTIVATIONS, ConvFilter, DefaultModelConfig, Extent, model_config_of
+from rollflow.nodes.distribution import distribution_for
+from rollflow.nodes.rl_module import Batch, RLModule
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.tree import Tree
+
+_HIDDEN_GAIN = math.sqrt(2.0)
+_POLICY_GAIN = 0.01  # small: at first all actions are about equally likely
+_VALUE_GAIN = 1.0
+_SUPPORTED = (
+    "Discrete, MultiDiscrete, MultiBinary, Box of shape (), (n,) or (height, width, channels), or a Dict or Tuple of "
+    "those"
+)
+
+
+class DefaultModule(RLModule):
+    """A policy and its values, made for two spaces as a `DefaultModelConfig` has it.
+
+        model_config    a DefaultModelConfig, a dict of some of its fields, or None; once made, always the first
+
+    What `_forward` takes and gives; with `use_lstm`, `[B, T, ...]` stands for `[B, ...]`:
+
+        obs                   any[B, ...]    as the observation space has it; images uint8 are scaled by 1/255
+        state_in              {"h": f32[B, cell], "c": f32[B, cell]}, with `use_lstm` only
+        action_dist_inputs    f32[B, D]      see `rollflow.nodes.distribution`
+        vf_preds              f32[B]         not with `inference_only`
+        state_out             as state_in, after each row's last step; with `use_lstm` only
+    """
+
+    config: DefaultModelConfig
+
+    def setup(self) -> None:
+        """Make the network. Raises ModuleError for spaces that it can't take, ValueError for such a config."""
+        if self.observation_space is None or self.action_space is None:
+            missing = "observation_space" if self.observation_space is None else "action_space"
+            raise ModuleError(
+                f"{type(self).__name__} got no {missing}, expected a gymnasium space: layers depend on it"
+            )
+        self.config = config = self.model_config = model_config_of(self.model_config)
+        if config.use_lstm and not config.vf_share_layers:
+            raise ModuleError(
+                "model_config has use_lstm=True and vf_share_layers=False, expected vf_share_layers=True: an LSTM for "
+                "the values alone would need a state of its own"
+            )
+        self.encoder = ObservationEncoder(self.observation_space, config)
+        self.lstm = _lstm(self.encoder.width, config.lstm_cell_size) if config.use_lstm else None
+        width = config.lstm_cell_size if config.use_lstm else self.encoder.width
+        self.policy_head = PolicyHead(width, self.action_space, config)
+        if self.inference_only:
+            return
+        self.value_encoder = None if config.vf_share_layers else ObservationEncoder(self.observation_space, config)
+        self.value_head = _head(width, 1, _VALUE_GAIN, config)
+
+    def get_initial_state(self) -> dict[str, Tensor]:
+        """Zeros, {"h": f32[cell], "c": f32[cell]}; {} without `use_lstm`."""
+        if self.lstm is None:
+            return {}
+        return {"h": torch.zeros(self.config.lstm_cell_size), "c": torch.zeros(self.config.lstm_cell_size)}
+
+    def compute_values(self, batch: Batch, embeddings: Tensor | None = None) -> Tensor:
+        """f32[B] or, with `use_lstm`, f32[B, T]: values alone.
+
+            embeddings    f32[B, width], what the values' encoder (and LSTM) made of the batch, to spare doing so again
+
+        Raises ModuleError with `inference_only`.
+        """
+        if self.inference_only:
+            raise ModuleError(f"{type(self).__name__} is inference_only, expected inference_only=False for values")
+        if embeddings is None:
+            apart = self.value_encoder
+            embeddings = self._embedded(batch)[0] if apart is None else apart(batch[Columns.OBS])
+        return self._values(embeddings)
+
+    def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
+        embeddings, output = self._embedded(batch)
+        output[Columns.ACTION_DIST_INPUTS] = self.policy_head(embeddings)
+        if not self.inference_only:
+            apart = self.value_encoder
+            output[Columns.VF_PREDS] = self._values(embeddings if apart is None else apart(batch[Columns.OBS]))
+        return output
+
+    def _values(self, embeddings: Tensor) -> Tensor:
+        values: Tensor = self.value_head(embeddings).squeeze(-1)
+        return values
+
+    def _embedded(self, batch: Batch) -> tuple[Tensor, Batch]:
+        """What the heads get, f32[B, width] or f32[B, T, width], and the columns for the state, if there is one."""
+        encoded: Tensor = self.encoder(batch[Columns.OBS])
+        if self.lstm is None:
+            return encoded, {}
+        state = batch.get(Columns.STATE_IN)
+        if state is None:
+            raise ModuleError(
+                f"batch has columns {sorted(batch)}, expected '{Columns.STATE_IN}' among them: "
+                f"{type(self).__name__} has an LSTM"
+            )
+        h, c = state["h"], state["c"]
+        if encoded.shape[1] == 1:  # as while acting; nn.LSTM takes up to ten times as long for one step
+            h, c = torch.lstm_cell(encoded.squeeze(1), (h, c), *self.lstm.parameters())
+            return h.unsqueeze(1), {Columns.STATE_OUT: {"h": h, "c": c}}
+        embeddings, (h, c) = self.lstm(encoded, (h.unsqueeze(0), c.unsqueeze(0)))
+        return embeddings, {Columns.STATE_OUT: {"h": h.squeeze(0), "c": c.squeeze(0)}}
+
+
+class PolicyHead(nn.Module):
+    """Embeddings f32[..., width] to `action_dist_inputs` f32[..., D]."""
+
+    order: Tensor | None
+
+    def __init__(self, width: int, space: gym.Space[Any], config: DefaultModelConfig) -> None:
+        super().__init__()
+        required = distribution_for(space).required_input_dim  # raises for a space that has no distribution
+        free = _deviations(space) if config.free_log_std else []
+        if config.free_log_std and not free:
+            raise ModuleError(
+                f"free_log_std is True for actions in {space}, expected a Box, or a Dict or Tuple with one"
+            )
+        self.layers = _head(width, required - len(free), _POLICY_GAIN, config)
+        self.log_std = nn.Parameter(torch.zeros(len(free))) if free else None
+        # The layers' outputs come first, the deviations after them; this is where each input is then found.
+        order = np.argsort([*sorted(set(range(required)) - set(free)), *free]).tolist()
+        in_place = order == list(range(required))
+        self.register_buffer("order", None if in_place else torch.tensor(order), persistent=False)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        inputs: Tensor = self.layers(embeddings)
+        if self.log_std is None:
+            return inputs
+        inputs = torch.cat([inputs, self.log_std.expand(*inputs.shape[:-1], -1)], -1)
+        return inputs if self.order is None else inputs.index_select(-1, self.order)
+
+
+class ObservationEncoder(nn.Module):
+    """Observations, any[B, ...] or, with `use_lstm`, any[B, T, ...], to f32[B, width] or f32[B, T, width].
+
+    Raises ModuleError for a space that it can't take, and for observations that are not of the space's shape.
+    """
+
+    def __init__(self, space: gym.Space[Any], config: DefaultModelConfig) -> None:
+        super().__init__()
+        parts = _leaves(space, "obs", ())
+        if not parts:
+            raise ModuleError(f"observation_space is {space}, expected at least one leaf")
+        self._paths = [path for _, path, _ in parts]
+        encoders = [LeafEncoder(leaf, where, config) for where, _, leaf in parts]
+        self.leaves = nn.ModuleList(encoders)
+        joined = sum(encoder.width for encoder in encoders)
+        hiddens: Sequence[int] = () if _is_image(space) else config.fcnet_hiddens
+        self.layers = nn.Sequential(*_dense(joined, hiddens, config.fcnet_activation))
+        self.width: int = hiddens[-1] if hiddens else joined
+
+    def forward(self, observations: Tree) -> Tensor:
+        encoded = [leaf(_at(observations, path)) for leaf, path in zip(self.leaves, self._paths, strict=True)]
+        embeddings: Tensor = self.layers(encoded[0] if len(encoded) == 1 else torch.cat(encoded, -1))
+        return embeddings
+
+
+class LeafEncoder(nn.Module):
+    """One leaf of the observations, any[*lead, *shape], to f32[*lead, width]."""
+
+    def __init__(self, space: gym.Space[Any], where: str, config: DefaultModelConfig) -> None:
+        super().__init__()
+        self._where = where
+        self._shape = torch.Size(space.shape or ())
+        self._lead = 2 if config.use_lstm else 1
+        self.layers: OneHot | ImageEncoder | Flat
+        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            self.layers = OneHot(space)
+        elif _is_image(space):
+            self.layers = ImageEncoder(space, where, config)
+        else:
+            self.layers = Flat(self._shape)
+        self.width: int = self.layers.width
+
+    def forward(self, leaf: Tensor) -> Tensor:
+        shape = leaf.shape
+        if shape[self._lead :] != self._shape or len(shape) < self._lead:
+            lead = ["B", "T"][: self._lead]
+            raise ModuleError(
+                f"'{self._where}' has shape {list(shape)}, expected [{', '.join([*lead, *map(str, self._shape)])}]"
+            )
+        encoded: Tensor = self.layers(leaf)
+        return encoded
+
+
+class Flat(nn.Module):
+    """Numbers, any[..., *shape], to f32[..., width]."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self._ndim = len(shape)
+        self.width = math.prod(shape)
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        if self._ndim != 1:
+            numbers = numbers.flatten(-self._ndim) if self._ndim else numbers.unsqueeze(-1)
+        return numbers.float()
+
+
+class OneHot(nn.Module):
+    """Choices, any[..., *shape], to f32[..., width]: their one-hot vectors, end to end; zeros for what is no choice."""
+
+    numbers: Tensor
+    places: Tensor
+
+    def __init__(self, space: spaces.Discrete | spaces.MultiDiscrete) -> None:
+        super().__init__()
+        sizes = np.asarray(space.n if isinstance(space, spaces.Discrete) else space.nvec).reshape(-1).tolist()
+        starts = np.broadcast_to(np.asarray(space.start).reshape(-1), len(sizes)).tolist()
+        numbers = [start + n for start, size in zip(starts, sizes, strict=True) for n in range(size)]
+        places = [place for place, size in enumerate(sizes) for _ in range(size)]
+        self._ndim = len(space.shape or ())
+        self.width = len(numbers)
+        # places[j] is the choice that output j tells of, numbers[j] what that must be for a one.
+        self.register_buffer("numbers", torch.tensor(numbers), persistent=False)
+        self.register_buffer("places", torch.tensor(places), persistent=False)
+
+    def forward(self, choices: Tensor) -> Tensor:
+        if self._ndim == 0:
+            spread = choices.unsqueeze(-1)
+        else:
+            spread = (choices.flatten(-self._ndim) if self._ndim > 1 else choices).index_select(-1, self.places)
+        return (spread == self.numbers).float()
+
+
+class ImageEncoder(nn.Module):
+    """Images, any[..., H, W, C], to f32[..., width]."""
+
+    def __init__(self, space: gym.Space[Any], where: str, config: DefaultModelConfig) -> None:
+        super().__init__()
+        height, width, channels = space.shape or ()
+        self._scale = 1.0 / 255.0 if space.dtype == np.uint8 else None
+        layers: list[nn.Module] = []
+        for out_channels, kernel, stride in config.conv_filters or _filters_for(height, width):
+            (tall, wide), (down, across) = _pair(kernel), _pair(stride)
+            if tall > height or wide > width:
+                raise ModuleError(
+                    f"conv_filters has a kernel of {tall}x{wide} where {height}x{width} are left of '{where}', "
+                    f"{space}, expected no larger one"
+                )
+            if (tall, wide) == (height, width):  # the same sum as a convolution's, in less time
+                layers += [nn.Flatten(), _linear(channels * tall * wide, out_channels, _HIDDEN_GAIN)]
+            else:
+                layers.append(_conv(channels, out_channels, (tall, wide), (down, across)))
+            layers.append(ACTIVATIONS[config.conv_activation]())
+            height, width, channels = (height - tall) // down + 1, (width - wide) // across + 1, out_channels
+        self.layers = nn.Sequential(*layers, nn.Flatten())
+        self.width = height * width * channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        lead = images.shape[:-3]
+        rows = images if len(lead) == 1 else images.flatten(0, -4)
+        # The permuted view is torch's channels_last, which convolutions take as it is: no copy but the one that scales.
+        channels_first = rows.permute(0, 3, 1, 2)
+        scaled = channels_first if self._scale is None else channels_first * self._scale
+        encoded: Tensor = self.layers(scaled.float())
+        return encoded if len(lead) == 1 else encoded.view(*lead, self.width)
+
+
+def _leaves(
+    space: gym.Space[Any], where: str, path: tuple[Any, ...]
+) -> list[tuple[str, tuple[Any, ...], gym.Space[Any]]]:
+    """A name for messages, the keys that lead there, and the space, of each leaf."""
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        parts = space.items() if isinstance(space, spaces.Dict) else enumerate(space)
+        return [leaf for key, part in parts for leaf in _leaves(part, f"{where}[{key!r}]", (*path, key))]
+    numbers = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+    box = isinstance(space, spaces.Box) and len(space.shape) in (0, 1, 3)
+    if not (numbers or box) or 0 in (space.shape or ()):
+        raise ModuleError(f"observation_space has {space} at '{where}', expected {_SUPPORTED}")
+    return [(where, path, space)]
+
+
+def _at(observations: Tree, path: tuple[Any, ...]) -> Any:
+    leaf = observations
+    for key in path:
+        try:
+            leaf = leaf[key]
+        except (IndexError, KeyError, TypeError):
+            raise ModuleError(
+                f"'obs' has nothing at {list(path)}, expected it to be as the observation space"
+            ) from None
+    return leaf
+
+
+def _deviations(space: gym.Space[Any], begin: int = 0) -> list[int]:
+    """Which of `action_dist_inputs` are logarithms of deviations."""
+    if isinstance(space, spaces.Box):
+        count = math.prod(space.shape)
+        return list(range(begin + count, begin + 2 * count))
+    found: list[int] = []
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for part in space.values() if isinstance(space, spaces.Dict) else space:
+            found += _deviations(part, begin)
+            begin += distribution_for(part).required_input_dim
+    return found
+
+
+def _is_image(space: gym.Space[Any]) -> bool:
+    return isinstance(space, spaces.Box) and len(space.shape) == 3
+
+
+def _filters_for(height: int, width: int) -> list[ConvFilter]:
+    """The Nature CNN for 84x84, and about as much for other sizes; the last one covers what the others leave."""
+    small = min(height, width)
+    filters: list[ConvFilter] = []
+    if small >= 36:
+        filters = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+    elif small >= 16:
+        filters = [(32, 4, 2), (64, 3, 2), (64, 3, 1)]
+    elif small >= 5:
+        filters = [(32, 3, 1), (64, 3, 1)]
+    elif small >= 3:
+        filters = [(32, 2, 1), (64, 2, 1)]
+    left = _left(height, width, filters)
+    while max(left) > 12 and min(left) >= 3:
+        filters.append((64, 3, 2))
+        left = _left(height, width, filters)
+    return [*filters, (512 if small >= 36 else 256, left, 1)]
+
+
+def _left(height: int, width: int, filters: list[ConvFilter]) -> tuple[int, int]:
+    for _, kernel, stride in filters:
+        (tall, wide), (down, across) = _pair(kernel), _pair(stride)
+        height, width = (height - tall) // down + 1, (width - wide) // across + 1
+    return height, width
+
+
+def _pair(extent: Extent) -> tuple[int, int]:
+    return (extent, extent) if isinstance(extent, int) else extent
+
+
+def _head(width: int, outputs: int, gain: float, config: DefaultModelConfig) -> nn.Sequential:
+    hiddens = config.head_fcnet_hiddens
+    last = _linear(hiddens[-1] if hiddens else width, outputs, gain)
+    return nn.Sequential(*_dense(width, hiddens, config.head_fcnet_activation), last)
+
+
+def _dense(width: int, hiddens: Sequence[int], activation: str) -> list[nn.Module]:
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip((width, *hiddens), hiddens, strict=False):
+        layers += [_linear(inputs, outputs, _HIDDEN_GAIN), ACTIVATIONS[activation]()]
+    return layers
+
+
+def _linear(inputs: int, outputs: int, gain: float) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _conv(inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int]) -> nn.Conv2d:
+    layer = nn.Conv2d(inputs, outputs, kernel, stride)
+    nn.init.orthogonal_(layer.weight, _HIDDEN_GAIN)
+    layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)  # as the images come
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+
+def _lstm(inputs: int, cell: int) -> nn.LSTM:
+    layer = nn.LSTM(inputs, cell, batch_first=True)
+    for name, weight in layer.named_parameters():
+        if name.startswith("weight"):
+            nn.init.orthogonal_(weight)
+        else:
+            nn.init.zeros_(weight)
+    return layer
