@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
@@ -28,7 +29,8 @@ class GeneralAdvantageEstimation(ConnectorV2):
     Values are the recorded `vf_preds` where the module gave them, else `rl_module.compute_values(batch)` over the
     observations. The value of the observation after a chunk's last step, which is always computed anew, stands in for
     what comes after it, unless the episode terminated there: truncation and the fragment's end are no ends of
-    the task. Raises ModuleError when values are needed and the module has no `compute_values`.
+    the task. Of a stateful module the values must be recorded, and that last one is computed with the chunk's last
+    `state_out`. Raises ModuleError when values are needed and the module can't compute them.
     """
 
     columnar = True
@@ -90,7 +92,10 @@ class GeneralAdvantageEstimation(ConnectorV2):
         after = np.zeros(len(lasting), np.float32)
         if lasting.any():
             observations = map_tree(lambda leaf: leaf[lasting], episodes.last_observations())
-            after[lasting] = _values(rl_module, observations)
+            states = None
+            if is_stateful(rl_module):
+                states = map_tree(lambda leaf: leaf[lasting], episodes.last(Columns.STATE_OUT))
+            after[lasting] = _values(rl_module, observations, states)
         advantages, targets, begin = [], [], 0
         for fragment in episodes.fragments:
             count = len(fragment.chunks.slot)
@@ -122,7 +127,10 @@ class GeneralAdvantageEstimation(ConnectorV2):
         after = np.zeros(len(alone), np.float32)
         if lasting:
             observations = stack_trees([episode.get_observations(-1) for episode in lasting])
-            after[[not episode.is_terminated for episode in alone]] = _values(rl_module, observations)
+            states = None
+            if is_stateful(rl_module):
+                states = stack_trees([episode.get_extra_model_outputs(Columns.STATE_OUT, -1) for episode in lasting])
+            after[[not episode.is_terminated for episode in alone]] = _values(rl_module, observations, states)
         advantages, targets = [], []
         for episode, next_value in zip(alone, after, strict=True):
             if Columns.VF_PREDS in episode.extra_model_outputs:
@@ -166,8 +174,16 @@ def _check_values(fragment: Fragment) -> None:
         )
 
 
-def _values(rl_module: Any, observations: Tree) -> Floats:
-    """f32[B]: the module's values of a batch of observations, a tree of arrays `any[B, ...]`."""
+def _values(rl_module: Any, observations: Tree, states: Tree | None = None) -> Floats:
+    """f32[B]: the module's values of a batch of observations, a tree of arrays `any[B, ...]`.
+
+    A stateful module needs the states before them, too, a tree of arrays `any[B, ...]`.
+    """
+    if states is None and is_stateful(rl_module):
+        raise ModuleError(
+            f"GeneralAdvantageEstimation needs the values that a stateful module saw: let '{type(rl_module).__name__}' "
+            f"give '{Columns.VF_PREDS}' in its forward passes"
+        )
     compute_values = getattr(rl_module, "compute_values", None)
     if compute_values is None:
         raise ModuleError(
@@ -178,8 +194,16 @@ def _values(rl_module: Any, observations: Tree) -> Floats:
     device = torch.device("cpu") if parameter is None else parameter.device
     with torch.no_grad():
         tensors = map_tree(lambda leaf: torch.from_numpy(np.ascontiguousarray(leaf)).to(device), observations)
-        values: Floats = compute_values({Columns.OBS: tensors}).detach().cpu().numpy()
-    return values.astype(np.float32, copy=False)
+        batch = {Columns.OBS: tensors}
+        if states is not None:
+            batch = {
+                Columns.OBS: map_tree(lambda leaf: leaf[:, None], tensors),
+                Columns.STATE_IN: map_tree(
+                    lambda leaf: torch.from_numpy(np.ascontiguousarray(leaf)).to(device), states
+                ),
+            }
+        values: Floats = compute_values(batch).detach().cpu().numpy()
+    return values.reshape(-1).astype(np.float32, copy=False)
 
 
 def _holds_items(batch: dict[str, Any]) -> bool:
