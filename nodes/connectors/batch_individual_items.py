@@ -57,15 +57,10 @@ class BatchIndividualItems(ConnectorV2):
         for column, data in batch.items():
             if isinstance(data, np.ndarray | torch.Tensor):
                 continue
-            if self.multi_agent and isinstance(data, dict) and all(isinstance(part, dict) for part in data.values()):
-                # a module's columns, not a column
-                data.update(
-                    {
-                        name: _batched(name, _items(part))
-                        for name, part in data.items()
-                        if name != Columns.INFOS and _is_list_form(part)
-                    }
-                )
+            if self.multi_agent and isinstance(data, dict) and not is_keyed_by_episode(data):  # a module's columns
+                for name, part in data.items():
+                    if _is_list_form(part):
+                        data[name] = _items(part) if name == Columns.INFOS else _batched(name, _items(part))
             elif _is_list_form(data):
                 items = _items(data) if isinstance(data, list) else _in_order(column, data, episodes)
                 batch[column] = items if column == Columns.INFOS else _batched(column, items)

@@ -175,8 +175,12 @@ class MeanStdFilter(ConnectorV2):
 
     def _filter(self, observations: Tree) -> Tree:
         """A tree of arrays `any[N, ...]`, filtered."""
-        leaves = zip(leaves_of(observations), leaves_of(self._filtered), strict=True)
-        kept = [np.asarray(leaf) for leaf, filtered in leaves if filtered]
+        leaves, flags = leaves_of(observations), leaves_of(self._filtered)
+        if len(leaves) != len(flags):
+            raise ConnectorError(
+                f"{self.name}: observations have {len(leaves)} parts, expected {len(flags)} as {self._told_space()} has"
+            )
+        kept = [np.asarray(leaf) for leaf, filtered in zip(leaves, flags, strict=True) if filtered]
         if not kept:
             return observations
         rows = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in kept], axis=1, dtype=np.float64)
