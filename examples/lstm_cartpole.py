@@ -17,8 +17,8 @@ from rollflow.nodes import (
 )
 
 NUM_ENVS, FRAGMENT_LENGTH = 32, 128
-EPOCHS, MINIBATCH_ROWS, LEARNING_RATE, CLIP, ENTROPY, VALUE = 6, 64, 2e-3, 0.2, 0.01, 0.05
-TARGET_RETURN, MAX_UPDATES = 450.0, 150
+EPOCHS, MINIBATCH_ROWS, LEARNING_RATE, CLIP, ENTROPY, VALUE = 10, 64, 3e-3, 0.2, 0.01, 0.01
+TARGET_RETURN, MAX_UPDATES = 475.0, 200
 CONFIG = DefaultModelConfig(fcnet_hiddens=(64,), use_lstm=True, lstm_cell_size=64, max_seq_len=16)
 
 

@@ -50,6 +50,7 @@ from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound
+from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.policy_weights import PolicyWeights
@@ -88,6 +89,7 @@ __all__ = [
     "LearnerConnectorPipeline",
     "ListifyDataForVectorEnv",
     "MeanStdFilter",
+    "MetricsLogger",
     "ModuleForward",
     "ModuleToAgentUnmapping",
     "ModuleToEnv",

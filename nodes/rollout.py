@@ -22,6 +22,7 @@ from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments, EnvSource
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound, OnExcess
+from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
@@ -140,7 +141,7 @@ class Rollout:
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = len(self.environments.lanes)
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
-        self.metrics = metrics
+        self.metrics = MetricsLogger() if metrics is None else metrics
         self._forward = ModuleForward(acting, self._weights, explore=explore)
         context = {"module": acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(

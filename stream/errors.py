@@ -44,3 +44,7 @@ class LagError(RollflowError, RuntimeError):
 
 class RunError(RollflowError, RuntimeError):
     """Raised when a run is used outside its life: before it began, after it ended, or twice."""
+
+
+class MetricsError(RollflowError, ValueError):
+    """Raised when a metric is logged in two ways, or with a value that is no number."""

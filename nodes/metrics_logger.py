@@ -1,0 +1,234 @@
+"""Figures that connector pieces and learners log, reduced over time and merged across processes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import RLock
+from time import perf_counter
+from typing import Any, Literal
+
+from rollflow.nodes.statistic import Statistic
+from rollflow.stream.errors import MetricsError
+
+Key = str | tuple[str, ...]
+Reduce = Literal["mean", "min", "max", "sum"] | None
+
+_MISSING: Any = object()
+
+
+class MetricsLogger:
+    """Named statistics; a name is a string, or a tuple of strings for nested ones.
+
+    How a name is reduced is settled when it is first logged, and is one of
+
+        reduce="mean"             of the last `window` values; without one, of those since the last `reduce()` with
+                                  `clear_on_reduce`, else an exponential average: `ema_coeff` (0.01) of each new value
+        reduce="min"|"max"|"sum"  of the last `window` values, or of all; with `clear_on_reduce` of those since the last
+                                  `reduce()`
+        reduce=None               the values themselves, as a list; the last `window` of them
+
+    Every method may be called from any thread. Raises MetricsError, a ValueError, for a value that is no number and for
+    a name that is logged in two ways.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._statistics: dict[tuple[str, ...], Statistic] = {}
+
+    def log_value(
+        self,
+        key: Key,
+        value: Any,
+        *,
+        reduce: Reduce = "mean",
+        window: int | None = None,
+        ema_coeff: float | None = None,
+        clear_on_reduce: bool = False,
+    ) -> None:
+        """Log one number: a Python one, an array's or a tensor's only element."""
+        path = (key,) if isinstance(key, str) else key
+        with self._lock:
+            statistic = self._statistics.get(path)
+            if statistic is None:
+                self._check_place(path)
+                statistic = self._statistics[path] = Statistic.made(path, reduce, window, ema_coeff, clear_on_reduce)
+            else:
+                statistic.check(path, reduce, window, ema_coeff, clear_on_reduce)
+            statistic.push(_number(path, value))
+
+    def log_dict(
+        self,
+        values: Mapping[str, Any],
+        *,
+        key: Key = (),
+        reduce: Reduce = "mean",
+        window: int | None = None,
+        ema_coeff: float | None = None,
+        clear_on_reduce: bool = False,
+    ) -> None:
+        """Log every number of a mapping, which may be nested, under `key`."""
+        path = (key,) if isinstance(key, str) else key
+        options: dict[str, Any] = {"reduce": reduce, "window": window, "ema_coeff": ema_coeff}
+        for name, value in values.items():
+            if isinstance(value, Mapping):
+                self.log_dict(value, key=(*path, name), clear_on_reduce=clear_on_reduce, **options)
+            else:
+                self.log_value((*path, name), value, clear_on_reduce=clear_on_reduce, **options)
+
+    @contextmanager
+    def log_time(
+        self,
+        key: Key,
+        *,
+        reduce: Reduce = "mean",
+        window: int | None = None,
+        ema_coeff: float | None = None,
+        clear_on_reduce: bool = False,
+    ) -> Iterator[None]:
+        """Log how many seconds the block took, also when it raises."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self.log_value(
+                key,
+                perf_counter() - began,
+                reduce=reduce,
+                window=window,
+                ema_coeff=ema_coeff,
+                clear_on_reduce=clear_on_reduce,
+            )
+
+    def set_value(self, key: Key, value: Any) -> None:
+        """Have a name that is logged already stand at one value, as if it had been logged alone."""
+        with self._lock:
+            statistic = self._of(key)
+            statistic.clear()
+            statistic.push(_number((key,) if isinstance(key, str) else key, value))
+
+    def peek(self, key: Key, default: Any = _MISSING) -> Any:
+        """What a name is reduced to, or a dict of all under it; nothing is cleared.
+
+        A name without values since it was cleared is NaN; 0 if it is a sum, [] if it is a list. Raises KeyError for a
+        name that was never logged, unless there is a default.
+        """
+        path = (key,) if isinstance(key, str) else key
+        with self._lock:
+            if path in self._statistics:
+                return self._statistics[path].value()
+            under = {each[len(path) :]: each for each in self._statistics if each[: len(path)] == path}
+            if not under and default is _MISSING:
+                raise KeyError(f"{_told(path)} was never logged; names: {self._names()}")
+            if not under:
+                return default
+            return _nested({rest: self._statistics[each].value() for rest, each in under.items()})
+
+    def reduce(self) -> dict[str, Any]:
+        """What all names are reduced to, as nested dicts. Those with `clear_on_reduce` begin anew."""
+        with self._lock:
+            reduced = _nested({path: statistic.value() for path, statistic in self._statistics.items()})
+            for statistic in self._statistics.values():
+                if statistic.clear_on_reduce:
+                    statistic.clear()
+            return reduced
+
+    def delete(self, key: Key) -> None:
+        """Forget one name. Raises KeyError for one that was never logged."""
+        with self._lock:
+            self._of(key)
+            del self._statistics[(key,) if isinstance(key, str) else key]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._statistics.clear()
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """All names, in the order in which they were first logged."""
+        with self._lock:
+            return list(self._statistics)
+
+    def __contains__(self, key: Key) -> bool:
+        return ((key,) if isinstance(key, str) else key) in self._statistics
+
+    # Across processes
+
+    def get_state(self) -> dict[str, Any]:
+        """All statistics, in numbers, strings, lists and dicts alone."""
+        with self._lock:
+            return {"statistics": [[list(path), each.get_state()] for path, each in self._statistics.items()]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what `get_state` gave, in place of everything."""
+        statistics = _statistics_of(state)
+        with self._lock:
+            self._statistics = statistics
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Add what other loggers have logged, by their states. Give each value only once: log, send, and `reset`.
+
+        Sums are added, least and largest values compared, means weighted by their numbers of values (an exponential
+        average by no more than it remembers). Windows take the newest of every logger in turn, until they are full;
+        lists are joined, this logger's first. But for lists, the order of the loggers makes no difference.
+        """
+        theirs = [_statistics_of(state) for state in states]
+        with self._lock:
+            mine = self._statistics
+            merged = dict(mine)
+            for path in dict.fromkeys(path for each in (mine, *theirs) for path in each):
+                several = [each[path] for each in (mine, *theirs) if path in each]
+                for other in several[1:]:
+                    several[0].check(path, other.reduce, other.window, other.ema_coeff, other.clear_on_reduce)
+                merged[path] = Statistic.merged(several)
+            self._statistics = merged
+
+    # Inside
+
+    def _of(self, key: Key) -> Statistic:
+        path = (key,) if isinstance(key, str) else key
+        try:
+            return self._statistics[path]
+        except KeyError:
+            raise KeyError(f"{_told(path)} was never logged; names: {self._names()}") from None
+
+    def _names(self) -> str:
+        return ", ".join(map(_told, self._statistics)) or "none"
+
+    def _check_place(self, path: tuple[str, ...]) -> None:
+        if not path or not all(isinstance(part, str) for part in path):
+            raise MetricsError(f"the name {path!r} was to be logged, expected a string or a tuple of strings")
+        for other in self._statistics:
+            shorter = min(len(path), len(other))
+            if path[:shorter] == other[:shorter]:
+                raise MetricsError(
+                    f"{_told(path)} can't be logged beside {_told(other)}: one would lie inside the other"
+                )
+
+
+def _number(path: tuple[str, ...], value: Any) -> float | int:
+    if type(value) is float or type(value) is int:
+        return value
+    try:
+        number: float | int = value.item() if hasattr(value, "item") else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise MetricsError(f"{_told(path)} was given {value!r}, expected one number") from None
+    return number
+
+
+def _told(path: tuple[str, ...]) -> str:
+    return "'" + "/".join(map(str, path)) + "'"
+
+
+def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        branch = tree
+        for part in path[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[path[-1]] = value
+    return tree
+
+
+def _statistics_of(state: Mapping[str, Any]) -> dict[tuple[str, ...], Statistic]:
+    if "statistics" not in state:
+        raise MetricsError(f"a state with {sorted(map(str, state))}, expected 'statistics'")
+    return {tuple(path): Statistic.from_state(each) for path, each in state["statistics"]}

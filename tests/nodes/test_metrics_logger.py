@@ -1,0 +1,230 @@
+"""Figures that are logged, reduced and merged."""
+
+import itertools
+import math
+from threading import Thread
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.nodes import ConnectorV2, MetricsLogger, Rollout
+from rollflow.stream import MetricsError
+
+NUMBERS = st.lists(st.integers(-1000, 1000), max_size=12)
+
+
+def logged(values: Any, **options: Any) -> MetricsLogger:
+    metrics = MetricsLogger()
+    for value in values:
+        metrics.log_value("x", value, **options)
+    return metrics
+
+
+@given(
+    values=NUMBERS.filter(bool), window=st.integers(1, 5), reduce=st.sampled_from(["mean", "min", "max", "sum", None])
+)
+def test_a_window_has_the_last_values(values: list[int], window: int, reduce: Any) -> None:
+    last = values[-window:]
+    by = {"mean": lambda x: sum(x) / len(x), "min": min, "max": max, "sum": sum, None: list}
+    assert logged(values, reduce=reduce, window=window).peek("x") == pytest.approx(by[reduce](last))
+
+
+def test_without_a_window_all_values_count() -> None:
+    for reduce, expected in (("min", 1), ("max", 4), ("sum", 8), (None, [3, 1, 4])):
+        assert logged([3, 1, 4], reduce=reduce).peek("x") == expected
+    assert logged([3, 1, 4], clear_on_reduce=True).peek("x") == pytest.approx(8 / 3)
+
+
+def test_a_mean_without_a_window_is_an_exponential_average() -> None:
+    assert logged([1.0, 2.0, 4.0], ema_coeff=0.5).peek("x") == 2.75  # 1, then 1.5, then 2.75
+    assert logged([1.0, 2.0]).peek("x") == 1.01
+
+
+def test_what_is_cleared_begins_anew_and_what_is_not_goes_on() -> None:
+    metrics = MetricsLogger()
+    for _ in range(2):
+        metrics.log_value("once", 2, reduce="sum", clear_on_reduce=True)
+        metrics.log_value("ever", 2, reduce="sum")
+        reduced = metrics.reduce()
+    assert reduced == {"once": 2, "ever": 4}
+    assert metrics.peek("once") == 0
+    metrics.log_value("mean", 1.0, clear_on_reduce=True)
+    metrics.reduce()
+    assert math.isnan(metrics.peek("mean"))
+
+
+def test_names_nest() -> None:
+    metrics = MetricsLogger()
+    metrics.log_dict({"loss": {"policy": 1.0, "value": 2.0}, "lr": 3.0}, key="learner", window=1)
+    metrics.log_value(("learner", "steps"), 5, reduce="sum")
+    assert metrics.reduce() == {"learner": {"loss": {"policy": 1.0, "value": 2.0}, "lr": 3.0, "steps": 5}}
+    assert metrics.peek(("learner", "loss")) == {"policy": 1.0, "value": 2.0}
+    assert ("learner", "lr") in metrics
+    assert metrics.keys()[0] == ("learner", "loss", "policy")
+    metrics.delete(("learner", "lr"))
+    assert ("learner", "lr") not in metrics
+
+
+def test_arrays_and_tensors_of_one_number_are_numbers() -> None:
+    metrics = logged([np.float32(1.5), np.array(2), torch.tensor([3.0]), True], reduce=None)
+    assert metrics.peek("x") == [1.5, 2, 3.0, 1.0]
+
+
+def test_a_value_may_be_set() -> None:
+    metrics = logged([1.0, 2.0], window=5)
+    metrics.set_value("x", 7.0)
+    assert metrics.peek("x") == 7.0
+
+
+def test_time_is_logged_also_when_the_block_raises() -> None:
+    metrics = MetricsLogger()
+    for error in (None, ZeroDivisionError()):
+        with (
+            pytest.raises(ZeroDivisionError) if error else metrics.log_time("idle"),
+            metrics.log_time("t", reduce=None),
+        ):
+            if error:
+                raise error
+    assert len(metrics.peek("t")) == 2
+    assert all(seconds >= 0 for seconds in metrics.peek("t"))
+
+
+def test_threads_log_side_by_side() -> None:
+    metrics = MetricsLogger()
+
+    def log() -> None:
+        for _ in range(500):
+            metrics.log_value("x", 1, reduce="sum")
+
+    threads = [Thread(target=log) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert metrics.peek("x") == 2000
+
+
+# Merging
+
+
+def merged(parts: Any, **options: Any) -> MetricsLogger:
+    metrics = MetricsLogger()
+    packed = [msgpack.packb(logged(part, **options).get_state()) for part in parts]
+    metrics.merge([msgpack.unpackb(each) for each in packed])
+    return metrics
+
+
+@given(parts=st.lists(NUMBERS, min_size=1, max_size=4))
+def test_merged_figures_are_those_of_all_values(parts: list[list[int]]) -> None:
+    values = [value for part in parts for value in part]
+    for reduce, by in (("sum", sum), ("min", min), ("max", max)):
+        if values:
+            assert merged(parts, reduce=reduce).peek("x") == by(values)
+    if values:
+        assert merged(parts, clear_on_reduce=True).peek("x") == pytest.approx(sum(values) / len(values))
+        assert merged(parts, reduce=None).peek("x") == values
+
+
+@given(parts=st.lists(NUMBERS.filter(bool), min_size=2, max_size=3), window=st.integers(1, 6))
+def test_the_order_of_loggers_makes_no_difference(parts: list[list[int]], window: int) -> None:
+    for options in ({"window": window}, {}, {"reduce": "sum", "window": window}):
+        results = {merged(order, **options).peek("x") for order in itertools.permutations(parts)}
+        assert max(results) == pytest.approx(min(results), abs=1e-9)
+
+
+def test_a_merged_window_has_the_newest_of_each() -> None:
+    assert sorted(merged([[1, 2, 3], [10, 20, 30]], reduce=None, window=4).peek("x")) == [2, 3, 20, 30]
+
+
+def test_an_exponential_average_weighs_no_more_than_it_remembers() -> None:
+    # 1,000 values of 0 with a memory of 10, and one of 11.
+    assert merged([[0.0] * 1000, [11.0]], ema_coeff=0.1).peek("x") == pytest.approx(1.0)
+
+
+def test_merging_adds_to_what_is_there_and_takes_over_new_names() -> None:
+    metrics, other = logged([1], reduce="sum"), MetricsLogger()
+    other.log_value(("a", "b"), 2, reduce="max")
+    metrics.merge([other.get_state(), logged([5], reduce="sum").get_state()])
+    assert metrics.reduce() == {"x": 6, "a": {"b": 2}}
+
+
+def test_a_state_is_a_snapshot() -> None:
+    metrics = logged([1, 2], reduce=None)
+    state = metrics.get_state()
+    metrics.log_value("x", 3, reduce=None)
+    other = MetricsLogger()
+    other.set_state(state)
+    assert (other.peek("x"), metrics.peek("x")) == ([1, 2], [1, 2, 3])
+
+
+# In a rollout
+
+
+def test_pieces_log_into_the_rollouts_metrics() -> None:
+    class Logs(ConnectorV2):
+        changes_episodes = False
+
+        def __call__(self, *, batch: Any, episodes: Any, metrics: Any, **kwargs: Any) -> Any:
+            metrics.log_value(("pieces", "calls"), 1, reduce="sum")
+            metrics.log_value("slots", len(episodes), window=10)
+            return batch
+
+    with Rollout(
+        "CartPole-v1",
+        num_envs=3,
+        fragment_length=5,
+        num_fragments=2,
+        env_to_module_connector=lambda env: Logs(),
+        module_to_env_connector=lambda env: Logs(),
+        learner_connector=lambda obs_space, act_space: Logs(),
+    ) as rollout:
+        batches = list(rollout.batches())
+    assert rollout.metrics.peek(("pieces", "calls")) == 11 + 10 + len(batches)  # the last observation is prepared, too
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"reduce": "median"}, "'x': reduce is 'median', expected 'mean', 'min', 'max', 'sum' or None"),
+        ({"window": 0}, "'x': window is 0, expected at least 1"),
+        ({"ema_coeff": 0.1, "window": 3}, "'x': ema_coeff is for reduce='mean' without window"),
+        ({"ema_coeff": 1.5}, "'x': ema_coeff is 1.5, expected more than 0 and at most 1"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: Any, told: str) -> None:
+    with pytest.raises(MetricsError, match=told):
+        logged([1], **options)
+
+
+def test_a_name_has_one_way_to_be_reduced() -> None:
+    metrics = logged([1], window=5)
+    with pytest.raises(MetricsError, match=r"'x' was logged with reduce='mean', window=5.*now with reduce='sum'"):
+        metrics.log_value("x", 1, reduce="sum")
+    with pytest.raises(MetricsError, match=r"'x' was logged with reduce='mean', window=5.*now with reduce='max'"):
+        metrics.merge([logged([1], reduce="max").get_state()])
+    with pytest.raises(MetricsError, match=r"'x/y' can't be logged beside 'x'"):
+        metrics.log_value(("x", "y"), 1)
+
+
+@pytest.mark.parametrize("value", ["three", None, np.arange(2), torch.zeros(2)])
+def test_what_is_no_number_is_refused(value: Any) -> None:
+    with pytest.raises(MetricsError, match=r"'x' was given .*, expected one number"):
+        logged([value])
+
+
+def test_unknown_names_are_told_with_those_that_there_are() -> None:
+    metrics = logged([1])
+    for ask in (metrics.peek, metrics.delete, lambda key: metrics.set_value(key, 1)):
+        with pytest.raises(KeyError, match="'y' was never logged; names: 'x'"):
+            ask("y")
+    assert metrics.peek("y", 0) == 0
+    with pytest.raises(MetricsError, match=r"a state with \['x'\], expected 'statistics'"):
+        metrics.set_state({"x": 1})
