@@ -4,12 +4,19 @@ from rollflow.nodes.connectors.add_columns_from_episodes_to_train_batch import (
     AddColumnsFromEpisodesToBatch,
     AddColumnsFromEpisodesToTrainBatch,
 )
+from rollflow.nodes.connectors.add_infos_from_episodes_to_train_batch import AddInfosFromEpisodesToTrainBatch
+from rollflow.nodes.connectors.add_next_observations_from_episodes_to_train_batch import (
+    AddNextObservationsFromEpisodesToTrainBatch,
+)
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import AddOneTsToEpisodesAndTruncate
 from rollflow.nodes.connectors.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
 from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
 from rollflow.nodes.connectors.agent_to_module_mapping import DEFAULT_MODULE_ID, AgentToModuleMapping
 from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.clip_actions import ClipActions
+from rollflow.nodes.connectors.clip_rewards import ClipRewards
+from rollflow.nodes.connectors.compute_returns_to_go import ComputeReturnsToGo
 from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
@@ -23,6 +30,7 @@ from rollflow.nodes.connectors.listify_data_for_vector_env import ListifyDataFor
 from rollflow.nodes.connectors.mean_std_filter import MeanStdFilter
 from rollflow.nodes.connectors.module_to_agent_unmapping import ModuleToAgentUnmapping
 from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.connectors.n_step_returns import NStepReturns
 from rollflow.nodes.connectors.normalize_and_clip_actions import NormalizeAndClipActions
 from rollflow.nodes.connectors.numpy_to_tensor import NumpyToTensor
 from rollflow.nodes.connectors.observation_preprocessor import (
@@ -34,6 +42,7 @@ from rollflow.nodes.connectors.prev_actions_prev_rewards import PrevActionsPrevR
 from rollflow.nodes.connectors.remove_single_ts_time_rank_from_batch import RemoveSingleTsTimeRankFromBatch
 from rollflow.nodes.connectors.tensor_to_numpy import TensorToNumpy
 from rollflow.nodes.connectors.unbatch_to_individual_items import UnBatchToIndividualItems
+from rollflow.nodes.connectors.v_trace import VTrace
 from rollflow.nodes.connectors.write_observations_to_episodes import WriteObservationsToEpisodes
 from rollflow.nodes.default_model_config import DefaultModelConfig
 from rollflow.nodes.default_module import DefaultModule
@@ -61,7 +70,10 @@ __all__ = [
     "DEFAULT_MODULE_ID",
     "AddColumnsFromEpisodesToBatch",
     "AddColumnsFromEpisodesToTrainBatch",
+    "AddInfosFromEpisodesToTrainBatch",
+    "AddNextObservationsFromEpisodesToTrainBatch",
     "AddObservationsFromEpisodesToBatch",
+    "AddOneTsToEpisodesAndTruncate",
     "AddStatesFromEpisodesToBatch",
     "AddTimeDimToBatchAndZeroPad",
     "AgentToModuleMapping",
@@ -69,6 +81,8 @@ __all__ = [
     "Bernoulli",
     "Categorical",
     "ClipActions",
+    "ClipRewards",
+    "ComputeReturnsToGo",
     "ConnectorPipelineV2",
     "ConnectorV2",
     "DefaultModelConfig",
@@ -96,6 +110,7 @@ __all__ = [
     "ModuleToEnvPipeline",
     "MultiCategorical",
     "MultiDistribution",
+    "NStepReturns",
     "NormalizeAndClipActions",
     "NumpyToTensor",
     "ObservationPreprocessor",
@@ -108,6 +123,7 @@ __all__ = [
     "SingleAgentObservationPreprocessor",
     "TensorToNumpy",
     "UnBatchToIndividualItems",
+    "VTrace",
     "WriteObservationsToEpisodes",
     "distribution_for",
 ]

@@ -9,6 +9,12 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 
+LAST_OBSERVATIONS = "last_observations"
+"""Where `shared_data` has what a learner piece made of each chunk's last observation, a tree of arrays `any[C, ...]`.
+
+A piece that makes the train batch's `obs` itself leaves it there for those that need a value of what comes after.
+"""
+
 
 class AddObservationsFromEpisodesToBatch(ConnectorV2):
     """Adds `obs`: each episode's last observation; before a learner, all of its observations but the last.

@@ -7,6 +7,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
@@ -66,7 +67,9 @@ class FlattenObservations(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         if self.as_learner_connector:
-            return batch if Columns.OBS in batch else self._add_flat(batch, episodes)
+            if Columns.OBS not in batch and len(episodes):
+                self._add_flat(batch, episodes, {} if shared_data is None else shared_data)
+            return batch
         if isinstance(episodes, LaneEpisodes):
             episodes.set_observations(self._flat(episodes.observations()))
             return batch
@@ -76,14 +79,16 @@ class FlattenObservations(ConnectorV2):
                 episode.set_observations(new_data=flat, at_indices=-1)
         return batch
 
-    def _add_flat(self, batch: Batch, episodes: Episodes) -> Batch:
+    def _add_flat(self, batch: Batch, episodes: Episodes, shared_data: dict[str, Any]) -> None:
         if isinstance(episodes, FragmentEpisodes):
             batch[Columns.OBS] = self._flat(episodes.gather(Columns.OBS))
-            return batch
+            shared_data[LAST_OBSERVATIONS] = self._flat(episodes.last_observations())
+            return
+        last = [self._flat(episode.get_observations(-1)) for episode in episodes]
+        shared_data[LAST_OBSERVATIONS] = np.stack(last)
         for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
             items = [self._flat(episode.get_observations(t)) for t in range(len(episode))]
             self.add_n_batch_items(batch, Columns.OBS, items, len(items), episode)
-        return batch
 
     def _flat(self, observations: Tree) -> Any:
         space = self.input_observation_space

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
@@ -74,11 +75,14 @@ class FrameStacking(ConnectorV2):
         if Columns.OBS in batch:
             return batch
         count = self.num_frames
+        shared_data = {} if shared_data is None else shared_data
         if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
             batch[Columns.OBS] = map_tree(_joined, _recent(episodes, count))
         elif isinstance(episodes, FragmentEpisodes) and self.as_learner_connector:
-            batch[Columns.OBS] = map_tree(_joined, episodes.recent_observations(count))
+            batch[Columns.OBS], shared_data[LAST_OBSERVATIONS] = _of_fragments(episodes, count)
         else:
+            if self.as_learner_connector and len(episodes):
+                shared_data[LAST_OBSERVATIONS] = stack_trees([_stack(each, len(each), count) for each in episodes])
             for episode in self.single_agent_episode_iterator(
                 episodes, agents_that_stepped_only=not self.as_learner_connector
             ):
@@ -98,6 +102,18 @@ def _recent(episodes: LaneEpisodes, count: int) -> Tree:
             "FrameStacking: the latest observations and those before them do not have one shape: does a piece after it "
             f"rewrite observations? Put FrameStacking behind that ({error})"
         ) from None
+
+
+def _of_fragments(episodes: FragmentEpisodes, count: int) -> tuple[Tree, Tree]:
+    """The stack at every step, and that of each chunk's last observation."""
+    frames = episodes.recent_observations(count)
+    ends = np.cumsum(episodes.lengths) - 1
+    last = map_tree(
+        lambda leaf, newest: np.concatenate([leaf[ends, 1:], newest[:, None]], axis=1),
+        frames,
+        episodes.last_observations(),
+    )
+    return map_tree(_joined, frames), map_tree(_joined, last)
 
 
 def _stack(episode: SingleAgentEpisode, t: int, count: int) -> Tree:

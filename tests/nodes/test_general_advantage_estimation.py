@@ -4,9 +4,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forms import OneByOne
 from numbered import NumberedModule, numbered_envs
 
-from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.nodes import ClipRewards, FrameStacking, GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.stream import ModuleError, SingleAgentEpisode
 
 
@@ -101,7 +102,69 @@ def test_values_with_an_axis_too_many_are_refused() -> None:
 
     _, makers = numbered_envs(3)
     gae = GeneralAdvantageEstimation()
-    told = r"'vf_preds' has shape \[3, 1\], expected \[3\]"
+    told = r"'vf_preds' has shape \[12, 1\], expected \[12\]"
     options: dict[str, Any] = {"learner_connector": lambda obs, act: gae, "fragment_length": 4, "seed": 0}
     with pytest.raises(ModuleError, match=told), Rollout(makers, module=Unsqueezed(), **options) as rollout:
         next(iter(rollout.batches()))
+
+
+@pytest.mark.parametrize("in_columns", [True, False])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_behind_a_stack_values_are_those_of_stacks(in_columns: bool, recorded: bool) -> None:
+    class SumsUp(RLModule):
+        """Its value is the sum of the three frames that it must see."""
+
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            assert batch["obs"].shape[1:] == (9,)
+            values = {"vf_preds": batch["obs"].float().sum(1)} if recorded else {}
+            return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64), **values}
+
+        def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+            assert batch["obs"].shape[1:] == (9,)
+            return batch["obs"].float().sum(1)
+
+    pieces = [FrameStacking(num_frames=3, as_learner_connector=True)]
+    gae = GeneralAdvantageEstimation(gamma=1.0, lambda_=0.0, normalize_advantages=False)
+    with Rollout(
+        numbered_envs(2)[1],
+        module=SumsUp(),
+        fragment_length=9,
+        num_fragments=2,
+        env_to_module_connector=lambda env: FrameStacking(num_frames=3),
+        learner_connector=lambda obs_space, act_space: [*pieces, gae, *([] if in_columns else [OneByOne()])],
+    ) as rollout:
+        for fragment in rollout.fragments():
+            batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
+            values, begin = batch["obs"].sum(1).float().numpy(), 0
+            for chunk in fragment.episodes():
+                end = begin + len(chunk)
+                last = [chunk.get_observations(i) for i in range(-min(3, len(chunk) + chunk.t_started + 1), 0)]
+                after = 0.0 if chunk.is_terminated else float(np.sum(last))
+                expected = chunk.get_rewards() + np.append(values[begin + 1 : end], after)
+                np.testing.assert_allclose(batch["value_targets"][begin:end], expected)
+                begin = end
+
+
+@pytest.mark.parametrize("in_columns", [True, False])
+def test_rewards_that_a_piece_before_has_changed_are_the_ones_that_count(in_columns: bool) -> None:
+    gae = GeneralAdvantageEstimation(gamma=0.0, normalize_advantages=False)
+    with Rollout(
+        numbered_envs(2)[1],
+        module=NumberedModule(),
+        num_fragments=1,
+        learner_connector=lambda obs_space, act_space: [
+            ClipRewards(high=3.0),
+            gae,
+            *([] if in_columns else [OneByOne()]),
+        ],
+    ) as rollout:
+        batch = next(iter(rollout.batches()))
+    np.testing.assert_allclose(batch["value_targets"], batch["rewards"], atol=1e-5)
+    assert float(batch["rewards"].max()) == 3.0
+
+
+def test_discounts_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"gamma is 1\.1, expected 0 … 1"):
+        GeneralAdvantageEstimation(gamma=1.1)
+    with pytest.raises(ValueError, match=r"lambda_ is -0\.1, expected 0 … 1"):
+        GeneralAdvantageEstimation(lambda_=-0.1)

@@ -543,6 +543,7 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
                 pass
         assert raised.value.__notes__ == [
             "in connector piece 'Breaks' (1 of 4 in EnvToModulePipeline)",
+            "lane 0, vector step 7",
             "in node 'env_to_module'",
         ]
 

@@ -1,0 +1,39 @@
+"""Next observations out of the episodes."""
+
+from typing import Any
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.train_steps import TrainSteps
+from rollflow.stream.columns import Columns
+from rollflow.stream.fragment import FragmentEpisodes
+
+
+class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
+    """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
+
+    A batch that has `new_obs` already stays as it is.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: dict[str, Any] | None = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if Columns.NEXT_OBS in batch or not len(episodes):
+            return batch
+        if isinstance(episodes, FragmentEpisodes):
+            batch[Columns.NEXT_OBS] = TrainSteps(episodes).next_observations()
+            return batch
+        for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
+            following = episode.get_observations(slice(1, len(episode) + 1))
+            self.add_n_batch_items(batch, Columns.NEXT_OBS, following, len(episode), episode)
+        return batch
