@@ -28,4 +28,5 @@ class Columns:
     ADVANTAGES = "advantages"
     VALUE_TARGETS = "value_targets"
     RETURNS_TO_GO = "returns_to_go"
+    N_STEP = "n_step"
     POLICY_VERSION = "policy_version"

@@ -149,7 +149,7 @@ class Fragment:
         """`any[T, N, ...]` to a new `any[num_steps, ...]`: the transitions alone, chunk by chunk."""
         order = self.row_order
         if order is None:
-            return np.ascontiguousarray(rows.swapaxes(0, 1)).reshape(-1, *rows.shape[2:])
+            return np.array(rows.swapaxes(0, 1), order="C").reshape(-1, *rows.shape[2:])
         return rows.reshape(-1, *rows.shape[2:]).take(order, axis=0)
 
     def last_observations(self) -> Tree:

@@ -10,6 +10,9 @@ from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import SealedEpisode
 
+STEP_ADDED = "_added_loss_mask_for_valid_episode_ts"
+"""Where `shared_data` says that every episode has one step that it did not take."""
+
 
 class AddOneTsToEpisodesAndTruncate(ConnectorV2):
     """Gives every chunk one more step, and ends it there: truncated, unless it was done.
@@ -25,6 +28,7 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
     """
 
     columnar = False
+    replaces_episodes = True
     # It does extend them; but the flag asks a rollout for its ended episodes' last observations, and no rollout's
     # ongoing episode can take this piece's step.
     changes_episodes = False
@@ -41,6 +45,8 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         there = set(batch)
+        if shared_data is not None:
+            shared_data[STEP_ADDED] = True
         sealed = any(isinstance(episode, SealedEpisode) for episode in episodes)
         if sealed and not isinstance(episodes, list):
             raise ConnectorError(

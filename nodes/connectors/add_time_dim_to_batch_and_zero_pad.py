@@ -88,11 +88,14 @@ class AddTimeDimToBatchAndZeroPad(ConnectorV2):
                 items = concatenate_trees([_as_array(item) for item in data]) if isinstance(data, list) else data
                 batch[column] = _rows_of(column, items, steps, int(lengths.sum()))
         mask = steps >= 0
-        batch[Columns.LOSS_MASK], batch[Columns.SEQ_LENS] = mask, mask.sum(1)
+        added = {Columns.SEQ_LENS: mask.sum(1)}
+        if Columns.LOSS_MASK not in batch:  # one that a piece put there is cut and padded with False like all else
+            added[Columns.LOSS_MASK] = mask
+        batch |= added
         if not columnar:
             rows = num_rows(lengths, length)
             ends = np.cumsum(rows)
-            for column in (Columns.LOSS_MASK, Columns.SEQ_LENS):
+            for column in added:
                 whole = batch.pop(column)
                 for episode, begin, end in zip(episodes, ends - rows, ends, strict=True):
                     self.add_n_batch_items(batch, column, whole[begin:end], int(end - begin), episode)

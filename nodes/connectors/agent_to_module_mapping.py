@@ -22,8 +22,9 @@ class AgentToModuleMapping(ConnectorV2):
         agent_to_module_mapping_fn    (agent id, episode) -> module id, for items whose key has no module id
         as_learner_connector          whether the batch is for training
 
-    Items of an episode without agents go to the module "default_policy". Which items a module's batch has, and in
-    which order, is kept in `shared_data["memorized_map_structure"]`: module id -> [(episode id, agent id), …].
+    Items of an episode without agents go to the module "default_policy". Whose items a module's batch has, and in
+    which order, is kept in `shared_data["memorized_map_structure"]`: module id -> [(episode id, agent id), …], one for
+    each key.
 
     Raises ConnectorError for columns that are no longer in list form, and for modules not in `rl_module_specs`.
     """
@@ -58,7 +59,7 @@ class AgentToModuleMapping(ConnectorV2):
     ) -> Batch:
         by_id = {episode.id_: episode for episode in episodes}
         mapped: dict[str, dict[str, list[Any]]] = {}
-        places: dict[str, dict[str, list[tuple[Any, Any]]]] = {}  # column -> module -> key of every item
+        places: dict[str, dict[str, list[tuple[Any, Any]]]] = {}  # column -> module -> whose items
         for column, data in batch.items():
             if not is_keyed_by_episode(data):
                 raise ConnectorError(
@@ -69,7 +70,7 @@ class AgentToModuleMapping(ConnectorV2):
                 episode_id, agent_id, module_id = (*key, None, None)[:3]
                 module = self._module(episode_id, agent_id, module_id, by_id)
                 mapped.setdefault(module, {}).setdefault(column, []).extend(items)
-                places.setdefault(column, {}).setdefault(module, []).extend([(episode_id, agent_id)] * len(items))
+                places.setdefault(column, {}).setdefault(module, []).append((episode_id, agent_id))
         if shared_data is not None:
             memorized: dict[str, list[tuple[Any, Any]]] = {}
             for of_column in places.values():

@@ -93,16 +93,20 @@ def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Epi
         rows, wanted = 0, 1 if one_each else len(chunk)
         while rows < wanted and left[key]:
             item = left[key].popleft()
-            first = leaves_of(item)[0]
-            rows += len(first) if isinstance(first, BatchedArray) and not one_each else 1
+            rows += 1 if one_each or not _is_batched(item) else len(leaves_of(item)[0])
             ordered.append(item)
     if any(left.values()):
         raise ConnectorError(f"column '{column}' has more items than the chunks of its episodes have steps")
     return ordered
 
 
+def _is_batched(item: Tree) -> bool:
+    """Whether an item is several in one; infos may be without a leaf."""
+    return any(isinstance(leaf, BatchedArray) for leaf in leaves_of(item)[:1])
+
+
 def _batched(column: str, items: list[Any]) -> Tree:
-    batched = [isinstance(leaves_of(item)[0], BatchedArray) for item in items]
+    batched = [_is_batched(item) for item in items]
     try:
         if not any(batched):
             return stack_trees(items)

@@ -256,7 +256,12 @@ class ConnectorPipelineV2(ConnectorV2):
         self._pieces = list(zip(self.connectors, self._timers, strict=True))
         self._recompute_spaces()
         self._first_columnar = len(self.connectors)
-        while self._first_columnar and self.connectors[self._first_columnar - 1].columnar:
+        self.replaces_episodes = any(  # type: ignore[misc]  # as with the two below
+            piece.replaces_episodes for piece in self.connectors
+        )
+        while (
+            not self.replaces_episodes and self._first_columnar and self.connectors[self._first_columnar - 1].columnar
+        ):
             self._first_columnar -= 1
         # An instance's word on what its class says for all: it depends on the pieces.
         self.columnar = self._first_columnar == 0  # type: ignore[misc]

@@ -29,10 +29,12 @@ class ConnectorV2(abc.ABC):
                             subclass that overrides `__call__` says so anew, or gets a plain list of episodes
         changes_episodes    `__call__` may write to the episodes, so it has to see the last observation of those that
                             have ended
+        replaces_episodes   `__call__` may put others into the list of episodes, so all pieces get that list
     """
 
     columnar: ClassVar[bool] = False
     changes_episodes: ClassVar[bool] = True
+    replaces_episodes: ClassVar[bool] = False
 
     _ctor_args: tuple[Any, ...]
     _ctor_kwargs: dict[str, Any]

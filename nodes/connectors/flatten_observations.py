@@ -77,6 +77,7 @@ class FlattenObservations(ConnectorV2):
             if self.agent_ids is None or episode.agent_id in self.agent_ids:
                 flat = self._flat(episode.get_observations(-1))
                 episode.set_observations(new_data=flat, at_indices=-1)
+                episode.observation_space = self.observation_space
         return batch
 
     def _add_flat(self, batch: Batch, episodes: Episodes, shared_data: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
+from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import STEP_ADDED
 from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
 from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
@@ -16,7 +17,7 @@ from rollflow.nodes.connectors.discount import checked_gamma, discounted_sums
 from rollflow.nodes.connectors.train_steps import TrainSteps, tensors_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ModuleError
+from rollflow.stream.errors import ConnectorError, ModuleError
 from rollflow.stream.tree import Tree, map_tree
 
 Floats = NDArray[np.float32]
@@ -39,8 +40,8 @@ class GeneralAdvantageEstimation(ConnectorV2):
     of each chunk's last one. Of a stateful module the values must be recorded, and that last one is computed with the
     chunk's last `state_out`.
 
-    Raises ModuleError when values are needed and the module can't compute them, ValueError for a `gamma` or `lambda_`
-    outside 0 … 1.
+    Raises ConnectorError behind AddOneTsToEpisodesAndTruncate, ModuleError when values are needed and the module can't
+    compute them, ValueError for a `gamma` or `lambda_` outside 0 … 1.
     """
 
     columnar = True
@@ -76,6 +77,11 @@ class GeneralAdvantageEstimation(ConnectorV2):
     ) -> dict[str, Any]:
         if not len(episodes):
             return batch
+        if (shared_data or {}).get(STEP_ADDED):
+            raise ConnectorError(
+                f"{self.name} works out the value of each chunk's last observation itself: take "
+                "AddOneTsToEpisodesAndTruncate out of the pipeline, or put it behind"
+            )
         steps = TrainSteps(episodes)
         if not len(steps):
             return batch

@@ -8,7 +8,7 @@ import numpy as np
 from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.discount import checked_gamma
-from rollflow.nodes.connectors.train_steps import N_STEP, TrainSteps
+from rollflow.nodes.connectors.train_steps import TrainSteps
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.tree import map_tree
@@ -58,7 +58,7 @@ class NStepReturns(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
-        if N_STEP in batch or not len(episodes):
+        if Columns.N_STEP in batch or not len(episodes):
             return batch
         if self.n_step > 1 and is_stateful(rl_module):
             raise ModuleError(
@@ -79,5 +79,5 @@ class NStepReturns(ConnectorV2):
         steps.put(batch, Columns.NEXT_OBS, map_tree(lambda leaf: leaf[latest], steps.next_observations()))
         steps.put(batch, Columns.TERMINATEDS, steps.at_lasts(steps.terminated)[latest])
         steps.put(batch, Columns.TRUNCATEDS, steps.at_lasts(steps.truncated)[latest])
-        steps.put(batch, N_STEP, spans)
+        steps.put(batch, Columns.N_STEP, spans)
         return batch

@@ -44,6 +44,7 @@ class OneHotObservations(ConnectorV2):
         for episode in self.single_agent_episode_iterator(episodes):
             vectors = self._vectors(episode.get_observations(-1))
             episode.set_observations(new_data=vectors, at_indices=-1)
+            episode.observation_space = self.observation_space
         return batch
 
     def _vectors(self, observations: Tree) -> Tree:

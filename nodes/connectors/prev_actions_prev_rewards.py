@@ -65,7 +65,9 @@ class PrevActionsPrevRewards(ConnectorV2):
         parts: dict[str, gym.Space[Any]] = {self.ORIG_OBS_KEY: input_observation_space}
         if self.n_prev_actions:
             width = self.n_prev_actions * flat_size(input_action_space)
-            parts[self.PREV_ACTIONS_KEY] = spaces.Box(-np.inf, np.inf, (width,), np.float32)
+            numbered = isinstance(input_action_space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
+            low, high = (0.0, 1.0) if numbered else (-np.inf, np.inf)
+            parts[self.PREV_ACTIONS_KEY] = spaces.Box(low, high, (width,), np.float32)
         if self.n_prev_rewards:
             parts[self.PREV_REWARDS_KEY] = spaces.Box(-np.inf, np.inf, (self.n_prev_rewards,), np.float32)
         return spaces.Dict(parts)
@@ -88,6 +90,7 @@ class PrevActionsPrevRewards(ConnectorV2):
             return batch
         for episode in self.single_agent_episode_iterator(episodes):
             episode.set_observations(new_data=self._of_episode(episode), at_indices=-1)
+            episode.observation_space = self.observation_space
         return batch
 
     def _of_lane(self, episodes: LaneEpisodes) -> dict[str, Any]:

@@ -15,9 +15,6 @@ from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, s
 
 Floats = NDArray[np.float32]
 
-N_STEP = "n_step"
-"""The column that says over how many steps each row of `rewards` was summed."""
-
 
 class TrainSteps:
     """The steps of C chunks end to end, B in all, read alike from fragments and from episodes one by one.
@@ -68,7 +65,7 @@ class TrainSteps:
 
         Raises ConnectorError for rewards that are not one for each step, and for sums over several steps.
         """
-        if N_STEP in batch:
+        if Columns.N_STEP in batch:
             raise ConnectorError(
                 f"column '{Columns.REWARDS}' has sums over several steps already: pieces that need each step's reward "
                 "stand before NStepReturns"

@@ -8,12 +8,13 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
+from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import STEP_ADDED
 from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.discount import checked_gamma, discounted_sums
 from rollflow.nodes.connectors.train_steps import TrainSteps, tensors_of
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ModuleError
+from rollflow.stream.errors import ConnectorError, ModuleError
 from rollflow.stream.tree import Tree, map_tree
 
 Floats = NDArray[np.float32]
@@ -37,7 +38,8 @@ class VTrace(ConnectorV2):
     leaves what it makes of each chunk's last one in `shared_data["last_observations"]`. A column that the batch has
     already stays as it is.
 
-    Raises ModuleError for a stateful module, and where the module or the episodes lack what is needed.
+    Raises ConnectorError behind AddOneTsToEpisodesAndTruncate, ModuleError for a stateful module, and where the module
+    or the episodes lack what is needed.
     """
 
     columnar = True
@@ -73,6 +75,11 @@ class VTrace(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
+        if (shared_data or {}).get(STEP_ADDED):
+            raise ConnectorError(
+                f"{self.name} works out the value of each chunk's last observation itself: take "
+                "AddOneTsToEpisodesAndTruncate out of the pipeline, or put it behind"
+            )
         wanted = [column for column in (Columns.VALUE_TARGETS, Columns.ADVANTAGES) if column not in batch]
         if not wanted or not len(episodes):
             return batch

@@ -79,9 +79,8 @@ def test_episodes_without_agents_are_the_default_modules() -> None:
     shared: dict[str, Any] = {}
     batch = call(AgentToModuleMapping(), {"obs": {("e",): [1, 2]}}, shared_data=shared)
     assert batch == {"default_policy": {"obs": [1, 2]}}
-    assert shared["memorized_map_structure"] == {"default_policy": [("e", None), ("e", None)]}
+    assert shared["memorized_map_structure"] == {"default_policy": [("e", None)]}
     outputs = {"default_policy": {"actions": np.array([3])}}
-    shared["memorized_map_structure"] = {"default_policy": [("e", None)]}
     assert call(UnBatchToIndividualItems(), outputs, shared_data=shared)["default_policy"] == {"actions": {("e",): [3]}}
 
 

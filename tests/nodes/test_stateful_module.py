@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numbered import NumberedEnv
 
 from rollflow.nodes import (
+    AddOneTsToEpisodesAndTruncate,
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
     ConnectorV2,
@@ -175,6 +176,13 @@ def test_a_train_batch_has_rows_of_max_seq_len_and_the_state_before_each() -> No
     assert batch["loss_mask"].tolist() == [[True, True], [True, False], [True, True], [True, True]]
     assert batch["seq_lens"].tolist() == [2, 1, 2, 2]
     assert batch["state_in"].tolist() == [[-1], [10], [40], [60]]
+
+
+def test_a_mask_that_a_piece_put_there_is_padded_like_all_else() -> None:
+    pipeline = LearnerConnectorPipeline.default(custom_pieces=[AddOneTsToEpisodesAndTruncate()], stateful=True)
+    batch = pipeline(rl_module=Two(), episodes=[chunk(2)])
+    assert batch["loss_mask"].tolist() == [[True, True], [False, False]]
+    assert batch["seq_lens"].tolist() == [2, 1]
 
 
 def test_chunks_of_one_episode_in_one_batch_keep_their_own_states() -> None:
