@@ -33,6 +33,44 @@ def test_cartpole_is_learnt(seed: int) -> None:
     assert example("cartpole")["main"](seed) >= 475
 
 
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("one_hot_frozen_lake", "reached the goal in "),
+        ("last_reward", "did what the last reward called for in "),
+        ("stack_observations", "mean return "),
+        ("manipulated_logits", "mean return "),
+    ],
+)
+def test_a_connector_of_ones_own_runs_at_a_hundredth_of_its_size(
+    name: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main = example(name)["main"]
+    main.__globals__["UPDATES"] = 1
+    main()
+    assert capsys.readouterr().out.startswith(told)
+
+
+def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("lstm_cartpole")["main"]
+    main.__globals__["MAX_UPDATES"] = 1
+    main()
+    assert capsys.readouterr().out.startswith("mean return ")
+
+
+@pytest.mark.slow
+def test_connectors_of_ones_own_do_what_they_are_for() -> None:
+    assert example("one_hot_frozen_lake")["main"]() == 1.0
+    assert example("last_reward")["main"]() > 0.95
+    assert example("manipulated_logits")["main"]() == 0
+    assert example("stack_observations")["main"]() > 200  # who sees one observation alone gets to about 45
+
+
+@pytest.mark.slow
+def test_cartpole_without_velocities_is_learnt_by_an_lstm() -> None:
+    assert example("lstm_cartpole")["main"]() >= 475
+
+
 class Policy(RLModule):
     """For the README's programs, whatever the size of the observation."""
 
@@ -53,7 +91,7 @@ def readme_programs() -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_readmes_programs_run(number: int) -> None:
     policy, batches = Policy(), []
     policy({"obs": torch.zeros(1, 4)})

@@ -60,7 +60,11 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
         observation_space, action_space = fragments[0].observation_space, fragments[0].layout.action_space
         if observation_space is not self.input_observation_space or action_space is not self.input_action_space:
             self.set_input_spaces(observation_space, action_space)
-        return self(rl_module=rl_module, episodes=FragmentEpisodes(fragments), metrics=metrics)
+        try:
+            return self(rl_module=rl_module, episodes=FragmentEpisodes(fragments), metrics=metrics)
+        except Exception as error:
+            error.add_note("in the train batch of " + ", ".join(map(_told, fragments)))
+            raise
 
     def __call__(
         self,
@@ -82,3 +86,8 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
             metrics=metrics,
             **kwargs,
         )
+
+
+def _told(fragment: Fragment) -> str:
+    first = fragment.sequence * fragment.layout.num_rows
+    return f"lane {fragment.lane}, vector steps {first} to {first + fragment.num_rows}"
