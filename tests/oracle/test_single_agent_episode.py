@@ -1,0 +1,394 @@
+"""Our SingleAgentEpisode beside Ray's: the same operations must give the same data, or be refused by both."""
+
+import copy
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from both import ask, assert_same, assert_same_answer
+from episodes import OUTPUTS, Pair, Setting, any_setting, arguments, numbers, quads
+from gymnasium.spaces import Dict, Discrete, Tuple
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from rollflow.stream import EpisodeError
+from rollflow.stream.tree import stack_trees as batch
+
+bounds = st.none() | st.integers(-8, 8)
+slices = st.builds(slice, bounds, bounds)
+stepped = st.builds(slice, bounds, bounds, st.sampled_from([None, 1, 2, 3, -1, -2]))
+ints = st.integers(-8, 8)
+indices = st.none() | ints | st.lists(ints, max_size=4) | slices | stepped
+
+
+GETTERS = ["get_observations", "get_actions", "get_rewards", "get_infos", "get_extra_model_outputs"]
+
+
+def at_odds(where: Any, lookback: int, count: int, arrays: bool, *, left: bool = False, fill: bool = False) -> bool:
+    """Whether a request is one that the two read differently: each case has a test at the end of this file.
+
+    `lookback` and `count` items are there, as lists or as arrays; `left` is `neg_index_as_lookback`.
+    """
+    if isinstance(where, list):
+        beyond = arrays and left and not fill and any(index < -lookback for index in where)
+        return beyond or (arrays and not where)
+    if isinstance(where, int):
+        return arrays and left and not fill and where < -lookback
+    if where is None:
+        return False
+    total = lookback + count
+
+    def position(bound: int) -> int:
+        return bound + (lookback if bound >= 0 or left else total)
+
+    step = 1 if where.step is None else where.step
+    if not total and any(bound is not None and bound < 0 for bound in (where.start, where.stop)):
+        return True
+    if step < 0:
+        return fill or where.start is None or where.stop is None
+    start = lookback if where.start is None else position(where.start)
+    stop = total if where.stop is None else position(where.stop)
+    return fill and (step != 1 or stop < start or (start < 0 and stop > total))
+
+
+@pytest.mark.parametrize("arrays", [False, True], ids=["lists", "arrays"])
+@pytest.mark.parametrize("left", [False, True], ids=["", "neg_index_as_lookback"])
+@pytest.mark.parametrize("fill", [None, 99], ids=["", "fill"])
+def test_every_slice_of_a_short_episode_is_the_same(arrays: bool, left: bool, fill: int | None) -> None:
+    asked = {"neg_index_as_lookback": left, "fill": fill}
+    compared = 0
+    for lookback, count in itertools.product(range(3), range(4)):
+        steps = lookback + count
+        data = {"observations": list(range(steps + 1)), "actions": list(range(steps)), "rewards": [0.0] * steps}
+        pair = Pair.of({**data, "len_lookback_buffer": lookback}, arrays)
+        bounds = [None, *range(-6, 7)]
+        for start, stop, step in itertools.product(bounds, bounds, [None, 1, 2, 3, -1, -2]):
+            where = slice(start, stop, step)
+            if at_odds(where, lookback, count, arrays and count > 0, left=left, fill=fill is not None):
+                continue
+            pair.check(lambda episode, where=where: episode.get_actions(where, **asked), (lookback, count, where))
+            compared += 1
+    assert compared > 1900
+
+
+@given(setting=any_setting, data=st.data(), numpy=st.booleans())
+@settings(max_examples=300)
+def test_a_constructed_episode_is_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
+    Pair.of(data.draw(arguments(setting)), numpy).check_all()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A getter and what it is called with."""
+
+    name: str
+    given: tuple[Any, ...]
+    asked: dict[str, Any]
+    arrays: bool
+
+    def __call__(self, episode: Any) -> Any:
+        return getattr(episode, self.name)(*self.given, **self.asked)
+
+
+def draw_request(data: st.DataObject, pair: Pair, setting: Setting) -> Request:
+    name = data.draw(st.sampled_from(GETTERS))
+    key = [data.draw(st.sampled_from(setting.outputs or ("unknown",)))] if name == "get_extra_model_outputs" else []
+    buffer = getattr(pair.ours, "observations" if name in ("get_observations", "get_infos") else "rewards")
+    arrays = buffer.is_numpy and name != "get_infos"
+    where, left = data.draw(indices), data.draw(st.booleans())
+    asked: dict[str, Any] = {"neg_index_as_lookback": left}
+    space_known = name == "get_rewards" or (setting.spaces_given and not key)
+    if (space_known or not arrays) and data.draw(st.booleans()):
+        asked["fill"] = data.draw(st.integers(0, 1))
+    if name in ("get_observations", "get_actions") and setting.spaces_given:
+        asked["one_hot_discrete"] = data.draw(st.booleans())
+    assume(not at_odds(where, buffer.lookback, len(buffer), arrays, left=left, fill="fill" in asked))
+    return Request(name, (*key, where), asked, arrays)
+
+
+@given(setting=any_setting, data=st.data(), numpy=st.booleans())
+@settings(max_examples=1500)
+def test_every_getter_gives_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
+    pair = Pair.of(data.draw(arguments(setting)), numpy)
+    request = draw_request(data, pair, setting)
+    ours, theirs = pair.ask(request)
+    if request.arrays and request.asked.get("one_hot_discrete") and ours.error is None:
+        assume(np.size(_first_leaf(ours.value)))
+    # What is filled in decides on Ray's dtype.
+    assert_same_answer(ours, theirs, request, dtypes="fill" not in request.asked)
+
+
+@given(setting=any_setting, data=st.data(), numpy=st.booleans())
+@settings(max_examples=1000)
+def test_every_setter_does_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
+    pair = Pair.of(data.draw(arguments(setting)), numpy)
+    request = draw_write(data, pair, setting)
+    pair.check(request, request)
+    pair.check_all(request)
+
+
+@dataclass(frozen=True)
+class Write:
+    """A setter and what it is called with."""
+
+    name: str
+    given: dict[str, Any]
+
+    def __call__(self, episode: Any) -> None:
+        getattr(episode, self.name)(**copy.deepcopy(self.given))
+
+
+def draw_write(data: st.DataObject, pair: Pair, setting: Setting) -> Write:
+    name, items, buffer = data.draw(
+        st.sampled_from(
+            [
+                ("set_observations", setting.observation.item, pair.ours.observations),
+                ("set_actions", setting.action.item, pair.ours.actions),
+                ("set_rewards", lambda i: i / 2, pair.ours.rewards),
+                *(
+                    ("set_extra_model_outputs", OUTPUTS[key], pair.ours.extra_model_outputs[key])
+                    for key in pair.ours.extra_model_outputs
+                ),
+            ]
+        )
+    )
+    key = {}
+    if name == "set_extra_model_outputs":
+        key = {"key": next(key for key, each in pair.ours.extra_model_outputs.items() if each is buffer)}
+    where, left = data.draw(indices), data.draw(st.booleans())
+    assume(not at_odds(where, buffer.lookback, len(buffer), buffer.is_numpy, left=left))
+    # Ray takes the number of a dict's keys for the number of items.
+    assume(not (buffer.is_numpy and isinstance(items(0), dict | tuple)))
+    given_: dict[str, Any] = {**key, "at_indices": where, "neg_index_as_lookback": left}
+    if isinstance(where, int):
+        return Write(name, {**given_, "new_data": items(data.draw(numbers))})
+    places = ask(lambda: buffer.get(where, neg_index_as_lookback=left))
+    assume(places.error is None)
+    count = len(places.value) if isinstance(places.value, list) else len(_first_leaf(places.value))
+    new = [items(data.draw(numbers)) for _ in range(count)]
+    if not buffer.is_numpy:
+        return Write(name, {**given_, "new_data": new})
+    assume(new)
+    return Write(name, {**given_, "new_data": batch(new)})
+
+
+def _first_leaf(tree: Any) -> Any:
+    while isinstance(tree, dict | tuple):
+        tree = next(iter(tree.values())) if isinstance(tree, dict) else tree[0]
+    return tree
+
+
+@dataclass(frozen=True)
+class Told:
+    """An operation that changes an episode, or makes another one of it, and how it reads in a failure."""
+
+    name: str
+    do: Callable[[Any], Any] = field(repr=False)
+
+    def __call__(self, episode: Any) -> Any:
+        return self.do(episode)
+
+
+def draw_operation(data: st.DataObject, pair: Pair, setting: Setting) -> Told:
+    """The next thing to do; what is done returns the episode to go on with."""
+    ours = pair.ours
+    nested = any(isinstance(kind.space, Dict | Tuple) for kind in (setting.observation, setting.action))
+    nested |= "state_out" in setting.outputs
+    name = data.draw(
+        st.sampled_from(["step"] * 6 + ["reset", "to_numpy", "cut", "slice", "halves", "state", "write", "flags"])
+    )
+    # Ray takes the keys of a dict of arrays for its items.
+    assume(not (nested and ours.observations.is_numpy and name in ("step", "cut", "slice", "halves")))
+    if name == "step":
+        assume(ours.is_reset)
+        flags = {key: True for key in ("terminated", "truncated") if data.draw(st.integers(0, 9)) == 9}
+        step = setting.step(data.draw(quads), **flags)
+        return Told(f"add_env_step(**{step})", lambda e: (e.add_env_step(**copy.deepcopy(step)), e)[1])
+    if name == "reset":
+        item, infos = setting.observation.item(data.draw(numbers)), data.draw(st.sampled_from([None, {"n": 0}]))
+        return Told(f"add_env_reset({item}, {infos})", lambda e: (e.add_env_reset(copy.copy(item), infos), e)[1])
+    if name == "to_numpy":
+        assume(ours.is_reset)
+        return Told("to_numpy()", lambda e: e.to_numpy())
+    if name == "cut":
+        k = data.draw(st.integers(-1, 5))
+        return Told(f"cut({k})", lambda e: e.cut(k))
+    if name == "slice":
+        where, k = data.draw(slices), data.draw(st.none() | st.integers(0, 4))
+        assume(ours.is_reset and _is_in_range(where, len(ours)))
+        return Told(f"slice({where}, len_lookback_buffer={k})", lambda e: e.slice(where, len_lookback_buffer=k))
+    if name == "halves":
+        assume(ours.is_reset and not (ours.is_terminated and ours.is_truncated))
+        at = data.draw(st.integers(0, len(ours)))
+
+        def joined(episode: Any) -> Any:
+            head, tail = episode[:at], episode[at:]
+            head.concat_episode(tail)
+            return head
+
+        return Told(f"[:{at}] + [{at}:]", joined)
+    if name == "state":
+        assume(len(ours) or not ours.extra_model_outputs)
+        return Told("from_state(get_state())", lambda e: type(e).from_state(e.get_state()))
+    if name == "flags":
+        return Told("is_truncated = not is_truncated", lambda e: (setattr(e, "is_truncated", not e.is_truncated), e)[1])
+    write = draw_write(data, pair, setting)
+    return Told(str(write), lambda e: (write(e), e)[1])
+
+
+def _is_in_range(where: slice, count: int) -> bool:
+    """Whether both bounds lie inside, the first one first: out there, Ray counts `t_started` on and on."""
+    start, stop = (0 if where.start is None else where.start), (count if where.stop is None else where.stop)
+    if not -count <= start <= count or not -count <= stop <= count:
+        return False
+    return (start + count if start < 0 else start) <= (stop + count if stop < 0 else stop)
+
+
+@given(setting=any_setting, data=st.data(), empty=st.booleans())
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+def test_the_same_operations_leave_the_same_episode(setting: Setting, data: st.DataObject, empty: bool) -> None:
+    some: dict[str, Any] = {}
+    if setting.spaces_given:
+        some = {"observation_space": setting.observation.space, "action_space": setting.action.space}
+    pair = Pair.of(some if empty else data.draw(arguments(setting)))
+    done: list[Told] = []
+    for _ in range(data.draw(st.integers(1, 12))):
+        operation = draw_operation(data, pair, setting)
+        before = pair
+        done.append(operation)
+        ours, theirs = pair.ask(operation)
+        assert (ours.error is None) == (theirs.error is None), f"{done}\n  ours:   {ours}\n  theirs: {theirs}"
+        if ours.error is not None:
+            break  # what is left behind by a refused operation is each one's own affair
+        before.check_all((done, "the episode that it came from"))
+        pair = Pair(ours.value, theirs.value)
+        pair.check_all(done)
+
+
+# Where we differ on purpose.
+
+
+def short(numpy: bool = False, **given_: Any) -> Pair:
+    """Actions 0 and 1 in the lookback, 2 to 5 in the chunk."""
+    data = {"observations": list(range(7)), "actions": list(range(6)), "rewards": [0.0] * 6, "len_lookback_buffer": 2}
+    return Pair.of({**data, **given_}, numpy)
+
+
+def differ(pair: Pair, call: Callable[[Any], Any], ours: Any, theirs: Any) -> None:
+    """Both answers are as told; an error type stands for being refused."""
+    for answer, told in zip(pair.ask(call), (ours, theirs), strict=True):
+        if isinstance(told, type):
+            assert isinstance(answer.error, told), answer
+        else:
+            assert answer.error is None, answer
+            assert_same(answer.value, told, dtypes=False)
+
+
+ARRAYS = pytest.mark.parametrize("numpy", [False, True], ids=["lists", "arrays"])
+
+
+@ARRAYS
+@pytest.mark.parametrize(
+    ("where", "ours", "theirs"), [(slice(None, None, -1), [5, 4, 3, 2], []), (slice(1, None, -1), [3, 2], [])]
+)
+def test_an_open_bound_of_a_backward_slice_means_the_chunk_as_in_python(
+    numpy: bool, where: slice, ours: list[int], theirs: list[int]
+) -> None:
+    made: Any = np.array if numpy else list
+    differ(short(numpy), lambda episode: episode.get_actions(where), made(ours), made(theirs))
+
+
+@ARRAYS
+@pytest.mark.parametrize(
+    ("where", "ours", "theirs"),
+    [
+        (slice(6, 0, -1), [9, 9, 9, 5, 4, 3], [5, 4, 3]),
+        (slice(0, 6, 2), [2, 4, 9], [2, 4, 9, 9]),
+        (slice(-4, 7), [9, 9, 0, 1, 2, 3, 4, 5, 9, 9, 9], [9, 9, 0, 1, 2, 3, 4, 5]),
+    ],
+    ids=["backward", "stride", "both ends"],
+)
+def test_fill_gives_as_many_items_as_the_slice_has_places(
+    numpy: bool, where: slice, ours: list[int], theirs: list[int]
+) -> None:
+    made: Any = np.array if numpy else list
+    asked = {"fill": 9, "neg_index_as_lookback": True}
+    differ(short(numpy), lambda episode: episode.get_actions(where, **asked), made(ours), made(theirs))
+
+
+@pytest.mark.parametrize(("where", "theirs"), [(-3, 5), ([-3, 0], np.array([5, 2]))])
+def test_an_index_left_of_the_lookback_is_refused_and_does_not_wrap_to_the_other_end(where: Any, theirs: Any) -> None:
+    for pair, answer in [(short(numpy=False), IndexError), (short(numpy=True), theirs)]:
+        differ(pair, lambda e: e.get_actions(where, neg_index_as_lookback=True), IndexError, answer)
+
+
+def test_no_indices_give_no_items() -> None:
+    differ(short(numpy=True), lambda episode: episode.get_actions([]), np.zeros(0), ValueError)
+
+
+def test_no_items_one_hot_keep_the_axis_of_the_vectors() -> None:
+    pair = short(numpy=True, action_space=Discrete(6))
+    differ(
+        pair,
+        lambda e: np.shape(e.get_actions(slice(0, 0), one_hot_discrete=True)),
+        ours=(0, 6),
+        theirs=(0,),
+    )
+
+
+def test_items_of_a_nested_space_are_set_as_one_batch_whatever_its_number_of_keys() -> None:
+    """Ray takes the keys of a dict for its items."""
+    items = [{"a": i, "b": i, "c": i} for i in range(3)]
+    pair = Pair.of({"observations": items, "actions": [0, 0], "rewards": [0.0, 0.0], "len_lookback_buffer": 0}, True)
+    new = {"a": np.array([7, 8]), "b": np.array([7, 8]), "c": np.array([7, 8])}
+
+    def written(episode: Any) -> Any:
+        episode.set_observations(new_data=new, at_indices=[0, 1])
+        return episode.get_observations(slice(None))["b"]
+
+    differ(pair, written, np.array([7, 8, 2]), KeyError)
+
+
+def test_a_finalized_episode_of_a_nested_space_goes_on() -> None:
+    """Ray takes the keys of a dict for its items."""
+    observations = [{"a": i, "b": i} for i in range(3)]
+    pair = Pair.of({"observations": observations, "actions": [0, 0], "rewards": [0.0, 0.0]}, numpy=True)
+
+    def cut(episode: Any) -> Any:
+        episode.add_env_step({"a": 3, "b": 3}, 1, 1.0)
+        return episode.cut(3).get_observations(0)
+
+    differ(pair, cut, {"a": 3, "b": 3}, AssertionError)
+
+
+def test_a_step_before_the_reset_is_refused() -> None:
+    """Ray takes it, and has from then on an action between no observation and one."""
+    differ(Pair.of({}), lambda e: (e.add_env_step(1, 0, 1.0), len(e))[1], EpisodeError, 1)
+
+
+def test_an_episode_before_its_reset_may_be_finalized() -> None:
+    differ(Pair.of({}), lambda episode: len(episode.to_numpy()), 0, ValueError)
+
+
+@pytest.mark.parametrize(("where", "ours", "theirs"), [(slice(9, 12), 4, 9), (slice(-9, 1), 0, -5)])
+def test_a_slice_beyond_the_chunk_starts_at_the_chunk_s_end_or_its_start(where: slice, ours: int, theirs: int) -> None:
+    differ(short(), lambda episode: episode[where].t_started, ours, theirs)
+
+
+def test_an_episode_that_is_terminated_and_truncated_is_both_after_concatenation() -> None:
+    pair = short(terminated=True, truncated=True)
+
+    def joined(episode: Any) -> Any:
+        head = episode[:2]
+        head.concat_episode(episode[2:])
+        return head.is_terminated, head.is_truncated
+
+    differ(pair, joined, (True, True), (True, False))
+
+
+def test_the_state_of_an_episode_without_steps_is_restored_with_its_extra_model_outputs() -> None:
+    pair = Pair.of({"observations": [0], "extra_model_outputs": {"action_logp": []}})
+    differ(pair, lambda e: list(type(e).from_state(e.get_state()).extra_model_outputs), ["action_logp"], AssertionError)
