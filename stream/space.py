@@ -1,5 +1,6 @@
 """gymnasium spaces as trees of columns."""
 
+import math
 from typing import Any
 
 import gymnasium as gym
@@ -57,7 +58,7 @@ def one_hot(space: gym.Space[Any], items: Tree) -> Tree:
         return _vectors(np.asarray(items) - space.start, int(space.n))
     if isinstance(space, spaces.MultiDiscrete):
         numbers = np.asarray(items) - space.start
-        flat = numbers.reshape(*numbers.shape[: numbers.ndim - len(space.shape)], -1)
+        flat = _unrolled(numbers, space)
         sizes = space.nvec.reshape(-1).tolist()
         return np.concatenate([_vectors(flat[..., i], n) for i, n in enumerate(sizes)], axis=-1)
     return items
@@ -86,5 +87,10 @@ def flatten(space: gym.Space[Any], items: Tree) -> NDArray[np.float32]:
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         vectors: NDArray[np.float32] = one_hot(space, items)
         return vectors
-    array = np.asarray(items, np.float32)
-    return array.reshape(*array.shape[: array.ndim - len(space.shape or ())], -1)
+    return _unrolled(np.asarray(items, np.float32), space)
+
+
+def _unrolled(items: NDArray[Any], space: gym.Space[Any]) -> NDArray[Any]:
+    """Each item as a vector `any[..., D]`, also where there are none."""
+    shape = space.shape or ()
+    return items.reshape(*items.shape[: items.ndim - len(shape)], math.prod(shape))

@@ -110,7 +110,7 @@ def draw_request(data: st.DataObject, pair: Pair, setting: Setting) -> Request:
 
 
 @given(setting=any_setting, data=st.data(), numpy=st.booleans())
-@settings(max_examples=1500)
+@settings(max_examples=1000)
 def test_every_getter_gives_the_same(setting: Setting, data: st.DataObject, numpy: bool) -> None:
     pair = Pair.of(data.draw(arguments(setting)), numpy)
     request = draw_request(data, pair, setting)

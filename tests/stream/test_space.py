@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any
 
 import gymnasium as gym
@@ -7,7 +8,7 @@ from gymnasium import spaces
 
 from rollflow.stream import ColumnError
 from rollflow.stream.buffer import equal_trees
-from rollflow.stream.space import is_columnar, item_of, one_hot, row_of
+from rollflow.stream.space import flatten, is_columnar, item_of, one_hot, row_of
 from rollflow.stream.tree import map_tree, stack_trees
 
 NESTED = spaces.Dict(
@@ -53,6 +54,14 @@ def test_one_hot_joins_the_parts_of_a_multi_discrete_space() -> None:
     space = spaces.MultiDiscrete([2, 3])
     assert one_hot(space, np.array([1, 2])).tolist() == [0, 1, 0, 0, 1]
     assert one_hot(space, np.array([[0, 0], [1, 1]])).tolist() == [[1, 0, 1, 0, 0], [0, 1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize("encode", [one_hot, flatten])
+def test_no_items_have_vectors_as_long_as_those_of_some(encode: Callable[..., Any]) -> None:
+    for space, size in [(spaces.MultiDiscrete([2, 3]), 5), (spaces.Discrete(3), 3)]:
+        items = np.zeros((0, *space.shape), np.int64)
+        assert encode(space, items).shape == (0, size)
+    assert flatten(spaces.Box(0.0, 1.0, (2, 3)), np.zeros((0, 2, 3))).shape == (0, 6)
 
 
 def test_one_hot_leaves_other_leaves_alone() -> None:
