@@ -78,8 +78,10 @@ def flatten(space: gym.Space[Any], items: Tree) -> NDArray[np.float32]:
     """Items as vectors `f32[..., D]`: a Dict's parts by sorted key, a Tuple's in order, end to end.
 
     `items` is one item, or a tree of arrays with leading axes. Discrete and MultiDiscrete parts are one-hot vectors,
-    all others are unrolled.
+    all others are unrolled. Raises ColumnError for a Dict or Tuple without parts.
     """
+    if isinstance(space, spaces.Dict | spaces.Tuple) and not len(space):
+        raise ColumnError(f"space {space} has no parts, expected at least one")
     if isinstance(space, spaces.Dict):
         return np.concatenate([flatten(space[key], items[key]) for key in sorted(space.keys())], axis=-1)
     if isinstance(space, spaces.Tuple):

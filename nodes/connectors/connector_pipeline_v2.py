@@ -40,7 +40,9 @@ class ConnectorPipelineV2(ConnectorV2):
     spaces are computed anew. A piece is given the columns that come with the episodes where it and all pieces after it
     can work with columns, else a plain list of episodes; both ways give the same batch.
 
-    Raises ConnectorError, with the piece's name and place, when a piece returns anything but a dict.
+    Raises ConnectorError, with the piece's name and place, when a piece returns anything but a dict; for an object that
+    is put in twice, and for two pieces that would go by one name; and in every editing verb, for a class that several
+    pieces are of: a name says which.
     """
 
     columnar = True
@@ -56,6 +58,7 @@ class ConnectorPipelineV2(ConnectorV2):
         self.connectors: list[ConnectorV2] = list(connectors or [])
         for piece in self.connectors:
             _check_piece(piece)
+        self._check_distinct(self.connectors)
         self._timers: list[Timer] = []
         self._enclosing: list[ConnectorPipelineV2] = []
         super().__init__(input_observation_space, input_action_space, **kwargs)
@@ -126,11 +129,7 @@ class ConnectorPipelineV2(ConnectorV2):
     @property
     def names(self) -> list[str]:
         """The pieces' names, in order: no two are the same."""
-        names: list[str] = []
-        for piece in self.connectors:
-            count = sum(piece.name == other.name for other in self.connectors[: len(names)])
-            names.append(piece.name if not count else f"{piece.name}_{count + 1}")
-        return names
+        return _names_of(self.connectors)
 
     @property
     def observation_spaces(self) -> list[gym.Space[Any]]:
@@ -151,12 +150,11 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def remove(self, name_or_class: NameOrClass) -> None:
         """Take a piece out. Warns, and does nothing, when it is not there."""
-        try:
-            del self.connectors[self._place(name_or_class)]
-        except ConnectorError as error:
-            warnings.warn(f"nothing removed: {error}", stacklevel=2)
-            return
-        self._arrange()
+        place = self._find(name_or_class)
+        if place is None:
+            warnings.warn(f"nothing removed: {self._lacks(name_or_class)}", stacklevel=2)
+        else:
+            self._edit([*self.connectors[:place], *self.connectors[place + 1 :]])
 
     def insert_before(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
         """Put a piece in front of another, which is returned. Raises ConnectorError when that is not there."""
@@ -168,15 +166,11 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def prepend(self, connector: ConnectorV2) -> None:
         """Put a piece at the beginning."""
-        _check_piece(connector)
-        self.connectors.insert(0, connector)
-        self._arrange()
+        self._edit([connector, *self.connectors])
 
     def append(self, connector: ConnectorV2) -> None:
         """Put a piece at the end."""
-        _check_piece(connector)
-        self.connectors.append(connector)
-        self._arrange()
+        self._edit([*self.connectors, connector])
 
     # State
 
@@ -236,18 +230,51 @@ class ConnectorPipelineV2(ConnectorV2):
         return dict(zip(self.names, self.connectors, strict=True))
 
     def _insert(self, place: int, offset: int, connector: ConnectorV2) -> ConnectorV2:
-        _check_piece(connector)
         found = self.connectors[place]
-        self.connectors.insert(place + offset, connector)
-        self._arrange()
+        self._edit([*self.connectors[: place + offset], connector, *self.connectors[place + offset :]])
         return found
 
+    def _edit(self, pieces: list[ConnectorV2]) -> None:
+        for piece in pieces:
+            _check_piece(piece)
+        self._check_distinct(pieces)
+        self.connectors[:] = pieces
+        self._arrange()
+
+    def _check_distinct(self, pieces: list[ConnectorV2]) -> None:
+        names = _names_of(pieces)
+        for place, (piece, name) in enumerate(zip(pieces, names, strict=True)):
+            if any(piece is other for other in pieces[:place]):
+                raise ConnectorError(
+                    f"{self.name}: the same {piece.name} object twice, expected two objects: each has its own state"
+                )
+            if name in names[:place]:
+                raise ConnectorError(
+                    f"{self.name}: two pieces called '{name}', expected different names; pieces: {', '.join(names)}"
+                )
+
     def _place(self, name_or_class: NameOrClass) -> int:
-        for place, (name, piece) in enumerate(zip(self.names, self.connectors, strict=True)):
-            if name == name_or_class or (isinstance(name_or_class, type) and isinstance(piece, name_or_class)):
-                return place
+        place = self._find(name_or_class)
+        if place is None:
+            raise ConnectorError(self._lacks(name_or_class))
+        return place
+
+    def _find(self, name_or_class: NameOrClass) -> int | None:
+        """Where the piece is that has the name, or the one of the class, or else of a subclass; None if nowhere."""
+        if isinstance(name_or_class, str):
+            return self.names.index(name_or_class) if name_or_class in self.names else None
+        places = [place for place, piece in enumerate(self.connectors) if type(piece) is name_or_class]
+        places = places or [place for place, piece in enumerate(self.connectors) if isinstance(piece, name_or_class)]
+        if len(places) > 1:
+            raise ConnectorError(
+                f"{self.name} has {len(places)} pieces of class '{name_or_class.__name__}', expected a name that says "
+                f"which: {', '.join(self.names[place] for place in places)}"
+            )
+        return places[0] if places else None
+
+    def _lacks(self, name_or_class: NameOrClass) -> str:
         asked = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
-        raise ConnectorError(f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}")
+        return f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}"
 
     def _arrange(self) -> None:
         """After an edit: spaces from piece to piece, and what depends on which pieces there are."""
@@ -301,6 +328,14 @@ def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
 def _check_piece(piece: Any) -> None:
     if not isinstance(piece, ConnectorV2):
         raise ConnectorError(f"{piece!r} is {type(piece).__name__}, expected a ConnectorV2 piece")
+
+
+def _names_of(pieces: list[ConnectorV2]) -> list[str]:
+    names: list[str] = []
+    for piece in pieces:
+        count = sum(piece.name == other.name for other in pieces[: len(names)])
+        names.append(piece.name if not count else f"{piece.name}_{count + 1}")
+    return names
 
 
 def _names(names: str | Collection[str]) -> set[str]:

@@ -165,9 +165,17 @@ class ConnectorV2(abc.ABC):
         observation_space: Any = self._input_observation_space
         action_space: Any = self._input_action_space
         if observation_space is not None:
+            self._check_space(observation_space, "input_observation_space is")
             self._observation_space = self.recompute_output_observation_space(observation_space, action_space)
+            self._check_space(self._observation_space, "recompute_output_observation_space returned")
         if action_space is not None:
+            self._check_space(action_space, "input_action_space is")
             self._action_space = self.recompute_output_action_space(observation_space, action_space)
+            self._check_space(self._action_space, "recompute_output_action_space returned")
+
+    def _check_space(self, space: Any, told: str) -> None:
+        if not isinstance(space, gym.Space):
+            raise ConnectorError(f"{self.name}: {told} {space!r}, {type(space).__name__}, expected a gymnasium space")
 
     # State
 

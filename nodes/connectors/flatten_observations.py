@@ -109,4 +109,8 @@ class FlattenObservations(ConnectorV2):
         unknown = [key for key in self.keys_to_remove if key not in keys]
         if unknown or not isinstance(space, spaces.Dict):
             raise ConnectorError(f"FlattenObservations: keys_to_remove has {unknown}, but {space} has keys: {keys}")
+        if set(keys) == set(self.keys_to_remove):
+            raise ConnectorError(
+                f"FlattenObservations: keys_to_remove has all keys of {space}, expected at least one left"
+            )
         return spaces.Dict({key: part for key, part in space.items() if key not in self.keys_to_remove})

@@ -80,7 +80,7 @@ def test_every_edit_recomputes_the_spaces() -> None:
     pipeline.append(Other(label="e"))
     assert calls(pipeline) == ["d", "b", "c", "a", "e"]
     assert [piece.observation_space.shape for piece in pipeline] == [(2,), (3,), (4,), (5,), (6,)]
-    pipeline.remove(Append)  # the first one, which is an Other
+    pipeline.remove("Other")
     pipeline.remove("Append")
     assert calls(pipeline) == ["b", "a", "e"]
     assert pipeline.observation_space.shape == (4,)
@@ -208,6 +208,40 @@ def test_a_piece_that_is_not_there_is_named() -> None:
     with pytest.warns(UserWarning, match="nothing removed: ConnectorPipelineV2 has no piece 'Nope'"):
         pipeline.remove("Nope")
     assert len(pipeline) == 2
+
+
+def test_a_class_of_several_pieces_is_refused_as_the_name_of_one() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[first := Append(), other := Other(), second := Append()])
+    told = "ConnectorPipelineV2 has 2 pieces of class 'Append', expected a name that says which: Append, Append_2"
+    for edit in (pipeline.insert_before, pipeline.insert_after):
+        with pytest.raises(ConnectorError, match=told):
+            edit(Append, Append())
+    with pytest.raises(ConnectorError, match=told):
+        pipeline.remove(Append)
+    assert list(pipeline) == [first, other, second]
+    pipeline.remove("Append_2")
+    assert pipeline.insert_after(Append, third := Append()) is first, "the one of that very class, no subclass"
+    assert list(pipeline) == [first, third, other]
+
+
+def test_two_pieces_of_one_name_are_refused() -> None:
+    numbered = type("Append_2", (Append,), {})
+    pipeline = ConnectorPipelineV2(connectors=[Append(), numbered()])
+    with pytest.raises(ConnectorError, match="two pieces called 'Append_2', expected different names; pieces: Append,"):
+        pipeline.append(Append())
+    assert pipeline.names == ["Append", "Append_2"]
+
+
+def test_a_piece_that_is_in_the_pipeline_already_is_refused() -> None:
+    piece = Append()
+    told = "ConnectorPipelineV2: the same Append object twice, expected two objects"
+    with pytest.raises(ConnectorError, match=told):
+        ConnectorPipelineV2(connectors=[piece, piece])
+    pipeline = ConnectorPipelineV2(connectors=[piece])
+    for edit in (pipeline.append, pipeline.prepend, lambda piece: pipeline.insert_before("Append", piece)):
+        with pytest.raises(ConnectorError, match=told):
+            edit(piece)
+    assert list(pipeline) == [piece]
 
 
 def test_what_is_no_piece_is_refused() -> None:

@@ -194,6 +194,21 @@ def test_an_output_space_may_be_set_until_the_input_changes() -> None:
     assert piece.observation_space == Box(0.0, 1.0, (4,), np.float32)
 
 
+def test_what_is_no_space_is_refused() -> None:
+    class Forgets(ConnectorV2):
+        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> Any:
+            Box(0.0, 1.0, (in_obs.n,), np.float32)
+
+        def __call__(self, **kwargs: Any) -> Any:
+            return kwargs["batch"]
+
+    told = "Forgets: recompute_output_observation_space returned None, NoneType, expected a gymnasium space"
+    with pytest.raises(ConnectorError, match=told):
+        Forgets(Discrete(2)).observation_space  # noqa: B018
+    with pytest.raises(ConnectorError, match="OneHot: input_action_space is 2, int, expected a gymnasium space"):
+        OneHot(Discrete(2)).input_action_space = 2  # type: ignore[assignment]
+
+
 def test_a_piece_has_no_state_unless_it_says_so() -> None:
     piece = OneHot()
     assert piece.get_state() == {}

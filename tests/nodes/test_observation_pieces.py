@@ -23,7 +23,7 @@ from rollflow.nodes import (
     SingleAgentObservationPreprocessor,
     WriteObservationsToEpisodes,
 )
-from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow.stream import ColumnError, ConnectorError, SingleAgentEpisode
 
 SPACES = [
     spaces.Box(-1, 1, (2, 3)),
@@ -103,6 +103,10 @@ def test_keys_may_be_left_out_of_a_flat_observation() -> None:
     assert episodes[0].get_observations(-1).tolist() == [1.0, 2.0]
     with pytest.raises(ConnectorError, match=r"keys_to_remove has \['c'\], but Dict.* has keys: \['a', 'b'\]"):
         FlattenObservations(space, keys_to_remove=["c"]).observation_space  # noqa: B018
+    with pytest.raises(ConnectorError, match=r"keys_to_remove has all keys of Dict.*, expected at least one left"):
+        FlattenObservations(space, keys_to_remove=["b", "a"]).observation_space  # noqa: B018
+    with pytest.raises(ColumnError, match=r"space Dict\(\) has no parts, expected at least one"):
+        FlattenObservations(spaces.Dict({})).observation_space  # noqa: B018
 
 
 def test_before_a_learner_flat_observations_go_into_the_batch() -> None:
