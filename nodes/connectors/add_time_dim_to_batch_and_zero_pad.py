@@ -48,9 +48,8 @@ class AddTimeDimToBatchAndZeroPad(ConnectorV2):
         input_action_space: gym.Space[Any] | None = None,
         *,
         as_learner_connector: bool = False,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(input_observation_space, input_action_space, **kwargs)
+        super().__init__(input_observation_space, input_action_space)
         self.as_learner_connector = as_learner_connector
 
     def __call__(

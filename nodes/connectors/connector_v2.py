@@ -55,6 +55,8 @@ class ConnectorV2(abc.ABC):
         input_action_space: gym.Space[Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if kwargs:
+            raise TypeError(f"{self.name} takes no argument named {' or '.join(map(repr, kwargs))}")
         self._input_observation_space = input_observation_space
         self._input_action_space = input_action_space
         self._observation_space: gym.Space[Any] | None = None

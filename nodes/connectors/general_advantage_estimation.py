@@ -55,9 +55,8 @@ class GeneralAdvantageEstimation(ConnectorV2):
         gamma: float = 0.99,
         lambda_: float = 0.95,
         normalize_advantages: bool = True,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(input_observation_space, input_action_space, **kwargs)
+        super().__init__(input_observation_space, input_action_space)
         if not 0.0 <= lambda_ <= 1.0:
             raise ValueError(f"lambda_ is {lambda_}, expected 0 … 1")
         self.gamma = checked_gamma(gamma)

@@ -33,12 +33,11 @@ class NormalizeAndClipActions(ConnectorV2):
         *,
         normalize_actions: bool,
         clip_actions: bool,
-        **kwargs: Any,
     ) -> None:
         self.normalize_actions = normalize_actions
         self.clip_actions = clip_actions
         self._bring: Bring | None = None  # known when the spaces are
-        super().__init__(input_observation_space, input_action_space, **kwargs)
+        super().__init__(input_observation_space, input_action_space)
 
     def recompute_output_action_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]

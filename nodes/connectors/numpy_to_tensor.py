@@ -32,9 +32,8 @@ class NumpyToTensor(ConnectorV2):
         *,
         pin_memory: bool = False,
         device: Any = None,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(input_observation_space, input_action_space, **kwargs)
+        super().__init__(input_observation_space, input_action_space)
         self.pin_memory = pin_memory
         self.device = None if device is None else torch.device(device)
 

@@ -194,6 +194,11 @@ def test_an_output_space_may_be_set_until_the_input_changes() -> None:
     assert piece.observation_space == Box(0.0, 1.0, (4,), np.float32)
 
 
+def test_an_argument_that_no_class_knows_is_refused() -> None:
+    with pytest.raises(TypeError, match="OneHot takes no argument named 'depht'"):
+        OneHot(Discrete(2), depht=3)
+
+
 def test_what_is_no_space_is_refused() -> None:
     class Forgets(ConnectorV2):
         def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> Any:
