@@ -84,6 +84,7 @@ async def test_a_learner_that_fails_ends_the_run_by_name() -> None:
                 pass
     assert raised.value.__notes__ == [
         "in connector piece 'Breaks' (1 of 5 in LearnerConnectorPipeline)",
+        "in the train batch of lane 0, vector steps 0 to 128",
         "in node 'learner'",
     ]
     assert envs[0].closed
