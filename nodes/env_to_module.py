@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.lane import Lane
 
@@ -60,6 +61,7 @@ class EnvToModule:
                 self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
             lane.commit_ended()
         if lane.index not in self._lanes:
+            self._check_lookback(lane)
             self._lanes[lane.index] = lane
             lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
         shared_data = lane.shared_data
@@ -73,6 +75,13 @@ class EnvToModule:
             return Prepared(lane, fragment)
         self._going -= 1
         return Prepared(None, fragment)
+
+    def _check_lookback(self, lane: Lane) -> None:
+        if self.pipeline.lookback > lane.layout.lookback:
+            raise ConnectorError(
+                f"{self.pipeline.name} looks back {self.pipeline.lookback} steps, but fragments keep "
+                f"{lane.layout.lookback}; expected it to be edited before the rollout is run or put into a graph"
+            )
 
     @property
     def done(self) -> bool:

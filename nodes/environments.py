@@ -67,12 +67,16 @@ class Environments:
         self._name, self._fragment_length = name, fragment_length
         for index, vector in enumerate(self.envs):
             self._check_spaces(vector, index)
+        self._lookback = -1  # not set yet
         self.set_lookback(lookback)
 
     def set_lookback(self, lookback: int) -> None:
         """Have every fragment begin with so many steps of the one before (H). Before the first step only."""
+        if lookback == self._lookback:
+            return
         if self._started:
             raise RunError("these environments have been started: their lookback stays as it is")
+        self._lookback = lookback
         self.lanes: list[Lane] = []
         for index, vector in enumerate(self.envs):
             layout = FragmentLayout(

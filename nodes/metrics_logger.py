@@ -49,7 +49,7 @@ class MetricsLogger:
         with self._lock:
             statistic = self._statistics.get(path)
             if statistic is None:
-                self._check_place(path)
+                _check_place(path, self._statistics)
                 statistic = self._statistics[path] = Statistic.made(path, reduce, window, ema_coeff, clear_on_reduce)
             else:
                 statistic.check(path, reduce, window, ema_coeff, clear_on_reduce)
@@ -100,10 +100,11 @@ class MetricsLogger:
 
     def set_value(self, key: Key, value: Any) -> None:
         """Have a name that is logged already stand at one value, as if it had been logged alone."""
+        number = _number((key,) if isinstance(key, str) else key, value)
         with self._lock:
             statistic = self._of(key)
             statistic.clear()
-            statistic.push(_number((key,) if isinstance(key, str) else key, value))
+            statistic.push(number)
 
     def peek(self, key: Key, default: Any = _MISSING) -> Any:
         """What a name is reduced to, or a dict of all under it; nothing is cleared.
@@ -178,6 +179,8 @@ class MetricsLogger:
                 several = [each[path] for each in (mine, *theirs) if path in each]
                 for other in several[1:]:
                     several[0].check(path, other.reduce, other.window, other.ema_coeff, other.clear_on_reduce)
+                if path not in merged:
+                    _check_place(path, merged)
                 merged[path] = Statistic.merged(several)
             self._statistics = merged
 
@@ -193,25 +196,26 @@ class MetricsLogger:
     def _names(self) -> str:
         return ", ".join(map(_told, self._statistics)) or "none"
 
-    def _check_place(self, path: tuple[str, ...]) -> None:
-        if not path or not all(isinstance(part, str) for part in path):
-            raise MetricsError(f"the name {path!r} was to be logged, expected a string or a tuple of strings")
-        for other in self._statistics:
-            shorter = min(len(path), len(other))
-            if path[:shorter] == other[:shorter]:
-                raise MetricsError(
-                    f"{_told(path)} can't be logged beside {_told(other)}: one would lie inside the other"
-                )
-
 
 def _number(path: tuple[str, ...], value: Any) -> float | int:
     if type(value) is float or type(value) is int:
         return value
     try:
-        number: float | int = value.item() if hasattr(value, "item") else float(value)
+        number = value.item() if hasattr(value, "item") else float(value)
     except (TypeError, ValueError, RuntimeError):
-        raise MetricsError(f"{_told(path)} was given {value!r}, expected one number") from None
+        number = None
+    if not isinstance(number, float | int):
+        raise MetricsError(f"{_told(path)} was given {value!r}, expected one number")
     return number
+
+
+def _check_place(path: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> None:
+    if not path or not all(isinstance(part, str) for part in path):
+        raise MetricsError(f"the name {path!r} was to be logged, expected a string or a tuple of strings")
+    for other in others:
+        shorter = min(len(path), len(other))
+        if path[:shorter] == other[:shorter]:
+            raise MetricsError(f"{_told(path)} can't be logged beside {_told(other)}: one would lie inside the other")
 
 
 def _told(path: tuple[str, ...]) -> str:
@@ -231,4 +235,9 @@ def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
 def _statistics_of(state: Mapping[str, Any]) -> dict[tuple[str, ...], Statistic]:
     if "statistics" not in state:
         raise MetricsError(f"a state with {sorted(map(str, state))}, expected 'statistics'")
-    return {tuple(path): Statistic.from_state(each) for path, each in state["statistics"]}
+    statistics: dict[tuple[str, ...], Statistic] = {}
+    for name, each in state["statistics"]:
+        path = tuple(name)
+        _check_place(path, statistics)
+        statistics[path] = Statistic.from_state(path, each)
+    return statistics

@@ -8,6 +8,7 @@ import torch
 from rollflow.nodes.distribution import DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
+from rollflow.stream.tree import leaves_of
 
 Batch = dict[str, Any]
 
@@ -92,10 +93,14 @@ class RLModule(torch.nn.Module):
 
     def is_stateful(self) -> bool:
         """Whether a forward pass needs what the one before left behind."""
-        return bool(self.get_initial_state())
+        state = self.get_initial_state()
+        return state is not None and bool(leaves_of(state))
 
     def get_initial_state(self) -> Any:
-        """What a stateful module's first forward pass is given, without a batch axis; `{}`: it needs nothing."""
+        """What a stateful module's first forward pass is given, a tree of arrays or tensors; `{}`: it needs nothing.
+
+        There is no batch axis. What a forward pass gives as `state_out` has the same structure, shapes and dtypes.
+        """
         return {}
 
     def get_exploration_action_dist_cls(self) -> DistributionType:

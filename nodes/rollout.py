@@ -10,12 +10,12 @@ import anyio
 import gymnasium as gym
 import torch
 
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
 from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.drive import InlineDrive, PortalDrive
 from rollflow.nodes.env_to_module import EnvToModule
@@ -67,7 +67,7 @@ class Rollout:
         forward_in_thread          forward passes in a worker thread, while other lanes' environments step
         metrics                    what pieces log into; None: a `MetricsLogger`, to be read as `rollout.metrics`
         debug                      everything inline, in the loop's thread, whatever else is asked for: a breakpoint in
-                                   a piece stops right there
+                                   a piece stops right there. In a graph the graph says what runs where
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     or a node of a `Graph`, with the port `fragments`. It runs once.
@@ -137,7 +137,8 @@ class Rollout:
         self.learner_pipeline = LearnerConnectorPipeline.default(
             *spaces, _pieces(learner_connector, "learner_connector", *spaces), stateful=stateful
         )
-        self.environments.set_lookback(self._lookback(lookback, stateful))
+        self._lookback_asked, self._stateful = lookback, stateful
+        self._set_lookback()
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = len(self.environments.lanes)
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
@@ -150,9 +151,6 @@ class Rollout:
         self._act = ModuleToEnv(self.module_to_env, **context)
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
-        for lane in self.environments.lanes:
-            lane.shared_data["lane"] = lane.index
-            lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "module", lane.index))
         self._drive: InlineDrive | PortalDrive | None = None
         self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
         self._state = "new"
@@ -177,6 +175,8 @@ class Rollout:
         return self._ring(self._credits).explain()
 
     def _ring(self, gate: FragmentCredits | None) -> Graph:
+        if self._state == "new":
+            self._set_lookback()  # the pipelines may have been edited
         graph = Graph("rollout")
         graph.add(env=self.environments, env_to_module=self._prepare)
         graph.add(module=self._gathering or self._forward, module_to_env=self._act)
@@ -363,17 +363,19 @@ class Rollout:
         self._learner_meter.items += 1
         yield batch
 
-    def _lookback(self, asked: int | None, stateful: bool) -> int:
+    def _set_lookback(self) -> None:
         """Steps of lookback: what was asked for, or what is needed. Raises ValueError where the one is too little."""
-        needed = {"a stateful module": int(stateful)}
-        for pipeline in (self.env_to_module, self.learner_pipeline):
+        asked = self._lookback_asked
+        needed = {"a stateful module": int(self._stateful)}
+        for pipeline in (self.env_to_module, self.module_to_env, self.learner_pipeline):
             needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
         most = max(needed, key=lambda name: needed[name])
-        if asked is None:
-            return max(1, needed[most])
-        if asked < needed[most]:
+        if asked is not None and asked < needed[most]:
             raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
-        return asked
+        self.environments.set_lookback(max(1, needed[most]) if asked is None else asked)
+        for lane in self.environments.lanes:
+            lane.shared_data["lane"] = lane.index
+            lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "module", lane.index))
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool

@@ -36,8 +36,8 @@ class Statistic:
         where = "/".join(path)
         if reduce is not None and reduce not in _REDUCE:
             raise MetricsError(f"'{where}': reduce is {reduce!r}, expected 'mean', 'min', 'max', 'sum' or None")
-        if window is not None and window < 1:
-            raise MetricsError(f"'{where}': window is {window}, expected at least 1")
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise MetricsError(f"'{where}': window is {window!r}, expected a whole number from 1 on")
         if ema_coeff is not None and (reduce != "mean" or window is not None or clear):
             raise MetricsError(f"'{where}': ema_coeff is for reduce='mean' without window and clear_on_reduce")
         if ema_coeff is not None and not 0.0 < ema_coeff <= 1.0:
@@ -67,7 +67,7 @@ class Statistic:
         elif self.ema_coeff is not None:
             self._total += self.ema_coeff * (value - self._total)
         elif self.reduce == "min" or self.reduce == "max":
-            self._total = min(self._total, value) if self.reduce == "min" else max(self._total, value)
+            self._total = _REDUCE[self.reduce]((self._total, value))
         else:
             self._total += value
 
@@ -107,8 +107,11 @@ class Statistic:
         }
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """What `get_state` gave."""
+    def from_state(cls, path: tuple[str, ...], state: Mapping[str, Any]) -> Self:
+        """What `get_state` gave. Raises MetricsError for what it did not."""
+        missing = sorted(_STATE - state.keys())
+        if missing:
+            raise MetricsError(f"'{'/'.join(path)}': a state without {missing}: it is no statistic's")
         made = cls(state["reduce"], state["window"], state["ema_coeff"], state["clear_on_reduce"])
         made.count, made._total, made._values = state["count"], state["total"], list(state["values"])
         return made
@@ -154,7 +157,17 @@ def _sum(values: Sequence[float]) -> float:
     return math.fsum(values) if any(isinstance(value, float) for value in values) else sum(values)
 
 
-_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "min": min, "max": max, "sum": _sum}
+def _min(values: Sequence[float]) -> float:
+    return min(values) if not any(map(math.isnan, values)) else math.nan
+
+
+def _max(values: Sequence[float]) -> float:
+    return max(values) if not any(map(math.isnan, values)) else math.nan
+
+
+_STATE = {"reduce", "window", "ema_coeff", "clear_on_reduce", "count", "total", "values"}
+
+_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": _mean, "min": _min, "max": _max, "sum": _sum}
 
 
 def _newest_of(lists: list[list[float]], window: int | None) -> list[float]:

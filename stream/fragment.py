@@ -162,16 +162,6 @@ class Fragment:
             map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
         return observations
 
-    def next_observations(self) -> Tree:
-        """The observation after every step, chunk by chunk: a tree of new arrays `any[num_steps, ...]`."""
-        chunks, first = self.chunks, self.first_row
-        following = map_tree(
-            lambda leaf: self.in_chunk_order(leaf[first + 1 : self.last_row + 1]), self.columns[Columns.OBS].tree
-        )
-        ends = np.cumsum(chunks.stop - chunks.start) - 1
-        map_tree(lambda leaf, last: leaf.__setitem__(ends, last), following, self.last_observations())
-        return following
-
     def last(self, name: str) -> Tree:
         """What every chunk's last step recorded in a column: a tree of new arrays `any[C, ...]`."""
         chunks = self.chunks
@@ -367,10 +357,6 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
     def last_observations(self) -> Tree:
         """The observation after each chunk's last step: a tree of new arrays `any[C, ...]`."""
         return concatenate_trees([fragment.last_observations() for fragment in self.fragments])
-
-    def next_observations(self) -> Tree:
-        """The observation after every step of all chunks: a tree of new arrays `any[sum(lengths), ...]`."""
-        return concatenate_trees([fragment.next_observations() for fragment in self.fragments])
 
     def last(self, name: str) -> Tree:
         """What each chunk's last step recorded in a column: a tree of new arrays `any[C, ...]`."""

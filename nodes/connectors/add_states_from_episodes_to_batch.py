@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful, max_seq_len_of, num_rows
+from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import num_rows
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ConnectorError
+from rollflow.stream.errors import ConnectorError, ModuleError
 from rollflow.stream.fragment import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.tree import Tree, map_tree, stack_trees
@@ -28,7 +29,8 @@ class AddStatesFromEpisodesToBatch(ConnectorV2):
     batch has `new_obs`, `next_state_in` is the state before the row's first one of those.
 
     Does nothing for a module that is not stateful, and where the batch has `state_in`. Raises ConnectorError for a
-    chunk that goes on with an episode and has no lookback, and for one without `state_out`.
+    chunk that goes on with an episode and has no lookback, and for one without `state_out`; ModuleError for a module
+    that gives none, or one that is not like its initial state.
     """
 
     columnar = True
@@ -61,10 +63,10 @@ class AddStatesFromEpisodesToBatch(ConnectorV2):
         if self.as_learner_connector:
             self._add_for_training(batch, episodes, initial, max_seq_len_of(rl_module))
         elif isinstance(episodes, LaneEpisodes):
-            batch[Columns.STATE_IN] = _of_lane(episodes, initial)
+            batch[Columns.STATE_IN] = _of_lane(episodes, initial, rl_module)
         else:
             for episode in self.single_agent_episode_iterator(episodes):
-                self.add_batch_item(batch, Columns.STATE_IN, _latest(episode, initial), episode)
+                self.add_batch_item(batch, Columns.STATE_IN, _latest(episode, initial, rl_module), episode)
         return batch
 
     def _add_for_training(self, batch: Batch, episodes: Episodes, initial: Tree, length: int) -> None:
@@ -85,8 +87,12 @@ class AddStatesFromEpisodesToBatch(ConnectorV2):
                 self.add_n_batch_items(batch, Columns.NEXT_STATE_IN, after, rows, episode)
 
 
-def _of_lane(episodes: LaneEpisodes, initial: Tree) -> Tree:
+def _of_lane(episodes: LaneEpisodes, initial: Tree, rl_module: Any) -> Tree:
     begun, previous = episodes.just_begun(), episodes.previous(Columns.STATE_OUT)
+    if previous is None and not begun.all():
+        raise _without_state_out(rl_module)
+    if previous is not None:
+        _check_like(previous, initial, 1, rl_module)
     if previous is None:
         return map_tree(lambda leaf: np.repeat(leaf[None], len(begun), axis=0), initial)
     if not begun.any():
@@ -100,11 +106,36 @@ def _of_lane(episodes: LaneEpisodes, initial: Tree) -> Tree:
     return map_tree(merged, previous, initial)
 
 
-def _latest(episode: SingleAgentEpisode, initial: Tree) -> Tree:
-    states = episode.extra_model_outputs.get(Columns.STATE_OUT)
-    if states is None or not len(states) + states.lookback:
+def _latest(episode: SingleAgentEpisode, initial: Tree, rl_module: Any) -> Tree:
+    if not episode.rewards.total():
         return initial
-    return episode.get_extra_model_outputs(Columns.STATE_OUT, -1)
+    if Columns.STATE_OUT not in episode.extra_model_outputs:
+        raise _without_state_out(rl_module)
+    state = map_tree(_array, episode.get_extra_model_outputs(Columns.STATE_OUT, -1))
+    _check_like(state, initial, 0, rl_module)
+    return state
+
+
+def _check_like(states: Tree, initial: Tree, leading: int, rl_module: Any) -> None:
+    """Raise ModuleError unless states are of the initial one's kind, but for so many leading axes."""
+    given = map_tree(lambda leaf: (leaf.dtype, leaf.shape[leading:]), states)
+    expected = map_tree(lambda leaf: (leaf.dtype, leaf.shape), initial)
+    if given != expected:
+        raise ModuleError(
+            f"module '{type(rl_module).__name__}' gave '{Columns.STATE_OUT}' {_kind(states, leading)}, expected "
+            f"{_kind(initial, 0)}, as its get_initial_state() has"
+        )
+
+
+def _kind(states: Tree, leading: int) -> Tree:
+    return map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape[leading:])}", states)
+
+
+def _without_state_out(rl_module: Any) -> ModuleError:
+    return ModuleError(
+        f"module '{type(rl_module).__name__}' has an initial state, but its forward pass gave no "
+        f"'{Columns.STATE_OUT}'; expected it among the outputs of every step"
+    )
 
 
 def _of_fragments(episodes: FragmentEpisodes, initial: Tree, length: int) -> tuple[Tree, Tree]:

@@ -14,15 +14,14 @@ from rollflow.nodes.connectors.connector_v2 import (
     episode_key,
     is_keyed_by_episode,
 )
+from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ConnectorError, ModuleError
+from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import FragmentEpisodes
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree
 
 TIME_RANK_ADDED = "_added_single_ts_time_rank"
 """Where `shared_data` says that the forward batch has a time axis, of which the output is to be freed."""
-
-DEFAULT_MAX_SEQ_LEN = 20
 
 
 class AddTimeDimToBatchAndZeroPad(ConnectorV2):
@@ -85,7 +84,7 @@ class AddTimeDimToBatchAndZeroPad(ConnectorV2):
                 batch[column] = _keyed_rows(column, data, episodes, length)
             else:
                 items = concatenate_trees([_as_array(item) for item in data]) if isinstance(data, list) else data
-                batch[column] = _rows_of(column, items, steps, int(lengths.sum()))
+                batch[column] = _rows_of(f"column '{column}'", items, steps, int(lengths.sum()))
         mask = steps >= 0
         added = {Columns.SEQ_LENS: mask.sum(1)}
         if Columns.LOSS_MASK not in batch:  # one that a piece put there is cut and padded with False like all else
@@ -99,22 +98,6 @@ class AddTimeDimToBatchAndZeroPad(ConnectorV2):
                 for episode, begin, end in zip(episodes, ends - rows, ends, strict=True):
                     self.add_n_batch_items(batch, column, whole[begin:end], int(end - begin), episode)
         return batch
-
-
-def is_stateful(rl_module: Any) -> bool:
-    """Whether a module's forward pass takes `state_in`; a module that doesn't say takes none."""
-    asked = getattr(rl_module, "is_stateful", None)
-    return asked is not None and bool(asked())
-
-
-def max_seq_len_of(rl_module: Any) -> int:
-    """Steps in a row of a stateful module's train batch, by its `model_config`. Raises ModuleError unless >= 1."""
-    config = getattr(rl_module, "model_config", None)
-    told = config.get("max_seq_len") if isinstance(config, dict) else getattr(config, "max_seq_len", None)
-    length = DEFAULT_MAX_SEQ_LEN if told is None else told
-    if not isinstance(length, int) or length < 1:
-        raise ModuleError(f"max_seq_len of {type(rl_module).__name__} is {length!r}, expected a whole number from 1 on")
-    return length
 
 
 def _lengths(episodes: Episodes) -> NDArray[np.int64]:
@@ -139,14 +122,14 @@ def steps_of_rows(lengths: NDArray[np.int64], length: int) -> NDArray[np.int64]:
     return np.where(within < lengths[chunk][:, None], within + start[:, None], -1)
 
 
-def _rows_of(column: str, items: Tree, steps: NDArray[np.int64], count: int) -> Tree:
+def _rows_of(told: str, items: Tree, steps: NDArray[np.int64], count: int) -> Tree:
     """Items, a tree of arrays `any[count, ...]`, as a tree of arrays `any[rows, L, ...]`."""
     padding = steps < 0
 
     def laid_out(leaf: Any) -> Any:
         leaf = np.asarray(leaf)
         if len(leaf) != count:
-            raise ConnectorError(f"column '{column}' has {len(leaf)} items, expected {count}: one for each step")
+            raise ConnectorError(f"{told} has {len(leaf)} items, expected {count}: one for each step")
         rows = leaf[steps]
         rows[padding] = 0
         return rows
@@ -156,17 +139,18 @@ def _rows_of(column: str, items: Tree, steps: NDArray[np.int64], count: int) -> 
 
 def _keyed_rows(column: str, data: dict[Any, list[Any]], episodes: Episodes, length: int) -> dict[Any, list[Any]]:
     """Each chunk's items as one array of rows; those of chunks of one episode are dealt out in order."""
-    joined = {key: concatenate_trees([_as_array(item) for item in items]) for key, items in data.items()}
+    joined = {key: concatenate_trees([_as_array(item) for item in items]) for key, items in data.items() if items}
     taken = dict.fromkeys(joined, 0)
-    rows: dict[Any, list[Any]] = {key: [] for key in joined}
+    rows: dict[Any, list[Any]] = {key: [] for key in data}
     for episode in episodes:
         key, count = episode_key(episode), len(episode)
         if key not in joined or not count:
             continue
         begin = taken[key]
         taken[key] = begin + count
+        told = f"column '{column}' of episode '{key[0]}'"
         items = map_tree(lambda leaf, a=begin, b=begin + count: leaf[a:b], joined[key])
-        laid_out = _rows_of(f"{column}' of episode '{key[0]}", items, steps_of_rows(np.array([count]), length), count)
+        laid_out = _rows_of(told, items, steps_of_rows(np.array([count]), length), count)
         rows[key].append(map_tree(lambda leaf: leaf.view(BatchedArray), laid_out))
     for key, items in joined.items():
         there = len(leaves_of(items)[0])

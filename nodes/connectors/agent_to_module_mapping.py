@@ -5,7 +5,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, episode_key, is_keyed_by_episode
 from rollflow.stream.errors import ConnectorError
 
 DEFAULT_MODULE_ID = "default_policy"
@@ -20,11 +20,11 @@ class AgentToModuleMapping(ConnectorV2):
 
         rl_module_specs               module id -> whatever describes the module; None: any module will do
         agent_to_module_mapping_fn    (agent id, episode) -> module id, for items whose key has no module id
-        as_learner_connector          whether the batch is for training
+        as_learner_connector          as in RLlib, which drops agents that need not act from a batch for acting alone
 
     Items of an episode without agents go to the module "default_policy". Whose items a module's batch has, and in
-    which order, is kept in `shared_data["memorized_map_structure"]`: module id -> [(episode id, agent id), …], one for
-    each key.
+    which order, the same in every column, is kept in `shared_data["memorized_map_structure"]`: module id ->
+    [(episode id, agent id), …], one for each key.
 
     Raises ConnectorError for columns that are no longer in list form, and for modules not in `rl_module_specs`.
     """
@@ -57,25 +57,26 @@ class AgentToModuleMapping(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
-        by_id = {episode.id_: episode for episode in episodes}
-        mapped: dict[str, dict[str, list[Any]]] = {}
-        places: dict[str, dict[str, list[tuple[Any, Any]]]] = {}  # column -> module -> whose items
+        by_id = {episode_key(episode)[0]: episode for episode in episodes}
+        modules: dict[tuple[Any, ...], str] = {}  # in the order in which the keys are first seen
         for column, data in batch.items():
             if not is_keyed_by_episode(data):
                 raise ConnectorError(
                     f"column '{column}' is {type(data).__name__}, expected a dict from episodes to lists of items: "
                     "AgentToModuleMapping stands before BatchIndividualItems"
                 )
-            for key, items in data.items():
-                episode_id, agent_id, module_id = (*key, None, None)[:3]
-                module = self._module(episode_id, agent_id, module_id, by_id)
-                mapped.setdefault(module, {}).setdefault(column, []).extend(items)
-                places.setdefault(column, {}).setdefault(module, []).append((episode_id, agent_id))
+            for key in data:
+                if key not in modules:
+                    episode_id, agent_id, module_id = (*key, None, None)[:3]
+                    modules[key] = self._module(episode_id, agent_id, module_id, by_id)
+        mapped: dict[str, dict[str, list[Any]]] = {}
+        memorized: dict[str, list[tuple[Any, Any]]] = {}
+        for key, module in modules.items():
+            memorized.setdefault(module, []).append((*key, None)[:2])
+            for column, data in batch.items():
+                if key in data:
+                    mapped.setdefault(module, {}).setdefault(column, []).extend(data[key])
         if shared_data is not None:
-            memorized: dict[str, list[tuple[Any, Any]]] = {}
-            for of_column in places.values():
-                for module, keys in of_column.items():
-                    memorized.setdefault(module, keys)
             shared_data[MEMORIZED] = memorized
         return mapped
 

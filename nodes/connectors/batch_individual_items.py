@@ -1,6 +1,6 @@
 """Items one by one become arrays."""
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +15,7 @@ from rollflow.nodes.connectors.connector_v2 import (
     episode_key,
     is_keyed_by_episode,
 )
+from rollflow.nodes.connectors.stateful import max_seq_len_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
@@ -61,7 +62,8 @@ class BatchIndividualItems(ConnectorV2):
                     if _is_list_form(part):
                         data[name] = _items(part) if name == Columns.INFOS else _batched(name, _items(part))
             elif _is_list_form(data):
-                items = _items(data) if isinstance(data, list) else _in_order(column, data, episodes)
+                length = max_seq_len_of(rl_module) if Columns.SEQ_LENS in batch and column != Columns.INFOS else 1
+                items = _items(data) if isinstance(data, list) else _in_order(column, data, episodes, length)
                 batch[column] = items if column == Columns.INFOS else _batched(column, items)
         return batch
 
@@ -75,28 +77,47 @@ def _items(data: Any) -> list[Any]:
     return [item for items in data.values() for item in items] if isinstance(data, dict) else data
 
 
-def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Episodes | None) -> list[Any]:
-    """The items of a column in the order of the episodes, which is that of all columns made from arrays."""
+def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Episodes | None, length: int) -> list[Any]:
+    """The items of a column in the order of the episodes, which is that of all columns made from arrays.
+
+    length    steps that an item, a row, is made of
+    """
     chunks = list(episodes or ())
     keys = [episode_key(chunk) for chunk in chunks]
-    counts = Counter(keys)
-    if counts.keys() != data.keys():  # not a column over these episodes
-        return _items(data)
-    if len(counts) == len(keys):
+    if data.keys() - set(keys) or any(len(chunk) and key not in data for key, chunk in zip(keys, chunks, strict=True)):
+        return _items(data)  # not a column over these episodes
+    data = {key: data.get(key, []) for key in keys}
+    if len(data) == len(keys):
         return [item for key in keys for item in data[key]]
-    # Chunks of one episode share a key: its items are dealt out to them, one each or one for each step.
-    one_each = all(len(data[key]) == count for key, count in counts.items())
+    # Chunks of one episode share a key: its items are dealt out to them, one for each step or row, or one each.
+    there = {key: sum(map(_num_rows, items)) for key, items in data.items()}
+    for wanted in ([-(-len(chunk) // length) for chunk in chunks], [1] * len(chunks)):
+        sums = dict.fromkeys(data, 0)
+        for key, count in zip(keys, wanted, strict=True):
+            sums[key] += count
+        if sums == there:
+            return _dealt_out(data, keys, wanted)
+    key = next(key for key in data if there[key] != sums[key])
+    raise ConnectorError(
+        f"column '{column}' has {there[key]} items under {key}, expected one for each step of that episode's "
+        f"{keys.count(key)} chunks, or one for each chunk"
+    )
+
+
+def _dealt_out(data: dict[tuple[Any, ...], list[Any]], keys: list[tuple[Any, ...]], wanted: list[int]) -> list[Any]:
     left = {key: deque(items) for key, items in data.items()}
     ordered: list[Any] = []
-    for key, chunk in zip(keys, chunks, strict=True):
-        rows, wanted = 0, 1 if one_each else len(chunk)
-        while rows < wanted and left[key]:
+    for key, count in zip(keys, wanted, strict=True):
+        rows = 0
+        while rows < count:
             item = left[key].popleft()
-            rows += 1 if one_each or not _is_batched(item) else len(leaves_of(item)[0])
+            rows += _num_rows(item)
             ordered.append(item)
-    if any(left.values()):
-        raise ConnectorError(f"column '{column}' has more items than the chunks of its episodes have steps")
     return ordered
+
+
+def _num_rows(item: Tree) -> int:
+    return len(leaves_of(item)[0]) if _is_batched(item) else 1
 
 
 def _is_batched(item: Tree) -> bool:

@@ -5,8 +5,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.discount import checked_gamma, discounted_sums
+from rollflow.nodes.connectors.discount import discounted_sums
 from rollflow.nodes.connectors.train_steps import TrainSteps
 from rollflow.stream.columns import Columns
 

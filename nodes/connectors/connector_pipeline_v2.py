@@ -122,11 +122,6 @@ class ConnectorPipelineV2(ConnectorV2):
         return [piece for piece in self.connectors if isinstance(piece, key)]
 
     @property
-    def lookback(self) -> int:
-        """Steps that the piece which looks back furthest does."""
-        return max((piece.lookback for piece in self.connectors), default=0)
-
-    @property
     def names(self) -> list[str]:
         """The pieces' names, in order: no two are the same."""
         return _names_of(self.connectors)
@@ -181,10 +176,20 @@ class ConnectorPipelineV2(ConnectorV2):
         not_components: str | Collection[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """Name -> state of every piece that has one, of those in `components` and not in `not_components`."""
-        wanted = set(self.names) if components is None else _names(components)
-        unwanted = set() if not_components is None else _names(not_components)
-        states = {name: piece.get_state() for name, piece in self._named().items() if name in wanted - unwanted}
+        """Name -> state of every piece that has one, of those in `components` and not in `not_components`.
+
+        "outer/inner" names a piece of a nested pipeline. Raises ConnectorError for a name that is not there.
+        """
+        wanted: dict[str, Any] = dict.fromkeys(self.names) if components is None else self._asked(components)
+        unwanted = {} if not_components is None else self._asked(not_components)
+        states: dict[str, Any] = {}
+        for name, piece in self._named().items():
+            if name not in wanted or unwanted.get(name, ()) is None:
+                continue
+            within = {"components": wanted[name]} if wanted[name] is not None else {}
+            if name in unwanted:
+                within["not_components"] = unwanted[name]
+            states[name] = piece.get_state(**within)
         return {name: state for name, state in states.items() if state}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -200,14 +205,18 @@ class ConnectorPipelineV2(ConnectorV2):
             piece.reset_state()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """Name -> merged state, piece by piece. Raises ConnectorError for a name that is not there."""
+        """Name -> merged state, piece by piece; its own where none is given for a piece.
+
+        Raises ConnectorError for a name that is not there.
+        """
         for state in states:
             self._check_names(state)
         merged: dict[str, Any] = {}
         for name, piece in self._named().items():
             given = [state[name] for state in states if name in state]
-            if given:
-                merged[name] = piece.merge_states(given)
+            resulting = piece.merge_states(given) if given else piece.get_state()
+            if resulting:
+                merged[name] = resulting
         return merged
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
@@ -219,7 +228,22 @@ class ConnectorPipelineV2(ConnectorV2):
 
     # Inside
 
+    def _asked(self, components: str | Collection[str]) -> dict[str, list[str] | None]:
+        """Name of a piece -> names inside it, None for all of it."""
+        asked: dict[str, list[str] | None] = {}
+        for component in {components} if isinstance(components, str) else components:
+            name, _, inside = component.partition("/")
+            if name not in self.names:
+                raise ConnectorError(self._lacks(name))
+            inner = asked.setdefault(name, [])
+            if not inside:
+                asked[name] = None
+            elif inner is not None:
+                inner.append(inside)
+        return asked
+
     def _check_names(self, state: dict[str, Any]) -> None:
+        self._check_state(state)
         unknown = sorted(set(state) - set(self.names))
         if unknown:
             raise ConnectorError(
@@ -238,12 +262,20 @@ class ConnectorPipelineV2(ConnectorV2):
         for piece in pieces:
             _check_piece(piece)
         self._check_distinct(pieces)
+        before = list(self.connectors)
         self.connectors[:] = pieces
-        self._arrange()
+        try:
+            self._arrange()
+        except BaseException:
+            self.connectors[:] = before
+            self._arrange()
+            raise
 
     def _check_distinct(self, pieces: list[ConnectorV2]) -> None:
         names = _names_of(pieces)
         for place, (piece, name) in enumerate(zip(pieces, names, strict=True)):
+            if _holds(piece, self):
+                raise ConnectorError(f"{self.name} was to be put into itself, expected another pipeline")
             if any(piece is other for other in pieces[:place]):
                 raise ConnectorError(
                     f"{self.name}: the same {piece.name} object twice, expected two objects: each has its own state"
@@ -293,6 +325,7 @@ class ConnectorPipelineV2(ConnectorV2):
         # An instance's word on what its class says for all: it depends on the pieces.
         self.columnar = self._first_columnar == 0  # type: ignore[misc]
         self.changes_episodes = any(piece.changes_episodes for piece in self.connectors)  # type: ignore[misc]
+        self.lookback = max((piece.lookback for piece in self.connectors), default=0)
         for piece in self.connectors:
             if isinstance(piece, ConnectorPipelineV2) and self not in piece._enclosing:
                 piece._enclosing.append(self)
@@ -338,5 +371,6 @@ def _names_of(pieces: list[ConnectorV2]) -> list[str]:
     return names
 
 
-def _names(names: str | Collection[str]) -> set[str]:
-    return {names} if isinstance(names, str) else set(names)
+def _holds(piece: ConnectorV2, pipeline: ConnectorPipelineV2) -> bool:
+    inside = piece.connectors if isinstance(piece, ConnectorPipelineV2) else []
+    return piece is pipeline or any(_holds(each, pipeline) for each in inside)

@@ -23,19 +23,26 @@ class ConnectorV2(abc.ABC):
 
     Further constructor arguments are a subclass's own; `get_ctor_args_and_kwargs()` gives back what was given.
 
-    Two class attributes tell the pipeline what it may do:
+    Three class attributes tell the pipeline what it may do:
 
         columnar            `__call__` takes a sequence of episodes that carries its columns and may use those. A
                             subclass that overrides `__call__` says so anew, or gets a plain list of episodes
         changes_episodes    `__call__` may write to the episodes, so it has to see the last observation of those that
                             have ended
         replaces_episodes   `__call__` may put others into the list of episodes, so all pieces get that list
+
+    and one, of the class or of an instance, what it needs:
+
+        lookback            steps that `__call__` looks back in an episode; a rollout keeps at least as many when it
+                            cuts fragments
     """
 
     columnar: ClassVar[bool] = False
     changes_episodes: ClassVar[bool] = True
     replaces_episodes: ClassVar[bool] = False
+    lookback: int = 0
 
+    _name: str | None = None
     _ctor_args: tuple[Any, ...]
     _ctor_kwargs: dict[str, Any]
 
@@ -89,13 +96,12 @@ class ConnectorV2(abc.ABC):
 
     @property
     def name(self) -> str:
-        """What the piece is called in a pipeline: its class's name."""
-        return type(self).__name__
+        """What the piece is called in a pipeline: its class's name, unless set."""
+        return self._name or type(self).__name__
 
-    @property
-    def lookback(self) -> int:
-        """Steps that the piece looks back in an episode; a rollout keeps at least as many when it cuts fragments."""
-        return 0
+    @name.setter
+    def name(self, name: str) -> None:
+        self._name = name
 
     # Spaces
 
@@ -193,6 +199,7 @@ class ConnectorV2(abc.ABC):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over what `get_state` gave. Raises ConnectorError for a state where the piece has none."""
+        self._check_state(state)
         if state:
             raise ConnectorError(
                 f"{self.name} has no state, but is given one with {sorted(map(str, state))}: is it another piece's?"
@@ -208,6 +215,10 @@ class ConnectorV2(abc.ABC):
     def get_ctor_args_and_kwargs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What the constructor was called with: `type(piece)(*args, **kwargs)` is another one like it."""
         return self._ctor_args, dict(self._ctor_kwargs)
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, Mapping):
+            raise ConnectorError(f"{self.name}: the state is {state!r}, expected a dict, as get_state gives it")
 
     def get_checkpointable_components(self) -> list[tuple[str, Any]]:
         """(name, part) of the parts that have a state of their own."""
@@ -293,7 +304,8 @@ class ConnectorV2(abc.ABC):
 
         The ids are None where the batch does not have them. For several columns `item` is a tuple with one item of
         each, and so must be what `func` returns. Raises ConnectorError for an unknown column, and for columns that do
-        not have the same episodes.
+        not have the same episodes, as many items of each, or lists of items; nothing is changed then, nor when `func`
+        raises.
         """
         columns = [column] if isinstance(column, str) else list(column)
         for name in columns:
@@ -303,15 +315,18 @@ class ConnectorV2(abc.ABC):
         for name, theirs in zip(columns[1:], others, strict=True):
             if set(theirs) != set(keys):
                 raise ConnectorError(f"column '{name}' has items of {theirs}, column '{columns[0]}' of {keys}")
+        changed: list[tuple[list[Any], list[Any]]] = []
         for key in keys:
             lists = [batch[name] if key is None else batch[name][key] for name in columns]
+            _check_lists(columns, key, lists)
             ids = (*(() if key is None else key), None, None, None)[:3]
-            for place, items in enumerate(zip(*lists, strict=True)):
-                if isinstance(column, str):
-                    lists[0][place] = func(items[0], *ids)
-                    continue
-                for each, value in zip(lists, func(items, *ids), strict=True):
-                    each[place] = value
+            if isinstance(column, str):
+                changed.append((lists[0], [func(item, *ids) for item in lists[0]]))
+                continue
+            made = [_one_for_each(columns, func(items, *ids)) for items in zip(*lists, strict=True)]
+            changed += [(items, [values[i] for values in made]) for i, items in enumerate(lists)]
+        for items, values in changed:
+            items[:] = values
 
     @staticmethod
     def switch_batch_from_column_to_module_ids(batch: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -346,8 +361,41 @@ def is_keyed_by_episode(data: Any) -> bool:
     )
 
 
+def _check_lists(columns: list[str], key: Any, lists: list[Any]) -> None:
+    """Raise ConnectorError unless all columns have lists of one length under a key."""
+    of = "" if key is None else f" of {key}"
+    for column, items in zip(columns, lists, strict=True):
+        if not isinstance(items, list):
+            raise ConnectorError(f"column '{column}'{of} is {type(items).__name__}, expected a list of items")
+        if len(items) != len(lists[0]):
+            raise ConnectorError(
+                f"column '{column}' has {len(items)} items{of}, column '{columns[0]}' {len(lists[0])}; expected as many"
+            )
+
+
+def _one_for_each(columns: list[str], made: Any) -> tuple[Any, ...]:
+    if not isinstance(made, tuple | list) or len(made) != len(columns):
+        raise ConnectorError(f"the function returned {made!r}, expected a tuple of one item for each of {columns}")
+    return tuple(made)
+
+
+def _is_by_module(batch: Batch) -> bool:
+    """Whether a batch in list form is `module id -> column -> items`."""
+    return any(
+        isinstance(data, dict)
+        and not is_keyed_by_episode(data)
+        and any(isinstance(items, list) or is_keyed_by_episode(items) for items in data.values())
+        for data in batch.values()
+    )
+
+
 def _items_of(batch: Batch, column: str, episode: SingleAgentEpisode | None) -> list[Any]:
     """The list that items of this column (and episode) are in, made where there is none."""
+    if column not in batch and _is_by_module(batch):
+        raise ConnectorError(
+            f"column '{column}' can't be added: the batch is by module already ({', '.join(map(str, batch))}); pieces "
+            "that add columns stand before AgentToModuleMapping"
+        )
     if episode is None:
         items = batch.setdefault(column, [])
     else:

@@ -6,13 +6,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 
 
-def checked_gamma(gamma: float) -> float:
-    """`gamma` itself. Raises ValueError outside 0 … 1."""
-    if not 0.0 <= gamma <= 1.0:
-        raise ValueError(f"gamma is {gamma}, expected 0 … 1")
-    return gamma
-
-
 def discounted_sums(values: Floats, discounts: Floats, lengths: NDArray[np.int64]) -> Floats:
     """Each step's value and the discounted sum from the next one on; a chunk's last step has its value alone.
 

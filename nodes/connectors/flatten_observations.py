@@ -74,7 +74,7 @@ class FlattenObservations(ConnectorV2):
             episodes.set_observations(self._flat(episodes.observations()))
             return batch
         for episode in self.single_agent_episode_iterator(episodes):
-            if self.agent_ids is None or episode.agent_id in self.agent_ids:
+            if self.agent_ids is None or episode.agent_id is None or episode.agent_id in self.agent_ids:
                 flat = self._flat(episode.get_observations(-1))
                 episode.set_observations(new_data=flat, at_indices=-1)
                 episode.observation_space = self.observation_space

@@ -7,6 +7,7 @@ import numpy as np
 from gymnasium import spaces
 
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
+from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
@@ -20,7 +21,7 @@ class FrameStacking(ConnectorV2):
     """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.
 
         num_frames              how many, 1 or more
-        multi_agent             whether the episodes are multi-agent ones
+        multi_agent             as in RLlib; it makes no difference, since episodes say themselves whose they are
         as_learner_connector    whether the batch is for training: a stack for every step. The same piece has to stand
                                 in both pipelines, since stacks are never written into the episodes
 
@@ -44,17 +45,11 @@ class FrameStacking(ConnectorV2):
         as_learner_connector: bool = False,
         as_learner_conector: bool = False,  # as an older page of RLlib's spells it
     ) -> None:
-        if num_frames < 1:
-            raise ValueError(f"num_frames is {num_frames}, expected at least 1")
         super().__init__(input_observation_space, input_action_space)
-        self.num_frames = num_frames
+        self.num_frames = checked_count("num_frames", num_frames, 1)
+        self.lookback = self.num_frames - 1
         self.multi_agent = multi_agent
         self.as_learner_connector = as_learner_connector or as_learner_conector
-
-    @property
-    def lookback(self) -> int:
-        """Steps that the piece looks back."""
-        return self.num_frames - 1
 
     def recompute_output_observation_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]

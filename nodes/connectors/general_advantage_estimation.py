@@ -1,24 +1,19 @@
 """Generalised advantage estimation as a learner piece (Schulman et al. 2016, arXiv:1506.02438)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
-from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import STEP_ADDED
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
-from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.discount import checked_gamma, discounted_sums
-from rollflow.nodes.connectors.train_steps import TrainSteps, tensors_of
+from rollflow.nodes.connectors.checked import checked_gamma
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.discount import discounted_sums
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.connectors.train_steps import TrainSteps
+from rollflow.nodes.connectors.values import last_observations, refuse_added_steps, values_of
 from rollflow.stream.columns import Columns
-from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ConnectorError, ModuleError
-from rollflow.stream.tree import Tree, map_tree
+from rollflow.stream.errors import ModuleError
 
 Floats = NDArray[np.float32]
 
@@ -67,33 +62,26 @@ class GeneralAdvantageEstimation(ConnectorV2):
         self,
         *,
         rl_module: Any,
-        batch: dict[str, Any],
-        episodes: Sequence[SingleAgentEpisode],
+        batch: Batch,
+        episodes: Episodes,
         explore: bool | None = None,
         shared_data: dict[str, Any] | None = None,
         metrics: Any = None,
         **kwargs: Any,
-    ) -> dict[str, Any]:
+    ) -> Batch:
         if not len(episodes):
             return batch
-        if (shared_data or {}).get(STEP_ADDED):
-            raise ConnectorError(
-                f"{self.name} works out the value of each chunk's last observation itself: take "
-                "AddOneTsToEpisodesAndTruncate out of the pipeline, or put it behind"
-            )
+        refuse_added_steps(self.name, shared_data)
         steps = TrainSteps(episodes)
         if not len(steps):
             return batch
-        values = self._values(rl_module, batch, episodes, steps)
-        lasting = ~steps.terminated
+        values = self._values(rl_module, batch, steps)
+        lasting = ~steps.terminated & (steps.lengths > 0)
         after = np.zeros(len(lasting), np.float32)
         if lasting.any():
-            last = (shared_data or {}).get(LAST_OBSERVATIONS)
-            observations = (
-                steps.last_observations(lasting) if last is None else map_tree(lambda leaf: leaf[lasting], last)
-            )
+            last = last_observations(steps, shared_data, lasting)
             states = steps.last_output(Columns.STATE_OUT, lasting) if is_stateful(rl_module) else None
-            after[lasting] = _computed(rl_module, observations, states)
+            after[lasting] = values_of(self.name, rl_module, last, states)
         deltas = steps.rewards(batch) + np.float32(self.gamma) * steps.following(values, after) - values
         carry = np.full(len(deltas), self.gamma * self.lambda_, np.float32)
         advantages = discounted_sums(deltas, carry, steps.lengths)
@@ -104,9 +92,7 @@ class GeneralAdvantageEstimation(ConnectorV2):
         steps.put(batch, Columns.VALUE_TARGETS, targets)
         return batch
 
-    def _values(
-        self, rl_module: Any, batch: dict[str, Any], episodes: Sequence[SingleAgentEpisode], steps: TrainSteps
-    ) -> Floats:
+    def _values(self, rl_module: Any, batch: Batch, steps: TrainSteps) -> Floats:
         """f32[B]: the value of the observation before every step."""
         if Columns.VF_PREDS in steps.extra_columns:
             recorded: Floats = np.asarray(steps.extra_output(Columns.VF_PREDS), np.float32)
@@ -116,37 +102,10 @@ class GeneralAdvantageEstimation(ConnectorV2):
                     "number for each step; squeeze(-1) what a layer with one output gives"
                 )
             return recorded
-        observations = batch.get(Columns.OBS)
-        if observations is None:
-            return _computed(rl_module, steps.observations(), None)
-        batched = BatchIndividualItems()(rl_module=None, batch={Columns.OBS: observations}, episodes=episodes)
-        return _computed(rl_module, batched[Columns.OBS], None)
-
-
-def _computed(rl_module: Any, observations: Tree, states: Tree | None) -> Floats:
-    """f32[B]: the module's values of a batch of observations, a tree of arrays `any[B, ...]`.
-
-    A stateful module needs the states before them, too, a tree of arrays `any[B, ...]`.
-    """
-    compute_values = getattr(rl_module, "compute_values", None)
-    if compute_values is None:
-        raise ModuleError(
-            f"GeneralAdvantageEstimation needs values, but module '{type(rl_module).__name__}' has no "
-            "compute_values(batch); expected f32[B] from it for a batch of observations"
-        )
-    if states is None and is_stateful(rl_module):
-        raise ModuleError(
-            f"GeneralAdvantageEstimation needs the values that a stateful module saw: let '{type(rl_module).__name__}' "
-            f"give '{Columns.VF_PREDS}' in its forward passes"
-        )
-    parameter = next(iter(rl_module.parameters()), None) if isinstance(rl_module, torch.nn.Module) else None
-    device = torch.device("cpu") if parameter is None else parameter.device
-    batch = {Columns.OBS: tensors_of(observations, device)}
-    if states is not None:
-        batch = {
-            Columns.OBS: map_tree(lambda leaf: leaf[:, None], batch[Columns.OBS]),
-            Columns.STATE_IN: tensors_of(states, device),
-        }
-    with torch.no_grad():
-        values: Floats = compute_values(batch).detach().cpu().numpy()
-    return values.reshape(-1).astype(np.float32, copy=False)
+        if is_stateful(rl_module):
+            raise ModuleError(
+                f"{self.name} needs the values that a stateful module saw: let '{type(rl_module).__name__}' give "
+                f"'{Columns.VF_PREDS}' in its forward passes"
+            )
+        observations = steps.batched(batch, Columns.OBS) if Columns.OBS in batch else steps.observations()
+        return values_of(self.name, rl_module, observations)

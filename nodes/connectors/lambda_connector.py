@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 
+from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.errors import ConnectorError
 
@@ -20,6 +21,7 @@ class LambdaConnector(ConnectorV2):
         name                 what the piece is called in a pipeline; None: the function's name
         columnar             whether the function takes columns with the episodes, as the class attribute says
         changes_episodes     whether it may write to the episodes, likewise
+        lookback             steps that it looks back in an episode
         observation_space    (observation space, action space) -> the space it leaves observations in; None: the same
 
     Raises ConnectorError for a function that wants anything else.
@@ -32,20 +34,17 @@ class LambdaConnector(ConnectorV2):
         name: str | None = None,
         columnar: bool = False,
         changes_episodes: bool = True,
+        lookback: int = 0,
         observation_space: Callable[[gym.Space[Any], gym.Space[Any]], gym.Space[Any]] | None = None,
     ) -> None:
         super().__init__()
         self.function = function
-        self._name: str = getattr(function, "__name__", type(function).__name__) if name is None else name
+        self.name = getattr(function, "__name__", type(function).__name__) if name is None else name
+        self.lookback = checked_count("lookback", lookback, 0)
         self.columnar = columnar  # type: ignore[misc]  # an instance's word, for its own function
         self.changes_episodes = changes_episodes  # type: ignore[misc]
         self._recompute = observation_space
-        self._wanted = _wanted(function, self._name)
-
-    @property
-    def name(self) -> str:
-        """The function's name, or the one given."""
-        return self._name
+        self._wanted = _wanted(function, self.name)
 
     def recompute_output_observation_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
@@ -73,7 +72,10 @@ class LambdaConnector(ConnectorV2):
 
 
 def _wanted(function: Callable[..., Any], name: str) -> tuple[str, ...]:
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        raise ConnectorError(f"{function!r} is no function with arguments of its own, expected such a one") from None
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return _OFFERED
     wanted = tuple(parameter.name for parameter in parameters)

@@ -77,6 +77,8 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
+        if isinstance(episodes, FragmentEpisodes) and not len(episodes):
+            episodes = []
         return super().__call__(
             rl_module=rl_module,
             batch={} if batch is None else batch,

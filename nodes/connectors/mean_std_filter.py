@@ -22,9 +22,9 @@ _SMALLEST_DEVIATION = 1e-8
 class MeanStdFilter(ConnectorV2):
     """Rewrites every episode's last observation as its distance from the running mean, in running deviations.
 
-        multi_agent        whether the episodes are multi-agent ones
+        multi_agent        as in RLlib; it makes no difference, since episodes say themselves whose they are
         de_mean_to_zero    take the mean away
-        de_std_to_one      divide by the sample's deviation
+        de_std_to_one      divide by the sample's deviation, where that is more than 0
         clip_by_value      clip to -value … value; None: don't
         update_stats       whether what comes by is counted
 
@@ -36,7 +36,8 @@ class MeanStdFilter(ConnectorV2):
     copy the merged state and go on. A filter that is given a state goes on counting on top of it; what it has counted
     itself since the state was made stays counted. `reset_state` first makes it start from the state alone.
 
-    Raises ConnectorError for states of another space or another piece, and for spaces without numbers.
+    Raises ConnectorError for states of another space or another piece, for spaces without numbers or another number of
+    them than has been counted, and for observations that are not finite.
     """
 
     columnar = True
@@ -79,6 +80,11 @@ class MeanStdFilter(ConnectorV2):
         leaves = zip(leaves_of(item_of(input_observation_space)), leaves_of(self._filtered), strict=True)
         size = sum(np.size(leaf) for leaf, filtered in leaves if filtered)
         if size != self._size:
+            if self.count:
+                raise ConnectorError(
+                    f"{self.name} has counted {self.count} observations of {self._size} numbers, but those in "
+                    f"{input_observation_space} have {size}; expected as many, or reset_state() first"
+                )
             self._size = size
             self._forget()
         return self._output_space(input_observation_space)
@@ -135,6 +141,7 @@ class MeanStdFilter(ConnectorV2):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over what all of a state's filters have counted."""
+        self._check_state(state)
         if not state:
             return
         sources = self._sources_of(state)
@@ -149,9 +156,10 @@ class MeanStdFilter(ConnectorV2):
         self._forget()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """All filters of all states, each as the state has it that has seen most of it."""
+        """All filters of this state and all others, each as the state has it that has seen most of it."""
         merged: dict[str, RunningStatistics] = {}
-        for state in states:
+        for state in [self.get_state(), *states]:
+            self._check_state(state)
             for source, each in self._sources_of(state).items() if state else ():
                 if source not in merged or each.count > merged[source].count:
                     merged[source] = each
@@ -163,7 +171,7 @@ class MeanStdFilter(ConnectorV2):
     def __getstate__(self) -> dict[str, Any]:
         """For copies: a copy counts as another filter, so that both may go on and be merged."""
         state = self.__dict__.copy()
-        state["_others"] = {**self._others, self._id: RunningStatistics.from_state(self._own.get_state())}
+        state["_others"] = {**self._others, self._id: RunningStatistics.from_state(self._own.get_state(), self._size)}
         state["_own"], state["_id"] = RunningStatistics(self._size), uuid.uuid4().hex
         return state
 
@@ -184,15 +192,30 @@ class MeanStdFilter(ConnectorV2):
         if not kept:
             return observations
         rows = np.concatenate([leaf.reshape(len(leaf), -1) for leaf in kept], axis=1, dtype=np.float64)
+        self._check(rows)
         means, deviations = self._pushed(rows)
         if self.de_mean_to_zero:
             rows = rows - means
         if self.de_std_to_one:
-            rows = rows / np.maximum(deviations, _SMALLEST_DEVIATION)
+            rows = rows / np.where(deviations > 0.0, np.maximum(deviations, _SMALLEST_DEVIATION), 1.0)
         if self.clip_by_value is not None:
             rows = np.clip(rows, -self.clip_by_value, self.clip_by_value)
         parts = _parts(rows.astype(np.float32), kept)
         return map_tree(lambda leaf, filtered: next(parts) if filtered else leaf, observations, self._filtered)
+
+    def _check(self, rows: NDArray[np.float64]) -> None:
+        if rows.shape[1] != self._size:
+            raise ConnectorError(
+                f"{self.name}: observations of {rows.shape[1]} numbers, expected {self._size}, as "
+                f"{self._told_space()} has"
+            )
+        finite = np.isfinite(rows)
+        if not finite.all():
+            slot, place = np.argwhere(~finite)[0]
+            raise ConnectorError(
+                f"{self.name}: number {place} of the observation of slot {slot} is {rows[slot, place]}, expected a "
+                "finite one: the mean over it and all others would be lost"
+            )
 
     def _pushed(self, rows: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         if not self.update_stats:
@@ -218,11 +241,18 @@ class MeanStdFilter(ConnectorV2):
                 f"{self.name}: a state with {sorted(map(str, state))}, expected 'space' and 'sources': is it another "
                 "piece's?"
             )
+        if self.input_observation_space is None:
+            raise ConnectorError(
+                f"{self.name} is given a state, but has no input observation space yet to hold it against"
+            )
         if state["space"] != self._told_space():
             raise ConnectorError(
                 f"{self.name}: a state of a filter for observations in {state['space']}, expected {self._told_space()}"
             )
-        return {source: RunningStatistics.from_state(each) for source, each in state["sources"].items()}
+        try:
+            return {source: RunningStatistics.from_state(each, self._size) for source, each in state["sources"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConnectorError(f"{self.name}: a state's 'sources' are no statistics of its: {error!r}") from None
 
     def _told_space(self) -> str:
         self._know_spaces()

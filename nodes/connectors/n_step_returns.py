@@ -5,10 +5,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
+from rollflow.nodes.connectors.checked import checked_count, checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.discount import checked_gamma
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.connectors.train_steps import TrainSteps
+from rollflow.nodes.connectors.values import refuse_added_steps
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.tree import map_tree
@@ -26,8 +28,9 @@ class NStepReturns(ConnectorV2):
         n_step                     i64[B]         m: what `new_obs` is worth counts gamma**m
 
     The single rewards are the batch's where it has them, else the episodes'; the columns above are replaced, since one
-    of them is wrong without the others. A batch that has `n_step` already stays as it is. Raises ModuleError for a
-    stateful module and more than one step: `next_state_in` is the state one step on.
+    of them is wrong without the others. Where a piece before has made the batch's `obs`, `new_obs` are made of those. A
+    batch that has `n_step` already stays as it is. Raises ConnectorError behind AddOneTsToEpisodesAndTruncate, and
+    ModuleError for a stateful module and more than one step: `next_state_in` is the state one step on.
     """
 
     columnar = True
@@ -41,10 +44,8 @@ class NStepReturns(ConnectorV2):
         n_step: int,
         gamma: float = 0.99,
     ) -> None:
-        if not isinstance(n_step, int) or n_step < 1:
-            raise ValueError(f"n_step is {n_step}, expected a whole number from 1 on")
         super().__init__(input_observation_space, input_action_space)
-        self.n_step = n_step
+        self.n_step = checked_count("n_step", n_step, 1)
         self.gamma = checked_gamma(gamma)
 
     def __call__(
@@ -65,6 +66,7 @@ class NStepReturns(ConnectorV2):
                 f"NStepReturns over {self.n_step} steps can't be used with a stateful module, and "
                 f"'{type(rl_module).__name__}' is one; expected n_step=1"
             )
+        refuse_added_steps(self.name, shared_data)
         steps = TrainSteps(episodes)
         if not len(steps):
             return batch
@@ -74,9 +76,10 @@ class NStepReturns(ConnectorV2):
         for k in range(1, int(spans.max())):
             far = np.flatnonzero(spans > k)
             sums[far] += np.float32(self.gamma**k) * rewards[far + k]
+        following = steps.next_observations(batch, (shared_data or {}).get(LAST_OBSERVATIONS))
         latest = np.arange(len(steps)) + spans - 1
         steps.put(batch, Columns.REWARDS, sums)
-        steps.put(batch, Columns.NEXT_OBS, map_tree(lambda leaf: leaf[latest], steps.next_observations()))
+        steps.put(batch, Columns.NEXT_OBS, map_tree(lambda leaf: leaf[latest], following))
         steps.put(batch, Columns.TERMINATEDS, steps.at_lasts(steps.terminated)[latest])
         steps.put(batch, Columns.TRUNCATEDS, steps.at_lasts(steps.truncated)[latest])
         steps.put(batch, Columns.N_STEP, spans)

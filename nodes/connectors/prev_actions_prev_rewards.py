@@ -7,19 +7,20 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
-from rollflow.stream.space import flat_size, flatten
+from rollflow.stream.space import flat_size, flatten, is_columnar
 from rollflow.stream.tree import map_tree, stack_trees
 
 
 class PrevActionsPrevRewards(ConnectorV2):
     """Rewrites every episode's last observation as a dict of itself and what the last steps did and earned.
 
-        multi_agent       whether the episodes are multi-agent ones
+        multi_agent       as in RLlib; it makes no difference, since episodes say themselves whose they are
         n_prev_actions    actions, 0 or more; with 0 that part is left out
         n_prev_rewards    rewards, 0 or more; likewise
 
@@ -28,6 +29,8 @@ class PrevActionsPrevRewards(ConnectorV2):
         _orig_obs         the observation as it was
         prev_n_actions    f32[n_prev_actions * D]: each action as a vector, one-hot where it is a whole number
         prev_n_rewards    f32[n_prev_rewards]
+
+    Raises ConnectorError for an action space without numbers, ValueError for counts below 0.
     """
 
     ORIG_OBS_KEY = "_orig_obs"
@@ -46,24 +49,22 @@ class PrevActionsPrevRewards(ConnectorV2):
         n_prev_actions: int = 1,
         n_prev_rewards: int = 1,
     ) -> None:
-        for name, count in (("n_prev_actions", n_prev_actions), ("n_prev_rewards", n_prev_rewards)):
-            if count < 0:
-                raise ValueError(f"{name} is {count}, expected at least 0")
         super().__init__(input_observation_space, input_action_space)
         self.multi_agent = multi_agent
-        self.n_prev_actions = n_prev_actions
-        self.n_prev_rewards = n_prev_rewards
-
-    @property
-    def lookback(self) -> int:
-        """Steps that the piece looks back."""
-        return max(self.n_prev_actions, self.n_prev_rewards)
+        self.n_prev_actions = checked_count("n_prev_actions", n_prev_actions, 0)
+        self.n_prev_rewards = checked_count("n_prev_rewards", n_prev_rewards, 0)
+        self.lookback = max(self.n_prev_actions, self.n_prev_rewards)
 
     def recompute_output_observation_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
     ) -> gym.Space[Any]:
         parts: dict[str, gym.Space[Any]] = {self.ORIG_OBS_KEY: input_observation_space}
         if self.n_prev_actions:
+            if input_action_space is None or not is_columnar(input_action_space):
+                raise ConnectorError(
+                    f"PrevActionsPrevRewards can't show actions in {input_action_space}; expected an action space of "
+                    "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of those"
+                )
             width = self.n_prev_actions * flat_size(input_action_space)
             numbered = isinstance(input_action_space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
             low, high = (0.0, 1.0) if numbered else (-np.inf, np.inf)

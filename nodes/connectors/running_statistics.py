@@ -62,11 +62,13 @@ class RunningStatistics:
         return {"count": self.count, "mean": self.mean.copy(), "m2": self.m2.copy()}
 
     @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """What `get_state` gave."""
-        made = cls(len(state["mean"]))
+    def from_state(cls, state: Mapping[str, Any], size: int) -> Self:
+        """What `get_state` gave. Raises ValueError for statistics over another number of numbers."""
+        made = cls(size)
         made.count = int(state["count"])
         made.mean, made.m2 = np.array(state["mean"], np.float64), np.array(state["m2"], np.float64)
+        if made.mean.shape != (size,) or made.m2.shape != (size,):
+            raise ValueError(f"mean of shape {list(made.mean.shape)}, expected [{size}]")
         return made
 
 

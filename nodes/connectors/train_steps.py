@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
 from rollflow.stream.columns import Columns
@@ -85,6 +86,7 @@ class TrainSteps:
 
         Raises ConnectorError where it is not one item for each step.
         """
+        _refuse_rows(batch, column)
         given = {column: batch[column]}
         made = BatchIndividualItems()(rl_module=None, batch=given, episodes=self._episodes)[column]
         for leaf in leaves_of(made):
@@ -113,12 +115,30 @@ class TrainSteps:
         stepped = [episode for episode in self._alone if len(episode)]
         return _joined([episode.get_observations(slice(0, len(episode))) for episode in stepped])
 
-    def next_observations(self) -> Tree:
-        """The observation after every step, a tree of arrays `any[B, ...]`; there must be a step."""
+    def next_observations(self, batch: Batch, made: Tree | None) -> Tree:
+        """The observation after every step, a tree of arrays `any[B, ...]`; there must be a step.
+
+            made    what a piece made of each chunk's last observation when it made the batch's `obs`, a tree of arrays
+                    any[C, ...]; None: the episodes' observations are the ones wanted
+
+        Raises ConnectorError where the batch's `obs` are of another kind than these.
+        """
+        if made is not None and Columns.OBS in batch:
+            return self.following(map_tree(_array, self.batched(batch, Columns.OBS)), made)
         if self._fragments is not None:
-            return self.following(self._fragments.gather(Columns.OBS), self._fragments.last_observations())
-        stepped = [episode for episode in self._alone if len(episode)]
-        return _joined([episode.get_observations(slice(1, len(episode) + 1)) for episode in stepped])
+            following = self.following(self._fragments.gather(Columns.OBS), self._fragments.last_observations())
+        else:
+            stepped = [episode for episode in self._alone if len(episode)]
+            following = _joined([episode.get_observations(slice(1, len(episode) + 1)) for episode in stepped])
+        if Columns.OBS in batch:
+            current, after = (_told(self.batched(batch, Columns.OBS)), _told(following))
+            if current != after:
+                raise ConnectorError(
+                    f"column '{Columns.OBS}' has items {current}, made by a piece, but the episodes' next observations "
+                    f"are {after}; a piece that makes '{Columns.OBS}' leaves in shared_data['{LAST_OBSERVATIONS}'] "
+                    "what it makes of each chunk's last observation"
+                )
+        return following
 
     def last_observations(self, chosen: NDArray[np.bool_]) -> Tree:
         """The observation after the last step of the chosen chunks, a tree of arrays `any[sum(chosen), ...]`.
@@ -160,8 +180,12 @@ class TrainSteps:
     # Writing
 
     def put(self, batch: Batch, column: str, values: Tree) -> None:
-        """Make a tree of arrays `any[B, ...]` the batch's column, in the form that its other columns have."""
-        in_list_form = all(isinstance(data, list) or is_keyed_by_episode(data) for data in batch.values())
+        """Make a tree of arrays `any[B, ...]` the batch's column, in the form that its other columns have.
+
+        Raises ConnectorError for a batch whose columns have a time axis.
+        """
+        _refuse_rows(batch, column)
+        in_list_form = is_in_list_form(batch)
         tensors = [leaf for data in batch.values() for leaf in leaves_of(data) if torch.is_tensor(leaf)]
         batch.pop(column, None)
         if self._fragments is not None or not in_list_form:
@@ -181,6 +205,28 @@ def tensors_of(arrays: Tree, device: torch.device) -> Tree:
         return given.to(device)
 
     return map_tree(tensor, arrays)
+
+
+def is_in_list_form(batch: Batch) -> bool:
+    """Whether no column has been made an array."""
+    return all(isinstance(data, list) or is_keyed_by_episode(data) for data in batch.values())
+
+
+def _refuse_rows(batch: Batch, column: str) -> None:
+    if Columns.SEQ_LENS in batch:
+        raise ConnectorError(
+            f"column '{column}' has one item for each step, but the batch has rows of several: a piece that reads or "
+            "adds it stands before AddTimeDimToBatchAndZeroPad"
+        )
+
+
+def _array(leaf: Any) -> Any:
+    return leaf.cpu().numpy() if torch.is_tensor(leaf) else np.asarray(leaf)
+
+
+def _told(items: Tree) -> str:
+    """The structure and shapes of items."""
+    return str(map_tree(lambda leaf: list(leaf.shape[1:]), items))
 
 
 def _joined(parts: list[Any]) -> Tree:

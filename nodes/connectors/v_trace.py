@@ -7,15 +7,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
-from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import STEP_ADDED
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import is_stateful
+from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.discount import checked_gamma, discounted_sums
+from rollflow.nodes.connectors.discount import discounted_sums
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.connectors.train_steps import TrainSteps, tensors_of
+from rollflow.nodes.connectors.values import (
+    device_of,
+    last_observations,
+    numbers_of,
+    refuse_added_steps,
+    values_of,
+)
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ConnectorError, ModuleError
-from rollflow.stream.tree import Tree, map_tree
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.tree import Tree
 
 Floats = NDArray[np.float32]
 
@@ -75,11 +81,7 @@ class VTrace(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
-        if (shared_data or {}).get(STEP_ADDED):
-            raise ConnectorError(
-                f"{self.name} works out the value of each chunk's last observation itself: take "
-                "AddOneTsToEpisodesAndTruncate out of the pipeline, or put it behind"
-            )
+        refuse_added_steps(self.name, shared_data)
         wanted = [column for column in (Columns.VALUE_TARGETS, Columns.ADVANTAGES) if column not in batch]
         if not wanted or not len(episodes):
             return batch
@@ -95,7 +97,7 @@ class VTrace(ConnectorV2):
         observations = steps.batched(batch, Columns.OBS) if Columns.OBS in batch else steps.observations()
         with torch.no_grad():
             ratios, values = _ratios_and_values(rl_module, steps, observations)
-            after = _values_after(rl_module, steps, (shared_data or {}).get(LAST_OBSERVATIONS))
+            after = self._values_after(rl_module, steps, shared_data)
         targets, advantages = self._targets_and_advantages(steps, rewards, ratios, values, after)
         for column, made in ((Columns.VALUE_TARGETS, targets), (Columns.ADVANTAGES, advantages)):
             if column in wanted:
@@ -113,6 +115,15 @@ class VTrace(ConnectorV2):
         errors: Floats = rewards + gamma * steps.following(targets, after) - values
         return targets, _clipped(ratios, self.pg_rho_clip) * errors
 
+    def _values_after(self, rl_module: Any, steps: TrainSteps, shared_data: dict[str, Any] | None) -> Floats:
+        """f32[C]: the value of each chunk's last observation, 0 where the episode terminated."""
+        after = np.zeros(len(steps.lengths), np.float32)
+        lasting = ~steps.terminated & (steps.lengths > 0)
+        if lasting.any():
+            last = last_observations(steps, shared_data, lasting)
+            after[lasting] = values_of(self.name, rl_module, last)
+        return after
+
 
 def _clipped(ratios: Floats, most: float) -> Floats:
     clipped: Floats = np.minimum(ratios, np.float32(most))
@@ -126,7 +137,7 @@ def _ratios_and_values(rl_module: Any, steps: TrainSteps, observations: Tree) ->
             f"VTrace needs '{Columns.ACTION_LOGP}', the log-probabilities that actions were chosen with, but the "
             f"episodes have none; extra outputs: {', '.join(steps.extra_columns) or 'none'}"
         )
-    name, device = type(rl_module).__name__, _device_of(rl_module)
+    name, device = type(rl_module).__name__, device_of(rl_module)
     for method in ("forward_train", "get_train_action_dist_cls"):
         if not hasattr(rl_module, method):
             raise ModuleError(f"VTrace needs the module's probabilities of actions, but '{name}' has no {method}()")
@@ -138,49 +149,12 @@ def _ratios_and_values(rl_module: Any, steps: TrainSteps, observations: Tree) ->
             f"expected '{Columns.ACTION_DIST_INPUTS}' among them"
         )
     distribution = rl_module.get_train_action_dist_cls().from_logits(output[Columns.ACTION_DIST_INPUTS])
-    logp = _numbers(distribution.logp(tensors_of(steps.actions(), device)), "logp of actions", name, len(steps))
+    logp = numbers_of(distribution.logp(tensors_of(steps.actions(), device)), "logp of actions", name, (len(steps),))
     acted = steps.extra_output(Columns.ACTION_LOGP).astype(np.float32, copy=False)
     if Columns.VF_PREDS in output:
-        values = _numbers(output[Columns.VF_PREDS], f"'{Columns.VF_PREDS}'", name, len(steps))
+        values = numbers_of(output[Columns.VF_PREDS], f"'{Columns.VF_PREDS}'", name, (len(steps),))
     else:
-        values = _values(rl_module, tensors, len(steps))
+        values = values_of("VTrace", rl_module, observations)
     with np.errstate(over="ignore"):  # an infinite ratio is clipped like any other
         ratios: Floats = np.exp(logp - acted)
     return ratios, values
-
-
-def _values_after(rl_module: Any, steps: TrainSteps, made: Tree | None) -> Floats:
-    """f32[C]: the value of each chunk's last observation, 0 where the episode terminated.
-
-    made    what another piece made of those observations, a tree of arrays `any[C, ...]`
-    """
-    after = np.zeros(len(steps.lengths), np.float32)
-    lasting = ~steps.terminated & (steps.lengths > 0)
-    if lasting.any():
-        last = steps.last_observations(lasting) if made is None else map_tree(lambda leaf: leaf[lasting], made)
-        tensors = {Columns.OBS: tensors_of(last, _device_of(rl_module))}
-        after[lasting] = _values(rl_module, tensors, int(lasting.sum()))
-    return after
-
-
-def _values(rl_module: Any, tensors: Batch, count: int) -> Floats:
-    """f32[count], by the module's `compute_values`."""
-    name, compute_values = type(rl_module).__name__, getattr(rl_module, "compute_values", None)
-    if compute_values is None:
-        raise ModuleError(
-            f"VTrace needs values, but module '{name}' has no compute_values(batch); expected f32[B] from it for a "
-            "batch of observations"
-        )
-    return _numbers(compute_values(tensors), "what compute_values gave", name, count)
-
-
-def _numbers(tensor: torch.Tensor, what: str, module: str, count: int) -> Floats:
-    if tuple(tensor.shape) != (count,):
-        raise ModuleError(f"{what} of module '{module}' has shape {list(tensor.shape)}, expected [{count}]")
-    numbers: Floats = tensor.detach().float().cpu().numpy()
-    return numbers
-
-
-def _device_of(rl_module: Any) -> torch.device:
-    parameter = next(iter(rl_module.parameters()), None) if isinstance(rl_module, torch.nn.Module) else None
-    return torch.device("cpu") if parameter is None else parameter.device

@@ -43,7 +43,12 @@ class WriteObservationsToEpisodes(ConnectorV2):
         if not in_items:
             count = len(leaves_of(observations)[0])
             observations = [map_tree(lambda leaf, i=i: leaf[i], observations) for i in range(count)]
-        pairs = self.single_agent_episode_iterator(episodes, zip_with_batch_column=observations)
+        count = len(observations) if isinstance(observations, list) else sum(map(len, observations.values()))
+        if count != len(episodes):
+            raise ConnectorError(
+                f"{self.name}: column '{Columns.OBS}' has {count} items, expected {len(episodes)}: one for each episode"
+            )
+        pairs = list(self.single_agent_episode_iterator(episodes, zip_with_batch_column=observations))
         for episode, observation in pairs:
             episode.set_observations(new_data=observation, at_indices=-1)
             if self.observation_space is not None:

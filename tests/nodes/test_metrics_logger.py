@@ -194,7 +194,7 @@ def test_pieces_log_into_the_rollouts_metrics() -> None:
     ("options", "told"),
     [
         ({"reduce": "median"}, "'x': reduce is 'median', expected 'mean', 'min', 'max', 'sum' or None"),
-        ({"window": 0}, "'x': window is 0, expected at least 1"),
+        ({"window": 0}, "'x': window is 0, expected a whole number from 1 on"),
         ({"ema_coeff": 0.1, "window": 3}, "'x': ema_coeff is for reduce='mean' without window"),
         ({"ema_coeff": 1.5}, "'x': ema_coeff is 1.5, expected more than 0 and at most 1"),
     ],

@@ -269,7 +269,7 @@ def test_an_output_without_time_axis_is_refused() -> None:
 def test_rows_of_no_length_are_refused(max_seq_len: Any) -> None:
     module = Two()
     module.model_config = {"max_seq_len": max_seq_len}
-    with pytest.raises(ModuleError, match=r"max_seq_len of Two is .*, expected a whole number from 1 on"):
+    with pytest.raises(ModuleError, match=r"model_config of Two: max_seq_len is .*, expected a whole number from 1 on"):
         LearnerConnectorPipeline.default(stateful=True)(rl_module=module, episodes=[chunk(2)])
 
 
