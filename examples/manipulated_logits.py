@@ -2,9 +2,10 @@
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
+from gymnasium.envs.toy_text import TaxiEnv
+from gymnasium.wrappers import TimeLimit
 
 from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, OneHotObservations, RLModule, Rollout
 
@@ -42,7 +43,7 @@ def main(seed: int = 0) -> int:
     torch.manual_seed(seed)
     impossible = 0
     rollout = Rollout(
-        lambda: gym.make("Taxi-v4"),
+        lambda: TimeLimit(TaxiEnv(), max_episode_steps=200),
         num_envs=NUM_ENVS,
         fragment_length=FRAGMENT_LENGTH,
         seed=seed,

@@ -8,7 +8,10 @@ from rollflow.nodes.connectors.add_infos_from_episodes_to_train_batch import Add
 from rollflow.nodes.connectors.add_next_observations_from_episodes_to_train_batch import (
     AddNextObservationsFromEpisodesToTrainBatch,
 )
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import (
+    LAST_OBSERVATIONS,
+    AddObservationsFromEpisodesToBatch,
+)
 from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import AddOneTsToEpisodesAndTruncate
 from rollflow.nodes.connectors.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
 from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
@@ -68,6 +71,7 @@ from rollflow.nodes.rollout import Rollout
 
 __all__ = [
     "DEFAULT_MODULE_ID",
+    "LAST_OBSERVATIONS",
     "AddColumnsFromEpisodesToBatch",
     "AddColumnsFromEpisodesToTrainBatch",
     "AddInfosFromEpisodesToTrainBatch",

@@ -56,7 +56,7 @@ class Environments:
         name: str = "rollout",
     ) -> None:
         self._seed = seed
-        self._started = False
+        self.is_started = False
         self.is_closed = False
         self._owned = not isinstance(env, VectorEnv) and not _holds_vector_envs(env)
         self.envs = _vector_envs(env, num_envs, lanes)
@@ -74,7 +74,7 @@ class Environments:
         """Have every fragment begin with so many steps of the one before (H). Before the first step only."""
         if lookback == self._lookback:
             return
-        if self._started:
+        if self.is_started:
             raise RunError("these environments have been started: their lookback stays as it is")
         self._lookback = lookback
         self.lanes: list[Lane] = []
@@ -94,9 +94,9 @@ class Environments:
 
     def start(self) -> Iterator[Lane]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
-        if self._started:
+        if self.is_started:
             raise RunError("these environments have been run before: a rollout runs once, make another one")
-        self._started = True
+        self.is_started = True
         slot = 0
         for lane, env in zip(self.lanes, self.envs, strict=True):
             seeds: Any = [seed_for(self._seed, "env", slot + i) for i in range(env.num_envs)]

@@ -175,7 +175,7 @@ class Rollout:
         return self._ring(self._credits).explain()
 
     def _ring(self, gate: FragmentCredits | None) -> Graph:
-        if self._state == "new":
+        if not self.environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
         graph = Graph("rollout")
         graph.add(env=self.environments, env_to_module=self._prepare)

@@ -335,11 +335,15 @@ class ConnectorPipelineV2(ConnectorV2):
     def _recompute_spaces(self) -> None:
         self._spaces_known = True
         observation_space, action_space = self._input_observation_space, self._input_action_space
-        for piece in self.connectors:
-            piece.set_input_spaces(
-                piece.input_observation_space if observation_space is None else observation_space,
-                piece.input_action_space if action_space is None else action_space,
-            )
+        for place, piece in enumerate(self.connectors):
+            try:
+                piece.set_input_spaces(
+                    piece.input_observation_space if observation_space is None else observation_space,
+                    piece.input_action_space if action_space is None else action_space,
+                )
+            except Exception as error:
+                error.add_note(f"in the spaces of connector piece {self._told(place)}")
+                raise
             observation_space, action_space = piece.observation_space, piece.action_space
         self._observation_space, self._action_space = observation_space, action_space
 

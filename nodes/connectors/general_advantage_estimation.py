@@ -79,7 +79,7 @@ class GeneralAdvantageEstimation(ConnectorV2):
         lasting = ~steps.terminated & (steps.lengths > 0)
         after = np.zeros(len(lasting), np.float32)
         if lasting.any():
-            last = last_observations(steps, shared_data, lasting)
+            last = last_observations(steps, batch, shared_data, lasting)
             states = steps.last_output(Columns.STATE_OUT, lasting) if is_stateful(rl_module) else None
             after[lasting] = values_of(self.name, rl_module, last, states)
         deltas = steps.rewards(batch) + np.float32(self.gamma) * steps.following(values, after) - values

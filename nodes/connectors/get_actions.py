@@ -12,6 +12,8 @@ from rollflow.nodes.distribution import DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 
+_OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
+
 
 class GetActions(ConnectorV2):
     """Adds `actions` and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
@@ -19,7 +21,7 @@ class GetActions(ConnectorV2):
     With `explore` actions are sampled, by the generator in `shared_data["generator"]` if there is one; without it
     they are the likeliest. The distribution is what the module's `get_exploration_action_dist_cls()` or
     `get_inference_action_dist_cls()` names, else the one that goes with the action space. Actions that the module gave
-    itself are passed on.
+    itself are passed on. A batch of several modules' outputs, by module id, is gone through by `rl_module[module id]`.
 
     Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN or +inf,
     or all of a slot's are -inf.
@@ -48,17 +50,24 @@ class GetActions(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
+        if batch and all(isinstance(output, dict) and not _OUTPUTS.isdisjoint(output) for output in batch.values()):
+            for module_id, output in batch.items():
+                self._act(rl_module[module_id], output, bool(explore), shared_data or {})
+        else:
+            self._act(rl_module, batch, bool(explore), shared_data or {})
+        return batch
+
+    def _act(self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any]) -> None:
         if Columns.ACTIONS in batch:
-            return batch
+            return
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
         if logits is None:
             raise ModuleError(
                 f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             )
-        shared_data = shared_data or {}
         _refuse_unusable(logits, shared_data)
-        distribution_type = self._type(rl_module, bool(explore))
+        distribution_type = self._type(rl_module, explore)
         distribution: Any = distribution_type.from_logits(logits)
         if not explore:
             distribution = distribution.to_deterministic()
@@ -69,7 +78,6 @@ class GetActions(ConnectorV2):
         batch[Columns.ACTIONS] = actions
         if Columns.ACTION_LOGP not in batch:
             batch[Columns.ACTION_LOGP] = distribution.logp(actions)
-        return batch
 
     def _type(self, rl_module: Any, explore: bool) -> Any:
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"

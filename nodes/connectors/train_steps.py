@@ -130,15 +130,20 @@ class TrainSteps:
         else:
             stepped = [episode for episode in self._alone if len(episode)]
             following = _joined([episode.get_observations(slice(1, len(episode) + 1)) for episode in stepped])
-        if Columns.OBS in batch:
-            current, after = (_told(self.batched(batch, Columns.OBS)), _told(following))
-            if current != after:
-                raise ConnectorError(
-                    f"column '{Columns.OBS}' has items {current}, made by a piece, but the episodes' next observations "
-                    f"are {after}; a piece that makes '{Columns.OBS}' leaves in shared_data['{LAST_OBSERVATIONS}'] "
-                    "what it makes of each chunk's last observation"
-                )
+        self.check_kind(batch, following)
         return following
+
+    def check_kind(self, batch: Batch, others: Tree) -> None:
+        """Raise ConnectorError where the batch has `obs` of another kind than other observations, `any[..., ...]`."""
+        if Columns.OBS not in batch:
+            return
+        current, other = _told(self.batched(batch, Columns.OBS)), _told(others)
+        if current != other:
+            raise ConnectorError(
+                f"column '{Columns.OBS}' has items {current}, made by a piece, but the episodes' observations are "
+                f"{other}; a piece that makes '{Columns.OBS}' leaves in shared_data['{LAST_OBSERVATIONS}'] what it "
+                "makes of each chunk's last observation"
+            )
 
     def last_observations(self, chosen: NDArray[np.bool_]) -> Tree:
         """The observation after the last step of the chosen chunks, a tree of arrays `any[sum(chosen), ...]`.

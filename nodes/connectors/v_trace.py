@@ -97,7 +97,7 @@ class VTrace(ConnectorV2):
         observations = steps.batched(batch, Columns.OBS) if Columns.OBS in batch else steps.observations()
         with torch.no_grad():
             ratios, values = _ratios_and_values(rl_module, steps, observations)
-            after = self._values_after(rl_module, steps, shared_data)
+            after = self._values_after(rl_module, steps, batch, shared_data)
         targets, advantages = self._targets_and_advantages(steps, rewards, ratios, values, after)
         for column, made in ((Columns.VALUE_TARGETS, targets), (Columns.ADVANTAGES, advantages)):
             if column in wanted:
@@ -115,12 +115,14 @@ class VTrace(ConnectorV2):
         errors: Floats = rewards + gamma * steps.following(targets, after) - values
         return targets, _clipped(ratios, self.pg_rho_clip) * errors
 
-    def _values_after(self, rl_module: Any, steps: TrainSteps, shared_data: dict[str, Any] | None) -> Floats:
+    def _values_after(
+        self, rl_module: Any, steps: TrainSteps, batch: Batch, shared_data: dict[str, Any] | None
+    ) -> Floats:
         """f32[C]: the value of each chunk's last observation, 0 where the episode terminated."""
         after = np.zeros(len(steps.lengths), np.float32)
         lasting = ~steps.terminated & (steps.lengths > 0)
         if lasting.any():
-            last = last_observations(steps, shared_data, lasting)
+            last = last_observations(steps, batch, shared_data, lasting)
             after[lasting] = values_of(self.name, rl_module, last)
         return after
 

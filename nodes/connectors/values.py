@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import STEP_ADDED
+from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.train_steps import TrainSteps, tensors_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError, ModuleError
@@ -67,7 +68,14 @@ def numbers_of(tensor: torch.Tensor, what: str, module: str, shape: tuple[int, .
     return numbers
 
 
-def last_observations(steps: TrainSteps, shared_data: dict[str, Any] | None, chosen: NDArray[np.bool_]) -> Tree:
-    """What stands for the observation after the last step of the chosen chunks: a tree of arrays `any[K, ...]`."""
+def last_observations(
+    steps: TrainSteps, batch: Batch, shared_data: dict[str, Any] | None, chosen: NDArray[np.bool_]
+) -> Tree:
+    """What stands for the observation after the last step of the chosen chunks: a tree of arrays `any[K, ...]`.
+
+    Raises ConnectorError where that is of another kind than the batch's `obs`.
+    """
     made = (shared_data or {}).get(LAST_OBSERVATIONS)
-    return steps.last_observations(chosen) if made is None else map_tree(lambda leaf: leaf[chosen], made)
+    last = steps.last_observations(chosen) if made is None else map_tree(lambda leaf: leaf[chosen], made)
+    steps.check_kind(batch, last)
+    return last

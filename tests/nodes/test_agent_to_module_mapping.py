@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 
 from rollflow.nodes import (
     AddObservationsFromEpisodesToBatch,
@@ -70,6 +71,15 @@ def test_the_default_pipelines_do_so_by_module_when_told() -> None:
         rl_module=Torch(), episodes=EPISODES, explore=True, shared_data=shared
     )
     assert batch["m"]["obs"].tolist() == [1, 3]
+    logits = {module: torch.eye(4)[columns["obs"]] for module, columns in batch.items()}
+    acted = ModuleToEnvPipeline.default(Box(0, 3), Discrete(4), multi_agent=True)(
+        rl_module={"m": Torch(), "n": Torch()},
+        batch={module: {"action_dist_inputs": each} for module, each in logits.items()},
+        episodes=EPISODES,
+        explore=False,
+        shared_data=shared,
+    )
+    assert acted["actions"].tolist() == [1, 2, 3], "in the order of the episodes"
     pipeline = ModuleToEnvPipeline.default(multi_agent=True, stateful=True)
     names = ["GetActions", "TensorToNumpy", "UnBatchToIndividualItems", "ModuleToAgentUnmapping"]
     assert pipeline.names[:5] == [*names, "RemoveSingleTsTimeRankFromBatch"]
@@ -82,6 +92,19 @@ def test_episodes_without_agents_are_the_default_modules() -> None:
     assert shared["memorized_map_structure"] == {"default_policy": [("e", None)]}
     outputs = {"default_policy": {"actions": np.array([3])}}
     assert call(UnBatchToIndividualItems(), outputs, shared_data=shared)["default_policy"] == {"actions": {("e",): [3]}}
+
+
+def test_all_columns_of_a_module_have_one_order() -> None:
+    one, two, three = ("e", "a", "m"), ("e", "b", "m"), ("f", "a", "m")
+    shared: dict[str, Any] = {}
+    batch = {"obs": {two: [2], one: [1]}, "rewards": {one: [10], three: [30], two: [20]}}
+    assert call(AgentToModuleMapping(), batch, shared_data=shared) == {"m": {"obs": [2, 1], "rewards": [20, 10, 30]}}
+    assert shared["memorized_map_structure"] == {"m": [("e", "b"), ("e", "a"), ("f", "a")]}
+
+
+def test_a_mapping_function_is_given_the_agents_episode() -> None:
+    piece = AgentToModuleMapping(agent_to_module_mapping_fn=lambda agent_id, episode: episode.multi_agent_episode_id)
+    assert call(piece, {"obs": {("f", "a", None): [1]}}, EPISODES) == {"f": {"obs": [1]}}
 
 
 def test_a_function_maps_agents_that_have_no_module_yet() -> None:

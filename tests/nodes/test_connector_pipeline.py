@@ -10,6 +10,8 @@ from rollflow.nodes import (
     ConnectorPipelineV2,
     ConnectorV2,
     EnvToModulePipeline,
+    FrameStacking,
+    LambdaConnector,
     LearnerConnectorPipeline,
     ModuleToEnvPipeline,
     NormalizeAndClipActions,
@@ -361,3 +363,42 @@ def test_actions_are_brought_into_bounds_in_a_column_of_their_own(
 def test_what_has_no_bounds_is_left_alone(space: gym.Space[Any]) -> None:
     piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
     assert piece(rl_module=None, batch={"actions": np.zeros(1)}, episodes=[]).keys() == {"actions"}
+
+
+def test_a_refused_edit_leaves_the_pipeline_as_it_was() -> None:
+    inner = ConnectorPipelineV2(connectors=[LambdaConnector(lambda: None, name="first")])
+    outer = ConnectorPipelineV2(Discrete(3), Discrete(2), connectors=[inner])
+    with pytest.raises(ConnectorError, match="FrameStacking can't stack observations in Discrete") as raised:
+        inner.append(FrameStacking(num_frames=2))
+    assert "in the spaces of connector piece 'FrameStacking' (2 of 2 in ConnectorPipelineV2)" in raised.value.__notes__
+    assert (inner.names, inner.lookback, outer.observation_space) == (["first"], 0, Discrete(3))
+
+
+def test_a_pipeline_is_not_put_into_itself() -> None:
+    inner = ConnectorPipelineV2(connectors=[Append()])
+    outer = ConnectorPipelineV2(connectors=[inner])
+    for holder in (inner, outer):
+        with pytest.raises(ConnectorError, match="ConnectorPipelineV2 was to be put into itself"):
+            inner.append(holder)
+    assert inner.names == ["Append"]
+
+
+def test_a_part_of_the_state_is_asked_for_by_name() -> None:
+    inner = ConnectorPipelineV2(connectors=[Append(), Append()])
+    outer = ConnectorPipelineV2(connectors=[inner, Append()])
+    state = {"ConnectorPipelineV2": {"Append": {"count": 1}, "Append_2": {"count": 2}}, "Append": {"count": 3}}
+    outer.set_state(state)
+    assert outer.get_state() == state
+    assert outer.get_state("ConnectorPipelineV2/Append_2") == {"ConnectorPipelineV2": {"Append_2": {"count": 2}}}
+    assert outer.get_state(not_components=["ConnectorPipelineV2/Append_2", "Append"]) == {
+        "ConnectorPipelineV2": {"Append": {"count": 1}}
+    }
+    for asked in ({"components": "Apend"}, {"not_components": ["ConnectorPipelineV2/Nope"]}):
+        with pytest.raises(ConnectorError, match=r"ConnectorPipelineV2 has no piece '(Apend|Nope)'; pieces: "):
+            outer.get_state(**asked)
+
+
+def test_what_is_no_function_is_no_piece() -> None:
+    for given in (3, dict):
+        with pytest.raises(ConnectorError, match="is no function with arguments of its own, expected such a one"):
+            LambdaConnector(given)  # type: ignore[arg-type]

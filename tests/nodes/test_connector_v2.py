@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete
 
-from rollflow.nodes import ConnectorV2
+from rollflow.nodes import ConnectorPipelineV2, ConnectorV2
 from rollflow.stream import ConnectorError, SingleAgentEpisode
 
 
@@ -235,3 +235,45 @@ def test_a_subclass_with_its_own_call_says_anew_whether_it_takes_columns() -> No
             return kwargs["batch"]
 
     assert (Columnar.columnar, Renamed.columnar, Overridden.columnar) == (True, True, False)
+
+
+def test_a_piece_may_name_itself_and_say_how_far_it_looks_back() -> None:
+    class Ported(OneHot):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.name, self.lookback = "mine", 5
+
+    pipeline = ConnectorPipelineV2(connectors=[OneHot(), ConnectorPipelineV2(connectors=[Ported()])])
+    assert (pipeline.lookback, pipeline[1].names) == (5, ["mine"])
+
+
+def test_a_batch_by_module_is_not_added_to(episode: SingleAgentEpisode) -> None:
+    batch = {"default_policy": {"obs": [1]}}
+    for given in (None, episode):
+        with pytest.raises(ConnectorError, match=r"column 'x' can't be added: the batch is by module.*default_policy"):
+            ConnectorV2.add_batch_item(batch, "x", 5, given)
+        with pytest.raises(ValueError, match="stand before AgentToModuleMapping"):
+            ConnectorV2.add_n_batch_items(batch, "x", np.zeros(2), 2, given)
+    nested = {"obs": {"a": np.zeros(2), "b": {"c": np.zeros(2)}}}  # arrays of a Dict space: no module
+    ConnectorV2.add_batch_item(nested, "x", 5)
+    assert nested["x"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("y", "func", "told"),
+    [
+        ([1], lambda items, *ids: items, "column 'y' has 1 items, column 'x' 2; expected as many"),
+        (3, lambda items, *ids: items, "column 'y' is int, expected a list of items"),
+        (
+            [1, 2],
+            lambda items, *ids: (items[0] + 1,),
+            r"the function returned \(2,\), expected a tuple of one item for",
+        ),
+        ([1, 2], lambda items, *ids: items[0] + 1, "the function returned 2, expected a tuple of one item for each of"),
+    ],
+)
+def test_a_change_that_is_refused_changes_nothing(y: Any, func: Any, told: str) -> None:
+    batch = {"x": [1, 2], "y": y}
+    with pytest.raises(ConnectorError, match=told):
+        ConnectorV2.foreach_batch_item_change_in_place(batch, ["x", "y"], func)
+    assert batch == {"x": [1, 2], "y": y}

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numbered import NumberedModule, numbered_envs
 
 from rollflow.nodes import (
+    LAST_OBSERVATIONS,
     AddColumnsFromEpisodesToTrainBatch,
     AddInfosFromEpisodesToTrainBatch,
     AddNextObservationsFromEpisodesToTrainBatch,
@@ -393,7 +394,7 @@ def test_pieces_that_take_columns_see_the_added_step_too() -> None:
     assert len({len(column) for column in batch.values()}) == 1
 
 
-@pytest.mark.parametrize("piece", [GeneralAdvantageEstimation, VTrace])
+@pytest.mark.parametrize("piece", [GeneralAdvantageEstimation, VTrace, lambda: NStepReturns(n_step=2)])
 def test_pieces_that_value_what_comes_after_refuse_an_added_step(piece: Any) -> None:
     shared: dict[str, Any] = {}
     episodes = [SingleAgentEpisode(observations=[0, 1], actions=[0], rewards=[1.0], len_lookback_buffer=0)]
@@ -524,7 +525,7 @@ def test_pieces_may_stand_after_the_tensors_too(name: str, nested: bool) -> None
         for piece in PIECES[name]():
             pipeline.append(piece)
         last = pipeline(rl_module=module, episodes=episodes)
-        if name not in ("next observations", "infos"):  # those are what they are made from: arrays or items
+        if name != "infos":  # those are a list before and after
             equal_batches(dict(first), dict(last))
 
 
@@ -538,6 +539,58 @@ def test_next_observations_and_infos_are_those_of_the_step_after_and_before(opti
     before, after = (batch[name]["at"] if options["nested"] else batch[name] for name in ("obs", "new_obs"))
     assert torch.equal(after, before + torch.tensor([0, 0, 1]))
     assert [info["number"] for info in batch["infos"]] == (10_000 * before[:, 1] + before[:, 2]).tolist()
+
+
+class Doubled(ConnectorV2):
+    """Makes twice each observation of `obs`, and of each chunk's last one."""
+
+    columnar = False
+
+    def __call__(self, *, batch: Any, episodes: Any, shared_data: Any, **kwargs: Any) -> Any:
+        for each in episodes:
+            self.add_n_batch_items(batch, "obs", 2 * each.get_observations(slice(0, len(each))), len(each), each)
+        shared_data[LAST_OBSERVATIONS] = np.stack([2 * each.get_observations(-1) for each in episodes])
+        return batch
+
+
+MAKES_NEXT: list[Callable[[], ConnectorV2]] = [
+    AddNextObservationsFromEpisodesToTrainBatch,
+    lambda: NStepReturns(n_step=1),
+]
+
+
+@pytest.mark.parametrize("make", MAKES_NEXT)
+def test_next_observations_are_made_as_the_batchs_observations_were(make: Callable[[], ConnectorV2]) -> None:
+    fragments, module = fragments_of(slots=3, module=Off(), fragment_length=9, num_fragments=2)
+    columns = FragmentEpisodes(fragments)
+    plain, doubled = (
+        LearnerConnectorPipeline.default(custom_pieces=[*pieces, make()])(rl_module=module, episodes=columns)
+        for pieces in ([], [Doubled()])
+    )
+    assert torch.equal(doubled["obs"], 2 * plain["obs"])
+    assert torch.equal(doubled["new_obs"], 2 * plain["new_obs"])
+
+
+@pytest.mark.parametrize("make", [*MAKES_NEXT, VTrace, GeneralAdvantageEstimation])
+def test_next_observations_of_another_kind_than_the_batchs_are_refused(make: Callable[[], ConnectorV2]) -> None:
+    class Sums(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            rows = batch["obs"].reshape(len(batch["obs"]), -1)
+            return {"action_dist_inputs": torch.zeros(len(rows), 2), "vf_preds": rows.sum(1)}
+
+    batch = {"obs": np.zeros((3, 4))}
+    told = r"column 'obs' has items \[4\], made by a piece, but the episodes' observations are \[\]"
+    with pytest.raises(ConnectorError, match=told):
+        make()(rl_module=Sums(None, spaces.Discrete(2)), batch=batch, episodes=[episode([1, 2, 4])])
+
+
+@pytest.mark.parametrize("name", ["next observations", "returns to go", "three steps"])
+def test_a_piece_that_wants_steps_is_refused_behind_rows_of_several(name: str) -> None:
+    batch = {"obs": np.zeros((2, 2)), "seq_lens": np.array([2, 1])}
+    with pytest.raises(
+        ConnectorError, match=r"the batch has rows of several: .* stands before AddTimeDimToBatchAndZero"
+    ):
+        PIECES[name]()[0](rl_module=Tens(), batch=batch, episodes=[episode([1, 2, 4])])
 
 
 ADDED = {
@@ -575,3 +628,24 @@ def test_a_chunk_without_a_step_adds_no_row(name: str) -> None:
     assert {len(column) for column in given.values()} == {3}
     for column in alone:
         assert list(given[column]) == list(alone[column])
+
+
+def test_chunks_of_one_episode_are_kept_in_order_also_without_a_step() -> None:
+    whole, other = episode([1, 2]), episode([3])
+    rest = whole.cut()
+    batch = LearnerConnectorPipeline.default()(rl_module=None, episodes=[whole, other, rest])
+    assert (batch["obs"].tolist(), batch["rewards"].tolist()) == ([0, 1, 0], [1, 2, 3])
+    more = SingleAgentEpisode(whole.id_, observations=[7, 8], actions=[0], rewards=[4.0], len_lookback_buffer=0)
+    each = {"mine": {(whole.id_,): [1, 2, 4], (other.id_,): [3]}}
+    batch = LearnerConnectorPipeline.default()(rl_module=None, batch=each, episodes=[whole, other, more])
+    assert batch["mine"].tolist() == batch["rewards"].tolist() == [1, 2, 3, 4]
+    one_each = {"mine": {(whole.id_,): [10, 30], (other.id_,): [20]}}
+    pipeline = LearnerConnectorPipeline.default()
+    assert pipeline(rl_module=None, batch=one_each, episodes=[whole, other, more])["mine"].tolist() == [10, 20, 30]
+    wrong = {"mine": {(whole.id_,): [1, 2, 4, 5], (other.id_,): [3]}}
+    with pytest.raises(ConnectorError, match=r"column 'mine' has 4 items under .*, expected one for each step of that"):
+        pipeline(rl_module=None, batch=wrong, episodes=[whole, other, more])
+
+
+def test_no_fragments_make_an_empty_batch() -> None:
+    assert LearnerConnectorPipeline.default()(rl_module=None, episodes=FragmentEpisodes([])) == {}

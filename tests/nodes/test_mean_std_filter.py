@@ -12,7 +12,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.nodes import MeanStdFilter, Rollout
+from rollflow.nodes import ConnectorPipelineV2, LambdaConnector, MeanStdFilter, Rollout
 from rollflow.stream import ConnectorError, SingleAgentEpisode
 
 NESTED = spaces.Dict({"at": spaces.Box(-1e6, 1e6, (2,), np.float64), "kind": spaces.Discrete(3)})
@@ -72,9 +72,15 @@ def test_outliers_are_clipped() -> None:
 def test_what_is_switched_off_is_not_done() -> None:
     rows = [[0.0, 0.0], [2.0, 4.0]]
     assert filtered(MeanStdFilter(FLAT, de_std_to_one=False), rows)[1].tolist() == [1.0, 2.0]
+    assert filtered(MeanStdFilter(FLAT, de_mean_to_zero=False), rows)[1].tolist() == pytest.approx([2**0.5, 2**0.5])
     still = MeanStdFilter(FLAT, update_stats=False)
-    filtered(still, rows)
+    assert np.array_equal(filtered(still, rows), rows)
     assert (still.count, still.get_state()) == (0, {})
+
+
+def test_what_has_not_varied_yet_is_not_divided() -> None:
+    piece = MeanStdFilter(FLAT, de_mean_to_zero=False)
+    assert np.array_equal(filtered(piece, [[2.0, 3.0], [2.0, 3.0]]), [[2.0, 3.0], [2.0, 3.0]])
 
 
 # Merging
@@ -117,7 +123,18 @@ def test_a_variance_far_from_zero_keeps_its_digits() -> None:
     piece = MeanStdFilter(FLAT)
     for part in np.split(rows, 100):
         filtered_together(piece, part)
-    np.testing.assert_allclose(piece.deviation, rows.std(0, ddof=1), rtol=1e-6)
+    np.testing.assert_allclose(piece.deviation, rows.std(0, ddof=1), rtol=1e-9)
+
+
+def test_merging_takes_in_what_the_filter_itself_has_counted() -> None:
+    mine, other = fed([[1.0, 1.0]] * 3), fed([[5.0, 5.0]])
+    merged = MeanStdFilter(FLAT)
+    merged.set_state(mine.merge_states([other.get_state(), mine.get_state()]))
+    assert (merged.count, merged.mean.tolist()) == (4, [2.0, 2.0])
+    alone = ConnectorPipelineV2(connectors=[mine])
+    for resulting in (mine.merge_states([]), alone.merge_states([{}])["MeanStdFilter"]):
+        merged.set_state(resulting)
+        assert (merged.count, merged.mean.tolist()) == (3, [1.0, 1.0])
 
 
 def test_rounds_of_merging_count_every_observation_once() -> None:
@@ -236,3 +253,50 @@ def test_a_space_without_numbers_and_a_clip_that_leaves_nothing_are_refused() ->
         filtered(MeanStdFilter(), [[1.0]])
     with pytest.raises(ConnectorError, match="observations have 2 parts, expected 1 as Box"):
         filtered(MeanStdFilter(FLAT), [{"at": np.zeros(2), "kind": 1}])
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda source: {**source, "mean": np.zeros(3)}, r"mean of shape \[3\], expected \[2\]"),
+        (lambda source: {"count": 3}, "'sources' are no statistics of its: KeyError"),
+        (lambda source: 3, "'sources' are no statistics of its"),
+    ],
+)
+def test_a_state_that_is_none_is_refused(change: Any, told: str) -> None:
+    piece = fed([[1.0, 1.0]])
+    state = piece.get_state()
+    state["sources"] = {source: change(each) for source, each in state["sources"].items()}
+    with pytest.raises(ConnectorError, match=told):
+        piece.set_state(state)
+    with pytest.raises(ConnectorError, match="the state is 3, expected a dict"):
+        ConnectorPipelineV2(connectors=[piece]).set_state({"MeanStdFilter": 3})
+    with pytest.raises(ConnectorError, match="is given a state, but has no input observation space yet"):
+        MeanStdFilter().set_state(fed([[1.0, 1.0]]).get_state())
+    assert (piece.count, piece.mean.tolist()) == (1, [1.0, 1.0])
+
+
+def test_statistics_are_not_lost_without_a_word() -> None:
+    piece = fed([[1.0, 1.0]])
+    pipeline = ConnectorPipelineV2(FLAT, connectors=[piece])
+    wider = LambdaConnector(
+        lambda batch: batch, name="wider", observation_space=lambda space, _: spaces.Box(-1, 1, (space.shape[0] + 1,))
+    )
+    with pytest.raises(ConnectorError, match=r"has counted 1 observations of 2 numbers, but .* have 3; .*reset_state"):
+        pipeline.prepend(wider)
+    assert (pipeline.names, piece.count) == (["MeanStdFilter"], 1)
+    pipeline.reset_state()
+    pipeline.prepend(wider)
+    assert pipeline.observation_space.shape == (3,)
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf])
+def test_an_observation_that_is_not_finite_is_refused_before_it_is_counted(number: float) -> None:
+    piece = fed([[1.0, 1.0]])
+    with pytest.raises(
+        ConnectorError, match=f"number 1 of the observation of slot 2 is {number}, expected a finite one"
+    ):
+        filtered_together(piece, [[0.0, 0.0], [0.0, 0.0], [0.0, number]])
+    assert piece.count == 1
+    with pytest.raises(ConnectorError, match="observations of 3 numbers, expected 2, as Box"):
+        filtered(piece, [[1.0, 1.0, 1.0]])

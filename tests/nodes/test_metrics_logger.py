@@ -153,6 +153,13 @@ def test_merging_adds_to_what_is_there_and_takes_over_new_names() -> None:
     assert metrics.reduce() == {"x": 6, "a": {"b": 2}}
 
 
+@pytest.mark.parametrize("reduce", ["min", "max", "mean", "sum"])
+def test_a_value_that_is_nan_shows_wherever_it_comes(reduce: Any) -> None:
+    for values in ([math.nan, 1.0, 2.0], [1.0, math.nan, 2.0], [1.0, 2.0, math.nan]):
+        for window in (None, 5):
+            assert math.isnan(logged(values, reduce=reduce, window=window).peek("x"))
+
+
 def test_a_state_is_a_snapshot() -> None:
     metrics = logged([1, 2], reduce=None)
     state = metrics.get_state()
@@ -195,6 +202,7 @@ def test_pieces_log_into_the_rollouts_metrics() -> None:
     [
         ({"reduce": "median"}, "'x': reduce is 'median', expected 'mean', 'min', 'max', 'sum' or None"),
         ({"window": 0}, "'x': window is 0, expected a whole number from 1 on"),
+        ({"window": 2.5}, "'x': window is 2.5, expected a whole number from 1 on"),
         ({"ema_coeff": 0.1, "window": 3}, "'x': ema_coeff is for reduce='mean' without window"),
         ({"ema_coeff": 1.5}, "'x': ema_coeff is 1.5, expected more than 0 and at most 1"),
     ],
@@ -214,10 +222,14 @@ def test_a_name_has_one_way_to_be_reduced() -> None:
         metrics.log_value(("x", "y"), 1)
 
 
-@pytest.mark.parametrize("value", ["three", None, np.arange(2), torch.zeros(2)])
+@pytest.mark.parametrize("value", ["three", None, np.arange(2), torch.zeros(2), np.str_("three"), np.array(1 + 2j)])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(MetricsError, match=r"'x' was given .*, expected one number"):
         logged([value])
+    metrics = logged([1])
+    with pytest.raises(MetricsError, match=r"'x' was given .*, expected one number"):
+        metrics.set_value("x", value)
+    assert metrics.peek("x") == 1
 
 
 def test_unknown_names_are_told_with_those_that_there_are() -> None:
@@ -228,3 +240,21 @@ def test_unknown_names_are_told_with_those_that_there_are() -> None:
     assert metrics.peek("y", 0) == 0
     with pytest.raises(MetricsError, match=r"a state with \['x'\], expected 'statistics'"):
         metrics.set_state({"x": 1})
+
+
+def test_names_of_merged_loggers_that_lie_inside_each_other_are_refused() -> None:
+    outer, inner = logged([1]), MetricsLogger()
+    inner.log_value(("x", "y"), 1)
+    for mine, other in ((outer, inner), (inner, outer)):
+        before = mine.reduce()
+        with pytest.raises(MetricsError, match=r"can't be logged beside '.*': one would lie inside the other"):
+            mine.merge([other.get_state()])
+        assert mine.reduce() == before
+    both = {"statistics": [*outer.get_state()["statistics"], *inner.get_state()["statistics"]]}
+    with pytest.raises(MetricsError, match="'x/y' can't be logged beside 'x'"):
+        inner.set_state(both)
+
+
+def test_a_state_that_is_no_statistics_is_refused() -> None:
+    with pytest.raises(MetricsError, match=r"'x': a state without \['clear_on_reduce', .*'window'\]"):
+        MetricsLogger().set_state({"statistics": [["x", {"total": 3}]]})

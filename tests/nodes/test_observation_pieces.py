@@ -243,7 +243,7 @@ def test_less_than_no_actions_are_refused() -> None:
 def test_there_must_be_observations_to_write() -> None:
     with pytest.raises(ConnectorError, match="the batch has no column 'obs'; columns: x; does it stand behind"):
         call(WriteObservationsToEpisodes(), ongoing(1), {"x": 1})
-    with pytest.raises(ValueError, match="column .obs. has 2 items, expected 1: one for each episode"):
+    with pytest.raises(ValueError, match=r"column .obs. has 2 items, expected 1: one for each episode"):
         call(WriteObservationsToEpisodes(), ongoing(1), {"obs": [1, 2]})
 
 

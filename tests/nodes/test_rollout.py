@@ -14,7 +14,15 @@ from gymnasium.vector import SyncVectorEnv, VectorEnv
 from numbered import NumberedEnv, NumberedModule, numbered_envs
 from torch import nn
 
-from rollflow.nodes import ConnectorV2, Environments, EpisodeReturns, RLModule, Rollout
+from rollflow.nodes import (
+    ConnectorV2,
+    Environments,
+    EpisodeReturns,
+    FrameStacking,
+    LambdaConnector,
+    RLModule,
+    Rollout,
+)
 from rollflow.stream import (
     ColumnError,
     ConnectorError,
@@ -839,3 +847,47 @@ def test_the_action_that_the_environment_got_is_recorded_beside_the_modules() ->
         fragment = next(iter(rollout.fragments()))
     np.testing.assert_allclose(fragment.column("actions"), fragment.column("obs")[:, :, :1] * 100.0)
     np.testing.assert_allclose(fragment.column("actions_for_env"), np.clip(fragment.column("actions"), -2, 2))
+
+
+class Seen(RLModule):
+    """Records what it is given."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64), "seen": batch["obs"]}
+
+
+def stacked(rows: Any, count: int) -> list[list[int]]:
+    """The numbers of the steps in stacks of `count` numbered observations."""
+    return rows.reshape(-1, count, 3)[:, :, 2].tolist()
+
+
+def test_pipelines_edited_before_the_run_have_the_lookback_that_they_need() -> None:
+    rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=Seen(), fragment_length=4, num_fragments=4)
+    rollout.env_to_module.prepend(FrameStacking(num_frames=4))
+    rollout.learner_pipeline.prepend(FrameStacking(num_frames=6, as_learner_connector=True))
+    with rollout:
+        batches = list(rollout.batches())
+    acted, learnt = (
+        [stack for batch in batches for stack in stacked(batch[column], count)]
+        for column, count in (("seen", 4), ("obs", 6))
+    )
+    assert acted == [[max(0, step - back) for back in (3, 2, 1, 0)] for step in range(16)]
+    assert learnt == [[max(0, step - back) for back in range(5, -1, -1)] for step in range(16)]
+
+
+def test_a_piece_behind_the_module_has_the_lookback_that_it_asks_for() -> None:
+    piece = LambdaConnector(lambda batch: batch, lookback=5)
+    rollout = Rollout("CartPole-v1", module_to_env_connector=lambda env: piece)
+    assert rollout.environments.lanes[0].layout.lookback == 5
+
+
+@pytest.mark.anyio
+async def test_a_pipeline_edited_after_the_graph_is_drawn_is_refused() -> None:
+    rollout = Rollout(numbered_envs(1)[1], module=Seen(), fragment_length=4, num_fragments=2)
+    graph = Graph()
+    graph.add(rollout=rollout)
+    graph.output("fragments", "rollout.fragments")
+    rollout.env_to_module.prepend(FrameStacking(num_frames=4))
+    with pytest.raises(ConnectorError, match="EnvToModulePipeline looks back 3 steps, but fragments keep 1; expected"):
+        async with graph.run() as run:
+            await run["fragments"].receive()

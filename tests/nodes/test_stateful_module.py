@@ -9,7 +9,7 @@ from forms import MODES, OneByOne, equal
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
-from numbered import NumberedEnv
+from numbered import NumberedEnv, NumberedModule, numbered_envs
 
 from rollflow.nodes import (
     AddOneTsToEpisodesAndTruncate,
@@ -278,3 +278,71 @@ def test_values_of_a_stateful_module_must_be_recorded() -> None:
     ended.is_terminated = True
     with pytest.raises(ModuleError, match="let 'Two' give 'vf_preds' in its forward passes"):
         GeneralAdvantageEstimation()(rl_module=Two(), batch={}, episodes=[ended])
+
+
+@pytest.mark.parametrize(
+    ("initial", "stateful"),
+    [
+        ({}, False),
+        (None, False),
+        ({"a": {}}, False),
+        (torch.zeros(1), True),
+        (np.zeros(3), True),
+        ({"a": (0.0,)}, True),
+    ],
+)
+def test_a_module_is_stateful_if_its_initial_state_has_a_leaf(initial: Any, stateful: bool) -> None:
+    class Has(RLModule):
+        def get_initial_state(self) -> Any:
+            return initial
+
+    assert Has().is_stateful() is stateful
+
+
+@pytest.mark.parametrize(
+    ("state_out", "told"),
+    [
+        (None, "module 'Gives' has an initial state, but its forward pass gave no 'state_out'"),
+        (torch.zeros(2, 4), r"gave 'state_out' float32\[4\], expected {'h': 'float32\[1\]'}, as its get_initial_state"),
+        ({"h": torch.zeros(2, 4)}, r"gave 'state_out' {'h': 'float32\[4\]'}, expected {'h': 'float32\[1\]'}"),
+        ({"h": torch.zeros(2, 1, dtype=torch.float64)}, r"{'h': 'float64\[1\]'}, expected {'h': 'float32\[1\]'}"),
+        ({"g": torch.zeros(2, 1)}, r"{'g': 'float32\[1\]'}, expected {'h': 'float32\[1\]'}"),
+    ],
+)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_state_unlike_the_initial_one_is_refused(state_out: Any, told: str, one_by_one: bool) -> None:
+    class Gives(NumberedModule):
+        def get_initial_state(self) -> Any:
+            return {"h": torch.zeros(1)}
+
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = {"actions": torch.zeros(2, 1, dtype=torch.int64)}
+            return output if state_out is None else {**output, "state_out": state_out}
+
+    pieces = [OneByOne()] if one_by_one else []
+    rollout = Rollout(numbered_envs(2, lengths=(9, 12))[1], module=Gives(), env_to_module_connector=lambda env: pieces)
+    with pytest.raises(ModuleError, match=told), rollout:
+        next(iter(rollout.fragments()))
+
+
+def test_a_train_batch_may_have_episodes_that_were_only_reset() -> None:
+    begun = SingleAgentEpisode("begun", observations=[0.5], len_lookback_buffer=0)
+    pipeline = LearnerConnectorPipeline.default(stateful=True)
+    batch = pipeline(rl_module=Two(), episodes=[chunk(3), begun])
+    assert batch["obs"].tolist() == [[0, 1], [2, 0]]
+    assert batch["seq_lens"].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+def test_rows_of_chunks_that_share_an_id_stay_beside_each_other(numpy: bool) -> None:
+    first, other, second = chunk(3), chunk(1), chunk(2, t_started=3, lookback=1)
+    other.id_, second.id_ = "other", first.id_
+    episodes = [first, other, second, other.cut(1)]
+    if numpy:
+        for episode in episodes:
+            episode.to_numpy()
+    batch = LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=episodes)
+    assert batch["obs"].tolist() == [[0, 1], [2, 0], [0, 0], [3, 4]]
+    assert batch["seq_lens"].tolist() == [2, 1, 1, 2]
+    assert batch["loss_mask"].tolist() == [[True, True], [True, False], [True, False], [True, True]]
+    assert batch["state_in"].tolist() == [[-1], [10], [-1], [20]]
