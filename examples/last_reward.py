@@ -8,8 +8,7 @@ import torch
 
 from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, RLModule, Rollout
 
-NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE = 16, 32, 60, 1e-2
-ROUNDS = 16
+NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ROUNDS = 16, 32, 60, 1e-2, 16
 
 
 class FollowTheReward(gym.Env[Any, Any]):
@@ -24,18 +23,15 @@ class FollowTheReward(gym.Env[Any, Any]):
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        self.round += 1
-        bonus = 0.5 if int(action) == self.called_for else 0.0
-        self.called_for = int(self.np_random.integers(2))
-        reward = 2.0 * self.called_for - 1.0 + bonus
-        return np.zeros(1, np.float32), reward, self.round == ROUNDS, False, {}
+        bonus = 0.5 * (action == self.called_for)
+        self.round, self.called_for = self.round + 1, int(self.np_random.integers(2))
+        return np.zeros(1, np.float32), 2.0 * self.called_for - 1.0 + bonus, self.round == ROUNDS, False, {}
 
 
 class AddLastRewardToObservations(ConnectorV2):
     """Appends to each observation the reward that came with it."""
 
-    def recompute_output_observation_space(self, in_obs_space: gym.Space[Any], in_act_space: gym.Space[Any]) -> Any:
-        assert isinstance(in_obs_space, gym.spaces.Box)
+    def recompute_output_observation_space(self, in_obs_space: Any, in_act_space: Any) -> gym.Space[Any]:
         low, high = np.append(in_obs_space.low, -np.inf), np.append(in_obs_space.high, np.inf)
         return gym.spaces.Box(low.astype(np.float32), high.astype(np.float32))
 
@@ -52,9 +48,8 @@ def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, 
     output = policy.forward_train(batch)
     distribution = torch.distributions.Categorical(logits=output["action_dist_inputs"])
     gain = (distribution.log_prob(batch["actions"]) * batch["advantages"]).mean()
-    value_loss = (output["vf_preds"] - batch["value_targets"]).square().mean()
     optimizer.zero_grad()
-    (0.1 * value_loss - gain).backward()
+    (0.1 * (output["vf_preds"] - batch["value_targets"]).square().mean() - gain).backward()
     optimizer.step()
 
 
@@ -72,11 +67,9 @@ def main(seed: int = 0) -> float:
     ) as rollout:
         policy = rollout.module
         optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
-        for number, batch in enumerate(rollout.batches(), start=1):
+        for _, batch in zip(range(UPDATES), rollout.batches(), strict=False):
             update(policy, optimizer, batch)
             rollout.publish(policy.state_dict())
-            if number == UPDATES:
-                break
     right = float(((batch["obs"][:, 1] > 0) == batch["actions"].bool()).float().mean())
     print(f"did what the last reward called for in {right:.0%} of the steps")
     return right

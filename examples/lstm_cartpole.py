@@ -5,7 +5,6 @@ from typing import Any
 
 import gymnasium as gym
 import torch
-from torch import nn
 
 from rollflow.nodes import (
     DefaultModelConfig,
@@ -25,8 +24,7 @@ CONFIG = DefaultModelConfig(fcnet_hiddens=(64,), use_lstm=True, lstm_cell_size=6
 class WithoutVelocities(ObservationPreprocessor):
     """Leaves of the observation only the positions of cart and pole."""
 
-    def recompute_output_observation_space(self, in_obs_space: gym.Space[Any], in_act_space: gym.Space[Any]) -> Any:
-        assert isinstance(in_obs_space, gym.spaces.Box)
+    def recompute_output_observation_space(self, in_obs_space: Any, in_act_space: Any) -> gym.Space[Any]:
         return gym.spaces.Box(in_obs_space.low[::2], in_obs_space.high[::2])
 
     def preprocess(self, observation: Any, episode: Any) -> Any:
@@ -45,10 +43,9 @@ def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, 
             advantages = part["advantages"]
             gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
             value_loss = (output["vf_preds"] - part["value_targets"]).square().clamp(max=100.0)
-            loss = (VALUE * value_loss - gain - ENTROPY * distribution.entropy())[mask].mean()
             optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            (VALUE * value_loss - gain - ENTROPY * distribution.entropy())[mask].mean().backward()
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
             optimizer.step()
 
 
@@ -74,8 +71,7 @@ def main(seed: int = 0) -> float:
             rollout.publish(policy.state_dict())
             if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
-    seconds = time.perf_counter() - began
-    print(f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps in {seconds:.0f} s")
+    print(f"mean return {returns.mean:.1f}, {rollout.num_steps:,} steps in {time.perf_counter() - began:.0f} s")
     return returns.mean
 
 

@@ -55,13 +55,11 @@ def main(seed: int = 0) -> int:
     with rollout:
         policy = rollout.module
         optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE)
-        for number, batch in enumerate(rollout.batches(), start=1):
+        for _, batch in zip(range(UPDATES), rollout.batches(), strict=False):
             chosen = batch["action_dist_inputs"].gather(1, batch["actions"][:, None])
             impossible += int(chosen.isneginf().sum())
             update(policy, optimizer, batch)
             rollout.publish(policy.state_dict())
-            if number == UPDATES:
-                break
     print(f"mean return {rollout.returns.mean:.1f}, {impossible} of {rollout.num_steps:,} steps impossible")
     return impossible
 

@@ -17,8 +17,7 @@ class StackLast10Observations(ConnectorV2):
 
     lookback = NUM_FRAMES - 1
 
-    def recompute_output_observation_space(self, in_obs_space: gym.Space[Any], in_act_space: gym.Space[Any]) -> Any:
-        assert isinstance(in_obs_space, gym.spaces.Box)
+    def recompute_output_observation_space(self, in_obs_space: Any, in_act_space: Any) -> gym.Space[Any]:
         return gym.spaces.Box(np.tile(in_obs_space.low, NUM_FRAMES), np.tile(in_obs_space.high, NUM_FRAMES))
 
     def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
@@ -30,8 +29,7 @@ class StackLast10Observations(ConnectorV2):
 
 def positions(env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
     """Of the observation only where cart and pole are."""
-    space = env.observation_space
-    assert isinstance(space, gym.spaces.Box)
+    space: Any = env.observation_space
     return gym.wrappers.TransformObservation(env, lambda obs: obs[::2], gym.spaces.Box(space.low[::2], space.high[::2]))
 
 
@@ -70,11 +68,9 @@ def main(seed: int = 0) -> float:
     ) as rollout:
         policy = rollout.module
         optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, eps=1e-5)
-        for number, batch in enumerate(rollout.batches(), start=1):
+        for _, batch in zip(range(UPDATES), rollout.batches(), strict=False):
             update(policy, optimizer, batch)
             rollout.publish(policy.state_dict())
-            if number == UPDATES:
-                break
     print(f"mean return {rollout.returns.mean:.1f} after {rollout.num_steps:,} steps")
     return rollout.returns.mean
 
