@@ -9,7 +9,7 @@ from gymnasium.wrappers import TimeLimit
 
 from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, OneHotObservations, RLModule, Rollout
 
-NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ENTROPY = 32, 64, 100, 3e-3, 0.01
+NUM_ENVS, FRAGMENT_LENGTH, UPDATES, LEARNING_RATE, ENTROPY = 32, 64, 300, 3e-3, 0.05
 
 
 class RuleOut(ConnectorV2):
@@ -48,7 +48,7 @@ def main(seed: int = 0) -> int:
         fragment_length=FRAGMENT_LENGTH,
         seed=seed,
         env_to_module_connector=lambda env: OneHotObservations(),
-        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(gamma=0.97),
+        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(gamma=0.95),
     )
     # Pieces of `module_to_env_connector` come when actions have been sampled; this one has to come first.
     rollout.module_to_env.prepend(RuleOut())

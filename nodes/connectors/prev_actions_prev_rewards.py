@@ -59,8 +59,8 @@ class PrevActionsPrevRewards(ConnectorV2):
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
     ) -> gym.Space[Any]:
         parts: dict[str, gym.Space[Any]] = {self.ORIG_OBS_KEY: input_observation_space}
-        if self.n_prev_actions:
-            if input_action_space is None or not is_columnar(input_action_space):
+        if self.n_prev_actions and input_action_space is not None:  # it is told of one space after the other
+            if not is_columnar(input_action_space):
                 raise ConnectorError(
                     f"PrevActionsPrevRewards can't show actions in {input_action_space}; expected an action space of "
                     "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of those"

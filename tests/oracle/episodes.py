@@ -80,9 +80,9 @@ any_setting = st.builds(Setting, kinds, kinds, st.booleans(), st.sampled_from([(
 
 
 @st.composite
-def arguments(draw: st.DrawFn, setting: Setting, max_steps: int = 6) -> dict[str, Any]:
+def arguments(draw: st.DrawFn, setting: Setting, min_steps: int = 0, max_steps: int = 6) -> dict[str, Any]:
     """What both constructors take: a chunk, mostly with a lookback."""
-    steps = draw(st.lists(quads, max_size=max_steps))
+    steps = draw(st.lists(quads, min_size=min_steps, max_size=max_steps))
     made = [setting.step(step) for step in steps]
     spaces_ = {"observation_space": setting.observation.space, "action_space": setting.action.space}
     return {
@@ -121,8 +121,8 @@ class Pair:
     def ask(self, call: Callable[[Any], Any]) -> tuple[Answer, Answer]:
         return ask(lambda: call(self.ours)), ask(lambda: call(self.theirs))
 
-    def check(self, call: Callable[[Any], Any], told: object = "") -> None:
-        assert_same_answer(*self.ask(call), told)
+    def check(self, call: Callable[[Any], Any], told: object = "", **how: Any) -> None:
+        assert_same_answer(*self.ask(call), told, **how)
 
     def check_all(self, told: object = "") -> None:
         """Both episodes hold the same."""

@@ -1,0 +1,184 @@
+"""Rows of connector pieces, ours and Ray's, that are called with the same episodes."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray.rllib.connectors.common as ray_common
+import ray.rllib.connectors.learner as ray_learner
+import torch
+from both import Answer, ask, assert_same_answer
+from episodes import KINDS, Kind, Pair, Setting, arguments, everything
+from hypothesis import strategies as st
+from ray.rllib.utils.spaces.space_utils import BatchedNdArray
+
+from rollflow import nodes
+from rollflow.nodes.connectors.connector_v2 import BatchedArray, is_keyed_by_episode
+from rollflow.stream.tree import leaves_of, map_tree
+
+LENGTH = 3
+"""Steps in a row of a stateful module's train batch."""
+
+
+class Module:
+    """What pieces ask of a module."""
+
+    framework = "torch"
+    model_config: dict[str, Any] = {"max_seq_len": LENGTH}  # noqa: RUF012
+
+    def __init__(self, stateful: bool = False) -> None:
+        self.stateful = stateful
+
+    def __contains__(self, module_id: str) -> bool:
+        return module_id in ("a", "b", "c")
+
+    def is_stateful(self) -> bool:
+        return self.stateful
+
+    def get_initial_state(self) -> dict[str, Any]:
+        return {"h": np.array([-1.0, -2.0], np.float32), "c": np.array([-3.0, -4.0], np.float32)}
+
+
+@dataclass
+class Setup:
+    """Episodes in both implementations, and what else a piece is called with."""
+
+    setting: Setting
+    pairs: list[Pair]
+    stateful: bool
+    spaces: tuple[Any, Any]
+
+    def run(self, ours: list[Any], theirs: list[Any], batch: Any = None) -> tuple[Answer, Answer]:
+        """The batches that a row of our pieces and one of Ray's make, with what they leave in `shared_data`."""
+        answers = []
+        for pieces, episodes in (
+            (ours, [pair.ours for pair in self.pairs]),
+            (theirs, [pair.theirs for pair in self.pairs]),
+        ):
+
+            def run(pieces: list[Any] = pieces, episodes: list[Any] = episodes) -> Any:
+                for piece in pieces:  # Ray wants this order
+                    piece.input_action_space, piece.input_observation_space = self.spaces[::-1]
+                made, shared = copy.deepcopy(batch or {}), {}
+                for piece in pieces:
+                    made = piece(
+                        rl_module=Module(self.stateful), batch=made, episodes=episodes, explore=True, shared_data=shared
+                    )
+                return in_items(made)
+
+            answers.append(ask(run))
+        return answers[0], answers[1]
+
+    def check(self, ours: list[Any], theirs: list[Any], batch: Any = None, **how: Any) -> None:
+        """The batches are the same, and so are the episodes afterwards."""
+        assert_same_answer(*self.run(ours, theirs, batch), [repr(pair.ours) for pair in self.pairs], **how)
+        for pair in self.pairs:
+            pair.check(lambda episode: {**everything(episode), "id": None})
+
+
+EITHER, NEVER = st.booleans(), st.just(False)
+ids = st.sampled_from(["a", "b", "c"])
+
+
+@st.composite
+def setups(
+    draw: st.DrawFn,
+    kinds: list[Kind] = KINDS,
+    actions: list[Kind] = KINDS,
+    numpy: st.SearchStrategy[bool] = EITHER,
+    stateful: st.SearchStrategy[bool] = NEVER,
+    done: bool = False,
+) -> Setup:
+    """Some episodes of one or more steps, with a lookback where they go on with an episode."""
+    is_stateful, is_numpy = draw(stateful), draw(numpy)  # Ray makes no batch of lists and arrays together
+    outputs = draw(st.sampled_from([(), ("action_logp",)])) + (("state_out",) if is_stateful else ())
+    setting = Setting(draw(st.sampled_from(kinds)), draw(st.sampled_from(actions)), True, outputs)
+    pairs = []
+    for place in range(draw(st.integers(1, 3))):
+        given_ = draw(arguments(setting, min_steps=1))
+        lookback = draw(st.integers(0, len(given_["actions"]) - 1))
+        started = lookback and draw(st.integers(lookback, 9))
+        given_ |= {"len_lookback_buffer": lookback, "t_started": started}
+        if done:
+            given_["truncated"] = not given_["terminated"]
+        pairs.append(Pair.of(given_, is_numpy, id_=f"e{place}"))
+    return Setup(setting, pairs, is_stateful, (setting.observation.space, setting.action.space))
+
+
+def in_items(batch: dict[str, Any]) -> dict[str, Any]:
+    """A batch whose columns in list form are lists of single items, episode after episode."""
+    made = {column: _items(data) if is_keyed_by_episode(data) else data for column, data in batch.items()}
+    if isinstance(made.get("rewards"), list):  # f64 here and there
+        made["rewards"] = [np.asarray(item, np.float32) for item in made["rewards"]]
+    return made
+
+
+def _items(data: dict[Any, list[Any]]) -> list[Any]:
+    """The ids of episodes are left out: Ray adds the place in the list to them, on the way."""
+    return [single for items in data.values() for item in items for single in _singles(item)]
+
+
+def _singles(item: Any) -> list[Any]:
+    leaf = leaves_of(item)[0] if leaves_of(item) else None
+    if not isinstance(leaf, BatchedArray | BatchedNdArray):
+        return [item]
+    return [map_tree(lambda each, i=i: np.asarray(each)[i], item) for i in range(len(leaf))]
+
+
+LEARNER: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "AddObservations": (
+        lambda: nodes.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
+        lambda: ray_common.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
+    ),
+    "AddColumns": (
+        nodes.AddColumnsFromEpisodesToTrainBatch,
+        ray_learner.AddColumnsFromEpisodesToTrainBatch,
+    ),
+    "AddNextObservations": (
+        nodes.AddNextObservationsFromEpisodesToTrainBatch,
+        ray_learner.AddNextObservationsFromEpisodesToTrainBatch,
+    ),
+    "AddInfos": (
+        nodes.AddInfosFromEpisodesToTrainBatch,
+        ray_learner.AddInfosFromEpisodesToTrainBatch,
+    ),
+}
+STATES = (
+    lambda: [
+        nodes.AddTimeDimToBatchAndZeroPad(as_learner_connector=True),
+        nodes.AddStatesFromEpisodesToBatch(as_learner_connector=True),
+    ],
+    lambda: [
+        ray_common.AddTimeDimToBatchAndZeroPad(as_learner_connector=True),
+        ray_common.AddStatesFromEpisodesToBatch(as_learner_connector=True),
+    ],
+)
+
+
+def chosen(names: list[str]) -> tuple[list[Any], list[Any]]:
+    """Our pieces of these names, and Ray's."""
+    return [LEARNER[name][0]() for name in names], [LEARNER[name][1]() for name in names]
+
+
+NONE = Setup(Setting(KINDS[0], KINDS[0], True, ()), [], False, (None, None))
+"""For batches that are not made of episodes."""
+
+
+def values(batch: dict[str, Any]) -> torch.Tensor:
+    return (batch["obs"] * torch.tensor([0.1, 0.3])).sum(-1)
+
+
+class Values(Module):
+    def compute_values(self, batch: dict[str, Any]) -> torch.Tensor:
+        return values(batch)
+
+
+def pieces_named(base: type) -> dict[str, Any]:
+    """Four classes of pieces that do nothing, of one base."""
+
+    def passes(self: Any, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+    return {name: type(name, (base,), {"__call__": passes}) for name in ("A", "B", "C", "D")}
