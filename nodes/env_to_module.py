@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.lane import Lane

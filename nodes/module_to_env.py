@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.stream.lane import Lane
 from rollflow.stream.tree import stack_trees
 

@@ -12,9 +12,9 @@ import torch
 
 from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.env_to_module_pipeline import EnvToModulePipeline
-from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
-from rollflow.nodes.connectors.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.drive import InlineDrive, PortalDrive

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-from rollflow.nodes.connectors.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.lag import LagBound
 from rollflow.stream.fragment import Fragment
 

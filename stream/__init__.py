@@ -22,6 +22,7 @@ from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.one_hot import one_hot
 from rollflow.stream.report import Report
 from rollflow.stream.run import Run
 from rollflow.stream.seeding import generator_for, seed_for
@@ -52,5 +53,6 @@ __all__ = [
     "RunError",
     "SingleAgentEpisode",
     "generator_for",
+    "one_hot",
     "seed_for",
 ]

@@ -32,7 +32,7 @@ from rollflow.nodes import (
     Rollout,
     VTrace,
 )
-from rollflow.nodes.connectors.discount import discounted_sums
+from rollflow.nodes.connectors.learner.discount import discounted_sums
 from rollflow.stream import ConnectorError, Fragment, ModuleError, SingleAgentEpisode
 from rollflow.stream.fragment import FragmentEpisodes
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.connectors.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
 
 
 class ClipActions(NormalizeAndClipActions):

@@ -5,14 +5,14 @@ from typing import Any, Self
 
 import gymnasium as gym
 
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
-from rollflow.nodes.connectors.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
-from rollflow.nodes.connectors.agent_to_module_mapping import AgentToModuleMapping
-from rollflow.nodes.connectors.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.common.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
+from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.common.agent_to_module_mapping import AgentToModuleMapping
+from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.numpy_to_tensor import NumpyToTensor
 from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.numpy_to_tensor import NumpyToTensor
 
 
 class EnvToModulePipeline(ConnectorPipelineV2):

@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
-from rollflow.nodes.connectors.add_one_ts_to_episodes_and_truncate import STEP_ADDED
+from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch
-from rollflow.nodes.connectors.train_steps import TrainSteps, tensors_of
+from rollflow.nodes.connectors.learner.add_one_ts_to_episodes_and_truncate import STEP_ADDED
+from rollflow.nodes.connectors.learner.train_steps import TrainSteps, tensors_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError, ModuleError
 from rollflow.stream.tree import Tree, leaves_of, map_tree

@@ -6,8 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from rollflow.nodes.connectors.common.tensor_to_numpy import array_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.tensor_to_numpy import array_of
 from rollflow.nodes.distribution import DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError

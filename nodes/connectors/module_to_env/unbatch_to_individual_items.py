@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.connectors.agent_to_module_mapping import MEMORIZED
+from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, episode_key
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
+from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.train_steps import TrainSteps, is_in_list_form
+from rollflow.nodes.connectors.learner.train_steps import TrainSteps, is_in_list_form
 from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import FragmentEpisodes
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import TIME_RANK_ADDED
+from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import TIME_RANK_ADDED
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError

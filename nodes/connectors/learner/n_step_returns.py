@@ -5,12 +5,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.connectors.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.checked import checked_count, checked_gamma
+from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.learner.train_steps import TrainSteps
+from rollflow.nodes.connectors.learner.values import refuse_added_steps
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.connectors.train_steps import TrainSteps
-from rollflow.nodes.connectors.values import refuse_added_steps
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.tree import map_tree

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.add_time_dim_to_batch_and_zero_pad import num_rows
+from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import num_rows
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
 from rollflow.stream.columns import Columns

@@ -5,15 +5,17 @@ from typing import Any, Self
 
 import gymnasium as gym
 
+from rollflow.nodes.connectors.common.tensor_to_numpy import TensorToNumpy
 from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.get_actions import GetActions
-from rollflow.nodes.connectors.listify_data_for_vector_env import ListifyDataForVectorEnv
-from rollflow.nodes.connectors.module_to_agent_unmapping import ModuleToAgentUnmapping
-from rollflow.nodes.connectors.normalize_and_clip_actions import NormalizeAndClipActions
-from rollflow.nodes.connectors.remove_single_ts_time_rank_from_batch import RemoveSingleTsTimeRankFromBatch
-from rollflow.nodes.connectors.tensor_to_numpy import TensorToNumpy
-from rollflow.nodes.connectors.unbatch_to_individual_items import UnBatchToIndividualItems
+from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.nodes.connectors.module_to_env.listify_data_for_vector_env import ListifyDataForVectorEnv
+from rollflow.nodes.connectors.module_to_env.module_to_agent_unmapping import ModuleToAgentUnmapping
+from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.remove_single_ts_time_rank_from_batch import (
+    RemoveSingleTsTimeRankFromBatch,
+)
+from rollflow.nodes.connectors.module_to_env.unbatch_to_individual_items import UnBatchToIndividualItems
 
 
 class ModuleToEnvPipeline(ConnectorPipelineV2):

@@ -7,8 +7,8 @@ import numpy as np
 
 from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.discount import discounted_sums
-from rollflow.nodes.connectors.train_steps import TrainSteps
+from rollflow.nodes.connectors.learner.discount import discounted_sums
+from rollflow.nodes.connectors.learner.train_steps import TrainSteps
 from rollflow.stream.columns import Columns
 
 

@@ -6,7 +6,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.train_steps import TrainSteps
+from rollflow.nodes.connectors.learner.train_steps import TrainSteps
 from rollflow.stream.columns import Columns
 
 

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.discount import discounted_sums
+from rollflow.nodes.connectors.learner.discount import discounted_sums
+from rollflow.nodes.connectors.learner.train_steps import TrainSteps
+from rollflow.nodes.connectors.learner.values import last_observations, refuse_added_steps, values_of
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.connectors.train_steps import TrainSteps
-from rollflow.nodes.connectors.values import last_observations, refuse_added_steps, values_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.running_statistics import RunningStatistics
+from rollflow.nodes.connectors.env_to_module.running_statistics import RunningStatistics
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.space import is_columnar, item_of

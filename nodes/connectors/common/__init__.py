@@ -1,0 +1,1 @@
+"""Pieces that stand before the module, while acting and for training."""

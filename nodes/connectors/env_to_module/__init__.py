@@ -1,0 +1,1 @@
+"""Pieces before the module, while acting."""

@@ -1,0 +1,1 @@
+"""Pieces before a learner."""

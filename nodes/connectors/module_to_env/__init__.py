@@ -1,0 +1,1 @@
+"""Pieces behind the module."""
