@@ -8,7 +8,8 @@ import pytest
 from gymnasium.spaces import Box, Discrete
 
 from rollflow.nodes import ConnectorPipelineV2, ConnectorV2
-from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow.stream import ConnectorError, SingleAgentEpisode, one_hot
+from rollflow.stream.testing import check
 
 
 class OneHot(ConnectorV2):
@@ -18,13 +19,9 @@ class OneHot(ConnectorV2):
     def __call__(
         self, *, rl_module: Any, batch: Any, episodes: Any, explore: Any = None, shared_data: Any = None, **kwargs: Any
     ) -> Any:
-        batch["obs"] = np.eye(2, dtype=np.float32)[batch["obs"]]
+        assert "obs" in batch
+        batch["obs"] = one_hot(batch["obs"])
         return batch
-
-
-def check(one: Any, other: Any) -> None:
-    """Same structure, same numbers."""
-    np.testing.assert_equal(one, other)
 
 
 @pytest.fixture
