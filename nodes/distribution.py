@@ -27,6 +27,7 @@ from rollflow.stream.errors import ModuleError
 from rollflow.stream.tree import Tree
 
 _LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+_SMALLEST = np.finfo(np.float32).tiny
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -122,6 +123,15 @@ class Categorical:
         race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
         # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
         return self._numbered((self.log_probs - race).argmax(-1))
+
+    def sample_with_logp(self, random: np.random.Generator) -> tuple[Tensor, Tensor]:
+        """One action for each of the batch, and its log-probability, in half the time: for logits [B, n] in memory."""
+        log_probs = self.log_probs.numpy()
+        race = random.standard_exponential(log_probs.shape, np.float32)
+        np.maximum(race, _SMALLEST, out=race)  # at 0 even an action that is ruled out would arrive
+        places = (np.exp(log_probs) / race).argmax(-1)
+        logp = log_probs[np.arange(len(places)), places]
+        return self._numbered(torch.from_numpy(places)), torch.from_numpy(logp)
 
     def logp(self, value: Tensor) -> Tensor:
         numbers = value - self._start if self._start else value

@@ -7,6 +7,7 @@ import anyio
 import anyio.to_thread
 import torch
 
+from rollflow.nodes.flat_forward import FlatForward
 from rollflow.nodes.policy_weights import PolicyWeights
 from rollflow.stream.channel import Inlet, Outlet
 from rollflow.stream.errors import ModuleError
@@ -20,19 +21,23 @@ class ModuleForward:
         module     has `forward_exploration(batch)` and `forward_inference(batch)`, each dict to dict
         weights    where newly published weights come from; loaded between two passes, never during one
         explore    which of the two methods is called
+    flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`
 
     The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
     is no dict.
     """
 
-    def __init__(self, module: Any, weights: PolicyWeights, *, explore: bool = True) -> None:
+    def __init__(self, module: Any, weights: PolicyWeights, *, explore: bool = True, flat: bool = False) -> None:
         self.module = module
         self.policy_version = weights.version
         self._weights = weights
         self._inference_mode = torch.inference_mode()  # made once: making it costs more than a small forward pass
-        self._forward: Callable[[dict[str, Any]], dict[str, Any]] = (
+        forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
         )
+        self._name = forward.__name__
+        self._flat = FlatForward(forward) if flat else None
+        self._forward = self._flat or forward
 
     def __call__(self, batches: Lane) -> Lane:
         """Replace the lane's batch by the module's output."""
@@ -73,10 +78,16 @@ class ModuleForward:
             output = self._forward(batch)
         if not isinstance(output, dict):
             raise ModuleError(
-                f"{type(self.module).__name__}.{self._forward.__name__} returned {type(output).__name__}, expected a "
+                f"{type(self.module).__name__}.{self._name} returned {type(output).__name__}, expected a "
                 "dict of tensors such as {'action_dist_inputs': …} or {'actions': …}"
             )
         return output
+
+    def describe(self) -> str:
+        """How a pass is done, for `explain()`, where that is not as the module has it."""
+        if self._flat is None:
+            return ""
+        return "forward pass flat" if self._flat.reason is None else f"forward pass not flat: {self._flat.reason}"
 
 
 class GatheringForward:

@@ -35,7 +35,7 @@ from rollflow.stream.lane import Lane
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.report import CALLER, Report
 from rollflow.stream.run import Run
-from rollflow.stream.seeding import fresh_seed, seed_for
+from rollflow.stream.seeding import fresh_seed, generator_for, seed_for
 
 T = TypeVar("T")
 Batch = dict[str, Any]
@@ -65,6 +65,9 @@ class Rollout:
         max_batch, max_wait        slots in one forward pass over several ready lanes, and seconds to wait for more;
                                    None: every lane has a pass of its own
         forward_in_thread          forward passes in a worker thread, while other lanes' environments step
+        flat_forward               forward passes as flat lists of torch operations, without the cost of `nn.Module`'s
+                                   calls; for a module that does the same at every call: see `FlatForward`. None: for a
+                                   `DefaultModule` alone
         metrics                    what pieces log into; None: a `MetricsLogger`, to be read as `rollout.metrics`
         debug                      everything inline, in the loop's thread, whatever else is asked for: a breakpoint in
                                    a piece stops right there. In a graph the graph says what runs where
@@ -97,11 +100,12 @@ class Rollout:
         max_batch: int | None = None,
         max_wait: float = 0.0,
         forward_in_thread: bool = False,
+        flat_forward: bool | None = None,
         metrics: Any = None,
         debug: bool = False,
     ) -> None:
         if debug:
-            prefetch, max_batch, forward_in_thread = 0, None, False
+            prefetch, max_batch, forward_in_thread, flat_forward = 0, None, False, False
         _check_numbers(
             fragment_length=(fragment_length, 1),
             lookback=(lookback, 0),
@@ -143,7 +147,8 @@ class Rollout:
         self._lanes_count = len(self.environments.lanes)
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
         self.metrics = MetricsLogger() if metrics is None else metrics
-        self._forward = ModuleForward(acting, self._weights, explore=explore)
+        flat = type(acting) is DefaultModule if flat_forward is None else flat_forward
+        self._forward = ModuleForward(acting, self._weights, explore=explore, flat=flat)
         context = {"module": acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(
             self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
@@ -376,6 +381,7 @@ class Rollout:
         for lane in self.environments.lanes:
             lane.shared_data["lane"] = lane.index
             lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "module", lane.index))
+            lane.shared_data["numpy_generator"] = generator_for(self.seed, "module", lane.index)
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool

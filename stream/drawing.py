@@ -43,7 +43,8 @@ def _task_line(graph: "Graph", group: list[str]) -> str:
     names = " → ".join(name.removeprefix(prefix) for name in group)
     shown = f"[{names}{' ↺' if loops else ''}]" if len(group) > 1 or loops else names
     where = "worker thread" if graph.nodes[group[0]].where == "thread" else "inline"
-    told = [graph.nodes[name].node.describe() for name in group if hasattr(graph.nodes[name].node, "describe")]
+    nodes = [graph.nodes[name].node for name in group]
+    told = [told for node in nodes if hasattr(node, "describe") and (told := node.describe())]
     return f"{prefix.rstrip('/') + '   ' if prefix else ''}{shown}   {', '.join(['one task', *told, where])}"
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
@@ -31,7 +32,7 @@ class TensorToNumpy(ConnectorV2):
         for column, data in batch.items():
             if type(data) is torch.Tensor:
                 batch[column] = array_of(data)
-            else:
+            elif type(data) is not np.ndarray:
                 batch[column] = map_tree(_leaf, data)
         return batch
 

@@ -8,7 +8,7 @@ import torch
 
 from rollflow.nodes.connectors.common.tensor_to_numpy import array_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.distribution import DistributionType, distribution_for
+from rollflow.nodes.distribution import Categorical, DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 
@@ -18,7 +18,8 @@ _OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
 class GetActions(ConnectorV2):
     """Adds `actions` and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
 
-    With `explore` actions are sampled, by the generator in `shared_data["generator"]` if there is one; without it
+    With `explore` actions are sampled, by the generators in `shared_data`, "generator" (torch's) and "numpy_generator"
+    (which few numbers in main memory are sampled faster by), as far as they are there; without it
     they are the likeliest. The distribution is what the module's `get_exploration_action_dist_cls()` or
     `get_inference_action_dist_cls()` names, else the one that goes with the action space. Actions that the module gave
     itself are passed on. A batch of several modules' outputs, by module id, is gone through by `rl_module[module id]`.
@@ -66,9 +67,17 @@ class GetActions(ConnectorV2):
                 f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             )
-        _refuse_unusable(logits, shared_data)
         distribution_type = self._type(rl_module, explore)
         distribution: Any = distribution_type.from_logits(logits)
+        random = shared_data.get("numpy_generator")
+        if explore and random is not None and type(distribution) is Categorical and _is_plain(logits):
+            actions, logp = distribution.sample_with_logp(random)
+            if not np.add.reduce(logp.numpy()) > -np.inf:  # so it is if anything is wrong with one row's logits
+                _refuse_unusable(logits, shared_data)
+            batch[Columns.ACTIONS] = actions
+            batch.setdefault(Columns.ACTION_LOGP, logp)
+            return
+        _refuse_unusable(logits, shared_data)
         if not explore:
             distribution = distribution.to_deterministic()
         if isinstance(distribution_type, DistributionType):
@@ -90,6 +99,12 @@ class GetActions(ConnectorV2):
         if made is None or made.space is not space:
             made = self._made = distribution_for(space)
         return made
+
+
+def _is_plain(logits: torch.Tensor) -> bool:
+    """Whether it is f32[N, n] in main memory."""
+    in_memory = logits.device.type == "cpu" and not logits.requires_grad
+    return in_memory and logits.ndim == 2 and logits.dtype is torch.float32
 
 
 def _refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
