@@ -14,9 +14,11 @@ from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.connectors.module_to_env.get_actions import RACES
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
+from rollflow.nodes.distribution import Races
 from rollflow.nodes.drive import InlineDrive, PortalDrive
 from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments, EnvSource
@@ -381,7 +383,7 @@ class Rollout:
         for lane in self.environments.lanes:
             lane.shared_data["lane"] = lane.index
             lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "module", lane.index))
-            lane.shared_data["numpy_generator"] = generator_for(self.seed, "module", lane.index)
+            lane.shared_data[RACES] = Races(generator_for(self.seed, "module", lane.index))
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool

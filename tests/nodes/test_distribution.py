@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import distributions as reference
 
 from rollflow.nodes import Deterministic, RLModule, distribution_for
+from rollflow.nodes.distribution import Races
 from rollflow.stream import ModuleError
 
 SPACES = {
@@ -431,3 +432,39 @@ def test_a_module_says_what_it_lacks() -> None:
     assert not Policy().is_stateful()
     with pytest.raises(ModuleError, match=r"Policy.forward_train gave \['actions'\], expected 'vf_preds'"):
         Policy().compute_values({"obs": 1})
+
+
+def races(seed: int = 0) -> Races:
+    return Races(np.random.default_rng(seed))
+
+
+def test_races_are_won_as_often_as_the_probabilities_say() -> None:
+    chances = np.array([0.5, 0.3, 0.2, 0.0])
+    logits = torch.log(torch.tensor([chances.tolist()] * 1000))
+    distribution = distribution_for(spaces.Discrete(4, start=2)).from_logits(logits)
+    run, won = races(), np.zeros(4)
+    for _ in range(100):
+        actions, logp = distribution.sample_with_logp(run)
+        won += np.bincount(actions - 2, minlength=4)
+        np.testing.assert_allclose(np.exp(logp), chances[actions - 2], rtol=1e-5)
+    assert won[3] == 0
+    # Four standard deviations of each count's binomial distribution.
+    assert (np.abs(won / 1e5 - chances) < 4 * np.sqrt(chances * (1 - chances) / 1e5) + 1e-12).all()
+
+
+def test_races_are_drawn_anew_for_every_step_and_shape_and_by_their_seed() -> None:
+    def drawn_by(seed: int) -> list[Any]:
+        run = races(seed)
+        return [run.draw(shape).copy() for shape in ((3, 2),) * 10_000 + ((1, 5), (3, 2), (20_000, 4), (20_000, 4))]
+
+    rows = drawn_by(1)
+    assert len({row.tobytes() for row in rows}) == len(rows)
+    assert all(np.isfinite(row).all() and (row > 0).all() for row in rows)
+    assert all(np.array_equal(one, other) for one, other in zip(rows, drawn_by(1), strict=True))
+    assert not np.array_equal(rows[0], drawn_by(2)[0])
+
+
+def test_actions_won_have_the_spaces_dtype() -> None:
+    space = spaces.Discrete(3, dtype=np.int32)
+    actions, logp = distribution_for(space).from_logits(torch.zeros(5, 3)).sample_with_logp(races())
+    assert (actions.dtype, logp.dtype) == (np.int32, np.float32)

@@ -26,6 +26,7 @@ from rollflow.nodes import (
     TensorToNumpy,
     UnBatchToIndividualItems,
 )
+from rollflow.nodes.distribution import Races
 from rollflow.stream import ConnectorError, ModuleError, SingleAgentEpisode
 
 
@@ -312,6 +313,27 @@ def test_the_generator_of_a_lane_decides_its_samples() -> None:
         return chosen
 
     assert sampled(3) == sampled(3) != sampled(4)
+
+
+def test_the_races_of_a_lane_decide_its_samples() -> None:
+    def sampled(seed: int) -> list[int]:
+        shared = {"races": Races(np.random.default_rng(seed))}
+        batch = {"action_dist_inputs": torch.zeros(40, 2)}
+        piece = GetActions(None, spaces.Discrete(2))
+        made = call(piece, batch, explore=True, shared_data=shared)
+        assert made["action_logp"].tolist() == pytest.approx([-0.6931472] * 40)
+        chosen: list[int] = made["actions"].tolist()
+        return chosen
+
+    assert sampled(3) == sampled(3) != sampled(4)
+
+
+@pytest.mark.parametrize("wrong", [[torch.nan, 0.0], [torch.inf, 0.0], [-torch.inf, -torch.inf]])
+def test_races_over_unusable_logits_are_refused_too(wrong: list[float]) -> None:
+    shared = {"races": Races(np.random.default_rng(0)), "lane": 3, "step": 7}
+    batch = {"action_dist_inputs": torch.tensor([[0.0, -torch.inf], wrong])}
+    with pytest.raises(ModuleError, match="in lane 3, vector step 7, slot 1"):
+        call(GetActions(None, spaces.Discrete(2)), batch, explore=True, shared_data=shared)
 
 
 def test_a_modules_own_distribution_is_used_as_it_is() -> None:

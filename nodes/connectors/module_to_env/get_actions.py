@@ -12,14 +12,17 @@ from rollflow.nodes.distribution import Categorical, DistributionType, distribut
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 
+RACES = "races"
+"""Where `shared_data` has the lane's `Races`."""
+
 _OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
 
 
 class GetActions(ConnectorV2):
     """Adds `actions` and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
 
-    With `explore` actions are sampled, by the generators in `shared_data`, "generator" (torch's) and "numpy_generator"
-    (which few numbers in main memory are sampled faster by), as far as they are there; without it
+    With `explore` actions are sampled, by the generator in `shared_data["generator"]` if there is one, or faster, where
+    that can be, by the `Races` in `shared_data["races"]`; without it
     they are the likeliest. The distribution is what the module's `get_exploration_action_dist_cls()` or
     `get_inference_action_dist_cls()` names, else the one that goes with the action space. Actions that the module gave
     itself are passed on. A batch of several modules' outputs, by module id, is gone through by `rl_module[module id]`.
@@ -51,11 +54,12 @@ class GetActions(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
-        if batch and all(isinstance(output, dict) and not _OUTPUTS.isdisjoint(output) for output in batch.values()):
+        shared_data = {} if shared_data is None else shared_data
+        if _OUTPUTS.isdisjoint(batch) and _is_by_module(batch):
             for module_id, output in batch.items():
-                self._act(rl_module[module_id], output, bool(explore), shared_data or {})
+                self._act(rl_module[module_id], output, bool(explore), shared_data)
         else:
-            self._act(rl_module, batch, bool(explore), shared_data or {})
+            self._act(rl_module, batch, bool(explore), shared_data)
         return batch
 
     def _act(self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any]) -> None:
@@ -69,24 +73,23 @@ class GetActions(ConnectorV2):
             )
         distribution_type = self._type(rl_module, explore)
         distribution: Any = distribution_type.from_logits(logits)
-        random = shared_data.get("numpy_generator")
-        if explore and random is not None and type(distribution) is Categorical and _is_plain(logits):
-            actions, logp = distribution.sample_with_logp(random)
-            if not np.add.reduce(logp.numpy()) > -np.inf:  # so it is if anything is wrong with one row's logits
+        races = shared_data.get(RACES)
+        if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
+            actions, logp = distribution.sample_with_logp(races)
+            if not np.add.reduce(logp) > -np.inf:  # so it is if anything is wrong with one row's logits
                 _refuse_unusable(logits, shared_data)
-            batch[Columns.ACTIONS] = actions
-            batch.setdefault(Columns.ACTION_LOGP, logp)
-            return
-        _refuse_unusable(logits, shared_data)
-        if not explore:
-            distribution = distribution.to_deterministic()
-        if isinstance(distribution_type, DistributionType):
-            actions = distribution.sample(shared_data.get("generator"))
-        else:  # from elsewhere: it need not know what a generator is
-            actions = distribution.sample()
+        else:
+            _refuse_unusable(logits, shared_data)
+            if not explore:
+                distribution = distribution.to_deterministic()
+            if isinstance(distribution_type, DistributionType):
+                actions = distribution.sample(shared_data.get("generator"))
+            else:  # from elsewhere: it need not know what a generator is
+                actions = distribution.sample()
+            logp = None
         batch[Columns.ACTIONS] = actions
         if Columns.ACTION_LOGP not in batch:
-            batch[Columns.ACTION_LOGP] = distribution.logp(actions)
+            batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
 
     def _type(self, rl_module: Any, explore: bool) -> Any:
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
@@ -101,10 +104,14 @@ class GetActions(ConnectorV2):
         return made
 
 
+def _is_by_module(batch: Batch) -> bool:
+    """Whether it is several modules' outputs, by module id."""
+    return bool(batch) and all(isinstance(each, dict) and not _OUTPUTS.isdisjoint(each) for each in batch.values())
+
+
 def _is_plain(logits: torch.Tensor) -> bool:
     """Whether it is f32[N, n] in main memory."""
-    in_memory = logits.device.type == "cpu" and not logits.requires_grad
-    return in_memory and logits.ndim == 2 and logits.dtype is torch.float32
+    return logits.is_cpu and logits.ndim == 2 and logits.dtype is torch.float32 and not logits.requires_grad
 
 
 def _refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
