@@ -7,15 +7,16 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import iterate
 
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import FragmentLayout
-from rollflow.stream.infos import replaced, without
+from rollflow.stream.infos import SlotInfos, replaced, without
 from rollflow.stream.lane import Lane
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.space import is_columnar
-from rollflow.stream.tree import Tree, map_tree
+from rollflow.stream.tree import Tree, map_tree, stack_trees
 
 EnvSource = (
     str
@@ -89,7 +90,10 @@ class Environments:
             )
             self.lanes.append(Lane(index, layout, self.observation_space))
         self._step = [
-            _STEPS[_autoreset_mode(vector)](lane, vector) for lane, vector in zip(self.lanes, self.envs, strict=True)
+            _one_after_the_other(lane, vector)
+            if self._owned and isinstance(vector, SyncVectorEnv)
+            else _STEPS[_autoreset_mode(vector)](lane, vector)
+            for lane, vector in zip(self.lanes, self.envs, strict=True)
         ]
 
     def start(self) -> Iterator[Lane]:
@@ -145,6 +149,53 @@ class Environments:
                 raise EnvError(
                     f"environment of lane {index}: its {kind} space is {space}, expected that of lane 0, {first}"
                 )
+
+
+def _one_after_the_other(lane: Lane, env: SyncVectorEnv) -> Callable[[], None]:
+    """The environments of a `SyncVectorEnv` of our own, without what its `step` spends on copies and infos."""
+    envs, space = env.envs, env.action_space
+
+    def step() -> None:
+        observations, rewards, terminateds, truncateds, infos = [], [], [], [], []
+        last, last_infos = [], {}
+        slot = 0
+        try:
+            for action in iterate(space, _actions_of(lane)):
+                observation, reward, terminated, truncated, info = envs[slot].step(action)
+                if terminated or truncated:
+                    # The reset may write over both.
+                    last.append(map_tree(np.array, observation))
+                    last_infos[slot] = dict(info)
+                    observation, info = envs[slot].reset()
+                observations.append(observation)
+                rewards.append(reward)
+                terminateds.append(terminated)
+                truncateds.append(truncated)
+                infos.append(info)
+                slot += 1
+        except Exception as error:
+            error.add_note(f"slot {slot} of lane {lane.index}")
+            raise
+        lane.record_step(
+            _stacked(observations, lane),
+            np.array(rewards),
+            np.array(terminateds, np.bool_),
+            np.array(truncateds, np.bool_),
+            SlotInfos(infos) if any(infos) else {},
+            (last, SlotInfos([last_infos.get(i, {}) for i in range(slot)])) if last else None,
+        )
+
+    return step
+
+
+def _stacked(observations: list[Tree], lane: Lane) -> Tree:
+    try:
+        return np.array(observations) if isinstance(observations[0], np.ndarray) else stack_trees(observations)
+    except ValueError as error:
+        shapes = ", ".join(f"{map_tree(np.shape, each)} (slot {slot})" for slot, each in enumerate(observations))
+        raise EnvError(
+            f"lane {lane.index}: the environments gave observations of different shapes: {shapes}"
+        ) from error
 
 
 def _next_step(lane: Lane, env: VectorEnv[Any, Any, Any]) -> Callable[[], None]:

@@ -1,18 +1,42 @@
-"""gymnasium's vector infos: one dict over all slots, taken apart when somebody asks.
+"""Infos of all slots: gymnasium's vector form, taken apart when somebody asks, or a dict for each slot.
 
-`{"key": values over the slots, "_key": bool[N]}`: the mask says which slots have the key. Values may be arrays,
-lists, or such dicts again.
+The vector form is `{"key": values over the slots, "_key": bool[N]}`: the mask says which slots have the key. Values may
+be arrays, lists, or such dicts again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
+class SlotInfos(Mapping[str, Any]):
+    """Every slot's own dict, as its environment gave it; as a mapping it is empty."""
+
+    __slots__ = ("_of_slots",)
+
+    def __init__(self, of_slots: Sequence[Mapping[str, Any]]) -> None:
+        self._of_slots = [dict(info) for info in of_slots]
+
+    def of(self, slot: int) -> dict[str, Any]:
+        """A copy of one slot's."""
+        return dict(self._of_slots[slot])
+
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
 def info_of(infos: Mapping[str, Any], slot: int) -> dict[str, Any]:
     """The info dict of one slot."""
+    if isinstance(infos, SlotInfos):
+        return infos.of(slot)
     return {
         key: info_of(value, slot) if isinstance(value, Mapping) else _value_of(value, slot)
         for key, value in infos.items()

@@ -1,0 +1,1 @@
+"""How fast rollflow is, as ratios to something else that runs beside it in the same process."""

@@ -1,0 +1,96 @@
+"""Environments of our own making, stepped one after the other."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from numbered import NumberedEnv, NumberedModule, numbered_envs
+
+from rollflow.nodes import RLModule, Rollout
+from rollflow.stream import EnvError, Fragment
+from rollflow.stream.testing import check
+
+
+class Zeros(RLModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        count = len(next(iter(batch["obs"].values())) if isinstance(batch["obs"], dict) else batch["obs"])
+        return {"actions": torch.zeros(count, dtype=torch.int64)}
+
+
+class Scripted(gym.Env[Any, Any]):
+    """Three steps an episode; always gives the same array and the same info, which it writes over."""
+
+    observation_space: gym.Space[Any] = spaces.Box(-100, 100, (2,), np.float32)
+    action_space: gym.Space[Any] = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.observation, self.info, self.episode = np.zeros(2, np.float32), {"tags": ["none"]}, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.episode, self.t = self.episode + 1, 0
+        return self.shown(), self.info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.shown(), 1.0, self.t == 3, False, self.info
+
+    def shown(self) -> Any:
+        self.observation[:] = self.episode, self.t
+        self.info["tags"] = [f"{self.episode}/{self.t}"]
+        return self.observation
+
+
+def fragments_of(env: Any, **options: Any) -> list[Fragment]:
+    with Rollout(env, **{"module": Zeros(), "fragment_length": 5, "num_fragments": 2, "seed": 0, **options}) as rollout:
+        return list(rollout.fragments())
+
+
+def test_what_an_environment_writes_over_is_kept() -> None:
+    chunks = [chunk for fragment in fragments_of(Scripted) for chunk in fragment.episodes()]
+    shown = [[tuple(map(int, row)) for row in chunk.get_observations(slice(None))] for chunk in chunks]
+    assert shown == [
+        [(1, 0), (1, 1), (1, 2), (1, 3)],
+        [(2, 0), (2, 1), (2, 2)],
+        [(2, 2), (2, 3)],
+        [(3, 0), (3, 1), (3, 2), (3, 3)],
+        [(4, 0), (4, 1)],
+    ]
+    for chunk, rows in zip(chunks, shown, strict=True):
+        assert [info["tags"] for info in chunk.get_infos(slice(None))] == [[f"{e}/{t}"] for e, t in rows]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_same_comes_out_as_by_gymnasiums_own_stepping(nested: bool) -> None:
+    made = []
+    for ours in (True, False):
+        _, makers = numbered_envs(3, nested=nested)
+        env: Any = makers if ours else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        fragments = fragments_of(env, module=NumberedModule(), num_fragments=4)
+        made.append([chunk.get_state() for fragment in fragments for chunk in fragment.episodes()])
+    assert len(made[0]) > 12
+    for mine, other in zip(*made, strict=True):
+        check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+
+
+def test_an_error_in_an_environment_says_in_which_slot() -> None:
+    class Breaks(Scripted):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        fragments_of([Scripted, Scripted, Breaks])
+    assert raised.value.__notes__[:2] == ["slot 2 of lane 0", "lane 0, vector step 0"]
+
+
+def test_observations_of_different_shapes_are_told_with_their_slots() -> None:
+    class Grows(NumberedEnv):
+        def _observation(self) -> Any:
+            return np.zeros(3 + (self.step_number > 1), np.int64)
+
+    makers = [lambda: NumberedEnv(0, lengths=(9, 9)), lambda: Grows(1, lengths=(9, 9))]
+    with pytest.raises(EnvError, match=r"observations of different shapes: \(3,\) \(slot 0\), \(4,\) \(slot 1\)"):
+        fragments_of(makers, module=NumberedModule())
