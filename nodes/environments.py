@@ -106,7 +106,11 @@ class Environments:
             seeds: Any = [seed_for(self._seed, "env", slot + i) for i in range(env.num_envs)]
             if not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
                 seeds = seeds[0]  # one generator for all slots
-            observations, infos = env.reset(seed=seeds)
+            try:
+                observations, infos = env.reset(seed=seeds)
+            except Exception as error:
+                error.add_note(f"lane {lane.index}, the first reset")
+                raise
             lane.reset(observations, infos)
             slot += env.num_envs
             yield lane
@@ -325,7 +329,11 @@ def _from_id(env_id: str, num_envs: int) -> VectorEnv[Any, Any, Any]:
 def _one_by_one(makers: Sequence[Callable[[], gym.Env[Any, Any]]]) -> VectorEnv[Any, Any, Any]:
     made: list[gym.Env[Any, Any]] = []
     for make in makers:
-        env = make()
+        try:
+            env = make()
+        except Exception as error:
+            error.add_note(f"in the callable for slot {len(made)}")
+            raise
         if not isinstance(env, gym.Env):
             raise EnvError(f"the callable for slot {len(made)} gave {env!r}, expected a gymnasium.Env")
         if any(env is other for other in made):

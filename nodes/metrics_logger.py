@@ -45,7 +45,8 @@ class MetricsLogger:
         clear_on_reduce: bool = False,
     ) -> None:
         """Log one number: a Python one, an array's or a tensor's only element."""
-        path = (key,) if isinstance(key, str) else key
+        path = _path_of(key)
+        number = _number(path, value)
         with self._lock:
             statistic = self._statistics.get(path)
             if statistic is None:
@@ -53,7 +54,7 @@ class MetricsLogger:
                 statistic = self._statistics[path] = Statistic.made(path, reduce, window, ema_coeff, clear_on_reduce)
             else:
                 statistic.check(path, reduce, window, ema_coeff, clear_on_reduce)
-            statistic.push(_number(path, value))
+            statistic.push(number)
 
     def log_dict(
         self,
@@ -195,6 +196,14 @@ class MetricsLogger:
 
     def _names(self) -> str:
         return ", ".join(map(_told, self._statistics)) or "none"
+
+
+def _path_of(key: Key) -> tuple[str, ...]:
+    if isinstance(key, str):
+        return (key,)
+    if not isinstance(key, tuple):
+        raise MetricsError(f"the name {key!r} was to be logged, expected a string or a tuple of strings")
+    return key
 
 
 def _number(path: tuple[str, ...], value: Any) -> float | int:

@@ -74,8 +74,14 @@ class ModuleForward:
         if fresh is not None:
             self.policy_version, state = fresh
             self.module.load_state_dict(state)
+        versions = [tensor._version for tensor in batch.values() if _is_versioned(tensor)]
         with self._inference_mode:
             output = self._forward(batch)
+        if versions != [tensor._version for tensor in batch.values() if _is_versioned(tensor)]:
+            raise ModuleError(
+                f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "
+                "only read: observations are the very rows that are recorded; x = x - 1 makes a copy, x -= 1 does not"
+            )
         if not isinstance(output, dict):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} returned {type(output).__name__}, expected a "
@@ -145,6 +151,10 @@ class GatheringForward:
                 lanes.append(lane)
                 slots += lane.layout.num_slots
         return lanes, None
+
+
+def _is_versioned(tensor: Any) -> bool:
+    return type(tensor) is torch.Tensor and not tensor.is_inference()
 
 
 def _told(batch: dict[str, Any]) -> str:

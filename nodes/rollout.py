@@ -1,6 +1,7 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
 import copy
+import inspect
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -48,9 +49,10 @@ class Rollout:
     """Steps environments with a module and gives what they made, fragment by fragment.
 
         env, num_envs, lanes       what is stepped: see `Environments`
-        module                     has `forward_exploration` and `forward_inference`; a copy of it acts, which learns
-                                   of new weights by `publish` alone. None: a `DefaultModule` for the spaces, to be
-                                   trained as `rollout.module`
+        module                     has `forward_exploration` and `forward_inference`, or is a class or function that
+                                   makes such a one of (observation space, action space); a copy of it acts, which
+                                   learns of new weights by `publish` alone. None: a `DefaultModule` for the spaces. To
+                                   be trained as `rollout.module`
         model_config               of the default module: a `DefaultModelConfig`, or a dict of its fields
         fragment_length            vector steps in a fragment (T)
         lookback                   steps that a chunk can look back into the one before (H); None: as many as the
@@ -129,11 +131,15 @@ class Rollout:
         )
         observation_space, action_space = self.environments.observation_space, self.environments.action_space
         first_env = self.environments.envs[0]
-        before = _pieces(env_to_module_connector, "env_to_module_connector", first_env)
-        after = _pieces(module_to_env_connector, "module_to_env_connector", first_env)
+        given = observation_space, action_space
+        before = _pieces(env_to_module_connector, "env_to_module_connector", first_env, spaces=given)
+        after = _pieces(module_to_env_connector, "module_to_env_connector", first_env, spaces=given)
         seen_space = EnvToModulePipeline(observation_space, action_space, connectors=before).observation_space
         spaces = observation_space if seen_space is None else seen_space, action_space
-        self.module = _module_for(module, model_config, *spaces)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_for(self.seed, "weights"))  # of a module that is made here
+            self.module = _module_for(module, model_config, *spaces)
+        self._makes_module = module is None
         acting = _acting_copy(self.module)
         stateful = is_stateful(acting)
         self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
@@ -318,6 +324,12 @@ class Rollout:
     def _begin(self) -> None:
         if self._state != "new":
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+        seen = self.env_to_module.observation_space
+        if self._makes_module and seen is not None and seen != self.module.observation_space:
+            raise ModuleError(
+                f"env_to_module was edited: it leaves observations in {seen}, but the default module was made for "
+                f"{self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
+            )
         self._state = "running"
 
     def _end(self) -> None:
@@ -419,15 +431,30 @@ def _passed_on(batches: Lane) -> Lane:
     return batches
 
 
-def _pieces(connector: Callable[..., Any] | None, name: str, *args: Any) -> list[ConnectorV2]:
+def _pieces(
+    connector: Callable[..., Any] | None, name: str, *args: Any, spaces: tuple[Any, Any] | None = None
+) -> list[ConnectorV2]:
     if connector is None:
         return []
+    named = "env" if len(args) == 1 else "obs_space, act_space"
     if not callable(connector) or isinstance(connector, ConnectorV2):
         raise ConnectorError(
             f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces, such as "
-            f"lambda {'env' if len(args) == 1 else 'obs_space, act_space'}: MyPiece()"
+            f"lambda {named}: MyPiece()"
         )
-    return pieces_of(connector(*args), name)
+    if isinstance(connector, type) and issubclass(connector, ConnectorV2):
+        raise ConnectorError(
+            f"{name} is the class {connector.__name__}, expected lambda {named}: {connector.__name__}()"
+        )
+    signature = inspect.signature(connector)
+    # RLlib's newer pages hand an environment's builder the spaces and a device as well.
+    for given in (args, (*args, {"__env_single__": spaces}, None)):
+        try:
+            signature.bind(*given)
+        except TypeError:
+            continue
+        return pieces_of(connector(*given), name)
+    raise ConnectorError(f"{name} takes {signature}, expected ({named})")
 
 
 def _check_numbers(**numbers: tuple[float | None, int]) -> None:
@@ -442,8 +469,8 @@ def _module_for(module: Any, model_config: Any, observation_space: gym.Space[Any
         return DefaultModule(observation_space, action_space, model_config=model_config)
     if model_config is not None:
         raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
-    if isinstance(module, type):
-        raise ModuleError(f"module is the class {module.__name__}, expected an instance: {module.__name__}()")
+    if isinstance(module, type) or inspect.isfunction(module):
+        module = module(observation_space, action_space)
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
             raise ModuleError(
@@ -453,7 +480,16 @@ def _module_for(module: Any, model_config: Any, observation_space: gym.Space[Any
     for name, space in (("observation_space", observation_space), ("action_space", action_space)):
         if getattr(module, name, None) is None:
             setattr(module, name, space)
+    _check_space(module, observation_space)
     return module
+
+
+def _check_space(module: Any, space: gym.Space[Any]) -> None:
+    given = module.observation_space
+    if getattr(given, "shape", None) != space.shape:
+        raise ModuleError(
+            f"module '{type(module).__name__}' was made for observations in {given}, but those that come are in {space}"
+        )
 
 
 def _acting_copy(module: Any) -> Any:

@@ -197,7 +197,11 @@ class ConnectorPipelineV2(ConnectorV2):
         pieces = self._named()
         self._check_names(state)
         for name, piece_state in state.items():
-            pieces[name].set_state(piece_state)
+            try:
+                pieces[name].set_state(piece_state)
+            except Exception as error:
+                error.add_note(f"in the state of connector piece '{name}' of {self.name}")
+                raise
 
     def reset_state(self) -> None:
         """Reset every piece's state."""
@@ -357,14 +361,18 @@ def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
     for piece in pieces:
         if not isinstance(piece, ConnectorV2):
             raise ConnectorError(
-                f"{what} returned {type(piece).__name__}, expected a ConnectorV2 piece or a list of pieces"
+                f"{what} returned {_told_class(piece)}, expected a ConnectorV2 piece or a list of pieces"
             )
     return pieces
 
 
 def _check_piece(piece: Any) -> None:
     if not isinstance(piece, ConnectorV2):
-        raise ConnectorError(f"{piece!r} is {type(piece).__name__}, expected a ConnectorV2 piece")
+        raise ConnectorError(f"{piece!r} is {_told_class(piece)}, expected a ConnectorV2 piece")
+
+
+def _told_class(piece: Any) -> str:
+    return f"the class {piece.__name__}, not {piece.__name__}()" if isinstance(piece, type) else type(piece).__name__
 
 
 def _names_of(pieces: list[ConnectorV2]) -> list[str]:

@@ -402,3 +402,14 @@ def test_what_is_no_function_is_no_piece() -> None:
     for given in (3, dict):
         with pytest.raises(ConnectorError, match="is no function with arguments of its own, expected such a one"):
             LambdaConnector(given)  # type: ignore[arg-type]
+
+
+def test_a_class_in_the_place_of_a_piece_is_told_as_such() -> None:
+    with pytest.raises(ConnectorError, match=r"is the class Append, not Append\(\), expected a ConnectorV2 piece"):
+        ConnectorPipelineV2(connectors=[Append])  # type: ignore[list-item]
+
+
+def test_an_error_in_a_state_says_whose() -> None:
+    with pytest.raises(KeyError) as raised:
+        ConnectorPipelineV2(connectors=[Other()]).set_state({"Other": {"n": 3}})
+    assert raised.value.__notes__ == ["in the state of connector piece 'Other' of ConnectorPipelineV2"]

@@ -94,3 +94,19 @@ def test_observations_of_different_shapes_are_told_with_their_slots() -> None:
     makers = [lambda: NumberedEnv(0, lengths=(9, 9)), lambda: Grows(1, lengths=(9, 9))]
     with pytest.raises(EnvError, match=r"observations of different shapes: \(3,\) \(slot 0\), \(4,\) \(slot 1\)"):
         fragments_of(makers, module=NumberedModule())
+
+
+def test_an_environment_that_can_not_be_made_or_reset_says_where() -> None:
+    class Refuses(Scripted):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            raise ZeroDivisionError
+
+    def fails() -> Any:
+        raise OSError("no display")
+
+    with pytest.raises(OSError, match="no display") as raised:
+        Rollout([Scripted, fails])
+    assert raised.value.__notes__ == ["in the callable for slot 1"]
+    with pytest.raises(ZeroDivisionError) as refused:
+        fragments_of([Scripted, Refuses])
+    assert refused.value.__notes__[0] == "lane 0, the first reset"

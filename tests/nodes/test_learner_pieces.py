@@ -649,3 +649,27 @@ def test_chunks_of_one_episode_are_kept_in_order_also_without_a_step() -> None:
 
 def test_no_fragments_make_an_empty_batch() -> None:
     assert LearnerConnectorPipeline.default()(rl_module=None, episodes=FragmentEpisodes([])) == {}
+
+
+@pytest.mark.parametrize("name", ["returns to go", "three steps", "V-trace"])
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_not_finite_is_told_with_its_place(name: str, reward: float) -> None:
+    chunks = [episode([1, 2]), episode([4, reward, 1])]
+    with pytest.raises(
+        ConnectorError, match=rf"episode '{chunks[1].id_}', step 1 of its chunk: the reward is {reward}"
+    ):
+        PIECES[name]()[0](rl_module=Tens(), batch={}, episodes=chunks)
+
+
+@pytest.mark.parametrize("rows", [2, 4, 6])
+def test_a_column_of_another_length_is_refused(rows: int) -> None:
+    chunks = [episode([1, 2]), episode([4])]
+    pipeline = LearnerConnectorPipeline.default()
+    with pytest.raises(ConnectorError, match=f"column 'mine' has {rows + 3} rows beside 'obs' with 3 of 2 chunks"):
+        pipeline(rl_module=None, batch={"mine": [0] * (rows + 3)}, episodes=chunks)
+    assert pipeline(rl_module=None, batch={"mine": [7, 8]}, episodes=chunks)["mine"].tolist() == [7, 8], "one each"
+
+
+def test_episodes_that_were_only_reset_make_no_rows() -> None:
+    batch = LearnerConnectorPipeline.default()(rl_module=None, episodes=[SingleAgentEpisode(observations=[1])] * 2)
+    assert all(len(column) == 0 for column in batch.values())

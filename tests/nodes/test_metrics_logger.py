@@ -258,3 +258,14 @@ def test_names_of_merged_loggers_that_lie_inside_each_other_are_refused() -> Non
 def test_a_state_that_is_no_statistics_is_refused() -> None:
     with pytest.raises(MetricsError, match=r"'x': a state without \['clear_on_reduce', .*'window'\]"):
         MetricsLogger().set_state({"statistics": [["x", {"total": 3}]]})
+
+
+def test_a_value_that_is_refused_leaves_no_name_behind() -> None:
+    metrics = MetricsLogger()
+    with pytest.raises(MetricsError, match="'x' was given 'three', expected one number"):
+        metrics.log_value("x", "three", window=5)
+    with pytest.raises(MetricsError, match="the name 3 was to be logged, expected a string or a tuple of strings"):
+        metrics.log_value(3, 1)  # type: ignore[arg-type]
+    assert metrics.reduce() == {}
+    metrics.log_value("x", 1.0)
+    assert metrics.reduce() == {"x": 1.0}

@@ -567,7 +567,26 @@ def test_an_error_in_a_piece_names_piece_and_node() -> None:
         ({"prefetch": -1}, ValueError, "prefetch is -1, expected at least 0"),
         ({"lanes": 9}, EnvError, "num_envs is 3 and lanes is 9, expected 1 <= lanes <= num_envs"),
         ({"num_envs": 4}, EnvError, "num_envs is 4, expected 3: one for each callable given"),
-        ({"module": NumberedModule}, ModuleError, r"module is the class NumberedModule, expected an instance"),
+        (
+            {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)))},
+            ModuleError,
+            r"module 'NumberedModule' was made for observations in Box\(0.*\(9,\).*, but those that come are in Box",
+        ),
+        (
+            {"env_to_module_connector": FrameStacking},
+            ConnectorError,
+            r"env_to_module_connector is the class FrameStacking, expected lambda env: FrameStacking\(\)",
+        ),
+        (
+            {"learner_connector": lambda env: FrameStacking()},
+            ConnectorError,
+            r"learner_connector takes \(env\), expected \(obs_space, act_space\)",
+        ),
+        (
+            {"env_to_module_connector": lambda env: FrameStacking},
+            ConnectorError,
+            r"env_to_module_connector returned the class FrameStacking, not FrameStacking\(\), expected a ConnectorV2",
+        ),
         (
             {"env_to_module_connector": Breaks()},
             ConnectorError,
@@ -891,3 +910,57 @@ async def test_a_pipeline_edited_after_the_graph_is_drawn_is_refused() -> None:
     with pytest.raises(ConnectorError, match="EnvToModulePipeline looks back 3 steps, but fragments keep 1; expected"):
         async with graph.run() as run:
             await run["fragments"].receive()
+
+
+@pytest.mark.parametrize("made", [NumberedModule, lambda observations, actions: NumberedModule(observations, actions)])
+def test_a_module_may_be_made_of_the_spaces_as_the_connectors_leave_them(made: Any) -> None:
+    rollout = numbered(module=made, env_to_module_connector=lambda env: FrameStacking(num_frames=2))
+    assert rollout.module.observation_space.shape == (6,)
+    assert rollout.module.action_space == gym.spaces.Discrete(7)
+
+
+def test_a_builder_may_take_the_spaces_and_a_device_too() -> None:
+    given: list[Any] = []
+
+    def build(env: Any, spaces: Any, device: Any) -> ConnectorV2:
+        given.extend([env, spaces, device])
+        return FrameStacking()
+
+    rollout = numbered(env_to_module_connector=build)
+    space = rollout.environments.observation_space, rollout.environments.action_space
+    assert given == [rollout.environments.envs[0], {"__env_single__": space}, None]
+
+
+def test_a_default_module_does_not_fit_a_pipeline_edited_after_it() -> None:
+    rollout = Rollout("CartPole-v1")
+    rollout.env_to_module.prepend(FrameStacking(num_frames=2))
+    with pytest.raises(ModuleError, match="env_to_module was edited: it leaves observations in Box"):
+        rollout.__enter__()
+
+
+def test_one_seed_makes_one_default_module_and_leaves_torch_its_own() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    weights = [
+        torch.cat([each.flatten() for each in Rollout("CartPole-v1", seed=seed).module.parameters()])
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_module_that_changes_its_batch_is_refused(flat: bool) -> None:
+    class Shifts(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            obs = batch["obs"]
+            obs -= 1
+            return super()._forward({"obs": obs})
+
+    with (
+        pytest.raises(ModuleError, match=r"Shifts.forward_exploration changed a tensor of its batch in place"),
+        numbered(module=Shifts(), flat_forward=flat) as rollout,
+    ):
+        next(iter(rollout.fragments()))

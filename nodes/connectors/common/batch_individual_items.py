@@ -64,7 +64,7 @@ class BatchIndividualItems(ConnectorV2):
             elif _is_list_form(data):
                 length = max_seq_len_of(rl_module) if Columns.SEQ_LENS in batch and column != Columns.INFOS else 1
                 items = _items(data) if isinstance(data, list) else _in_order(column, data, episodes, length)
-                batch[column] = items if column == Columns.INFOS else _batched(column, items)
+                batch[column] = items if column == Columns.INFOS or not items else _batched(column, items)
         return batch
 
 

@@ -48,7 +48,7 @@ class ComputeReturnsToGo(ConnectorV2):
         if Columns.RETURNS_TO_GO in batch or not len(episodes):
             return batch
         steps = TrainSteps(episodes)
-        rewards = steps.rewards(batch)
+        rewards = steps.finite_rewards(batch)
         returns = discounted_sums(rewards, np.full(len(steps), self.gamma, np.float32), steps.lengths)
         steps.put(batch, Columns.RETURNS_TO_GO, returns)
         return batch

@@ -82,7 +82,7 @@ class GeneralAdvantageEstimation(ConnectorV2):
             last = last_observations(steps, batch, shared_data, lasting)
             states = steps.last_output(Columns.STATE_OUT, lasting) if is_stateful(rl_module) else None
             after[lasting] = values_of(self.name, rl_module, last, states)
-        deltas = steps.rewards(batch) + np.float32(self.gamma) * steps.following(values, after) - values
+        deltas = steps.finite_rewards(batch) + np.float32(self.gamma) * steps.following(values, after) - values
         carry = np.full(len(deltas), self.gamma * self.lambda_, np.float32)
         advantages = discounted_sums(deltas, carry, steps.lengths)
         targets = advantages + values

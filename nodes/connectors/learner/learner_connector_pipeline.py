@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import gymnasium as gym
+import numpy as np
+import torch
 
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
@@ -16,7 +18,10 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.add_columns_from_episodes_to_train_batch import (
     AddColumnsFromEpisodesToTrainBatch,
 )
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.tree import leaves_of
 
 
 class LearnerConnectorPipeline(ConnectorPipelineV2):
@@ -81,7 +86,7 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
     ) -> Batch:
         if isinstance(episodes, FragmentEpisodes) and not len(episodes):
             episodes = []
-        return super().__call__(
+        batch = super().__call__(
             rl_module=rl_module,
             batch={} if batch is None else batch,
             episodes=episodes,
@@ -90,6 +95,24 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
             metrics=metrics,
             **kwargs,
         )
+        _check_lengths(batch, len(episodes))
+        return batch
+
+
+def _check_lengths(batch: Batch, num_chunks: int) -> None:
+    """Raise ConnectorError unless every column has as many rows as `obs`, or one for each chunk."""
+    rows = {
+        column: len(leaves[0])
+        for column, data in batch.items()
+        if column != Columns.INFOS and (leaves := leaves_of(data)) and isinstance(leaves[0], np.ndarray | torch.Tensor)
+    }
+    expected = rows.get(Columns.OBS)
+    for column, count in rows.items():
+        if expected is not None and count not in (expected, num_chunks):
+            raise ConnectorError(
+                f"column '{column}' has {count} rows beside '{Columns.OBS}' with {expected} of {num_chunks} chunks, "
+                f"expected {expected}, or one for each chunk: a piece that adds a column adds it for every chunk"
+            )
 
 
 def _told(fragment: Fragment) -> str:

@@ -70,7 +70,7 @@ class NStepReturns(ConnectorV2):
         steps = TrainSteps(episodes)
         if not len(steps):
             return batch
-        rewards, left = steps.rewards(batch), steps.steps_left
+        rewards, left = steps.finite_rewards(batch), steps.steps_left
         spans = np.minimum(left, self.n_step)
         sums = rewards.copy()
         for k in range(1, int(spans.max())):

@@ -81,6 +81,19 @@ class TrainSteps:
         given = self.batched(batch, Columns.REWARDS)
         return np.asarray(given.cpu() if torch.is_tensor(given) else given, np.float32)
 
+    def finite_rewards(self, batch: Batch) -> Floats:
+        """As `rewards`. Raises ConnectorError, with the chunk and the step, where one is NaN or infinite."""
+        rewards = self.rewards(batch)
+        if not np.isfinite(np.add.reduce(rewards, dtype=np.float64)):
+            step = int(np.argmin(np.isfinite(rewards)))
+            chunk = int(np.searchsorted(self._ends, step, side="right"))
+            begin = self._ends[chunk] - self.lengths[chunk]
+            raise ConnectorError(
+                f"episode '{self._episodes[chunk].id_}', step {int(step - begin)} of its chunk: the reward is "
+                f"{rewards[step]}, expected a finite one: all that is worked out from it would be lost"
+            )
+        return rewards
+
     def batched(self, batch: Batch, column: str) -> Tree:
         """What the batch has of a column, in whatever form, as a tree of arrays or tensors `any[B, ...]`.
 

@@ -93,7 +93,7 @@ class VTrace(ConnectorV2):
         steps = TrainSteps(episodes)
         if not len(steps):
             return batch
-        rewards = steps.rewards(batch)
+        rewards = steps.finite_rewards(batch)
         observations = steps.batched(batch, Columns.OBS) if Columns.OBS in batch else steps.observations()
         with torch.no_grad():
             ratios, values = _ratios_and_values(rl_module, steps, observations)
