@@ -3,10 +3,16 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import TIME_RANK_ADDED
+from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.lane import Lane
+from rollflow.stream.tree import Tree, map_tree
 
 
 class Prepared(NamedTuple):
@@ -14,6 +20,11 @@ class Prepared(NamedTuple):
 
     batches: Lane | None
     fragments: Fragment | None
+
+
+def shapes_of(batch: Batch, leading: int) -> Tree:
+    """The shape of one observation of a batch, behind so many leading axes, leaf by leaf as text."""
+    return map_tree(lambda leaf: str(list(np.shape(leaf)[leading:])), batch.get(Columns.OBS))
 
 
 class EnvToModule:
@@ -43,6 +54,7 @@ class EnvToModule:
         self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
         self._num_fragments = num_fragments
         self._lanes: dict[int, Lane] = {}
+        self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
         self._going = num_lanes
 
     def __call__(self, steps: Lane) -> Prepared:
@@ -67,6 +79,8 @@ class EnvToModule:
         shared_data = lane.shared_data
         shared_data["step"] = lane.vector_steps
         lane.batch = self.pipeline(batch={}, episodes=lane.episodes, shared_data=shared_data, **self._context)
+        if self.observation_shapes is None:
+            self.observation_shapes = shapes_of(lane.batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
         lane.commit()
         if not lane.is_full:
             return Prepared(lane, None)

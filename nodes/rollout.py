@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -21,7 +22,7 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.distribution import Races
 from rollflow.nodes.drive import InlineDrive, PortalDrive
-from rollflow.nodes.env_to_module import EnvToModule
+from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.environments import Environments, EnvSource
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound, OnExcess
@@ -31,6 +32,7 @@ from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.rounds import Rounds
+from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
@@ -140,6 +142,7 @@ class Rollout:
             torch.manual_seed(seed_for(self.seed, "weights"))  # of a module that is made here
             self.module = _module_for(module, model_config, *spaces)
         self._makes_module = module is None
+        self._compared = False
         acting = _acting_copy(self.module)
         stateful = is_stateful(acting)
         self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
@@ -378,9 +381,24 @@ class Rollout:
         except BaseException:
             self._rounds.handed_steps = before
             raise
+        self._compare_observations(batch)
         self._learner_meter.busy_ns += clock() - began
         self._learner_meter.items += 1
         yield batch
+
+    def _compare_observations(self, batch: Batch) -> None:
+        """Warn, at the first batch, where training and acting are given observations of different shapes."""
+        if self._compared:
+            return
+        self._compared = True
+        acted, learnt = self._prepare.observation_shapes, shapes_of(batch, 2 if Columns.SEQ_LENS in batch else 1)
+        if acted != learnt:
+            warnings.warn(
+                f"the module is given observations {acted} while acting, but the train batch has {learnt}: a piece "
+                "that makes only the batch's observations, such as FrameStacking, has to stand in both pipelines "
+                "(before the learner with as_learner_connector=True)",
+                stacklevel=5,
+            )
 
     def _set_lookback(self) -> None:
         """Steps of lookback: what was asked for, or what is needed. Raises ValueError where the one is too little."""

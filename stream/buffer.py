@@ -10,6 +10,7 @@ An index i >= 0 is position L + i. An index i < 0 counts from the end, and runs 
 """
 
 import operator
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -160,6 +161,8 @@ class LookbackBuffer:
             positions: Sequence[int] = self._slice_positions(indices, neg_index_as_lookback, fills=fill is not None)
         else:
             positions = self._list_positions(indices, neg_index_as_lookback, fills=fill is not None)
+        if fill is not None and self.cut_away and len(positions):
+            self._tell_of_cut(min(positions))
         return self._several(positions, fill, one_hot_discrete)
 
     def __len__(self) -> int:
@@ -214,6 +217,19 @@ class LookbackBuffer:
     def __setitem__(self, indices: Any, new_data: Any) -> None:
         self.set(new_data, indices)
 
+    @property
+    def cut_away(self) -> int:
+        """Items before the lookback that the episode had, as far as that is known."""
+        return 0
+
+    def _tell_of_cut(self, position: int) -> None:
+        if position < 0 < self.cut_away:
+            warnings.warn(
+                f"'{self.name}': fill stands for steps that the episode had, but that are no longer kept: a piece that "
+                "looks back says how far by its attribute 'lookback', or Rollout(lookback=...) does",
+                stacklevel=4,
+            )
+
     # Index rules
 
     def _one(self, index: int, neg_index_as_lookback: bool, fill: Any, one_hot_discrete: bool) -> Any:
@@ -223,6 +239,7 @@ class LookbackBuffer:
             return self._encoded(self.item(position), one_hot_discrete, several=False)
         if fill is None:
             raise self._outside(index)
+        self._tell_of_cut(position)
         return self._filler(fill, one_hot_discrete)
 
     def _list_positions(self, indices: Iterable[Any], neg_index_as_lookback: bool, fills: bool = False) -> list[int]:

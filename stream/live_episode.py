@@ -302,6 +302,10 @@ class _LiveColumn(LookbackBuffer):
         return True
 
     @property
+    def cut_away(self) -> int:
+        return max(0, -int(self._lane.episode_start[self._slot]))
+
+    @property
     def _begin(self) -> int:
         return max(0, int(self._lane.episode_start[self._slot]))
 

@@ -2,6 +2,7 @@ import gc
 import os
 import signal
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import anyio
@@ -884,7 +885,7 @@ def test_pipelines_edited_before_the_run_have_the_lookback_that_they_need() -> N
     rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=Seen(), fragment_length=4, num_fragments=4)
     rollout.env_to_module.prepend(FrameStacking(num_frames=4))
     rollout.learner_pipeline.prepend(FrameStacking(num_frames=6, as_learner_connector=True))
-    with rollout:
+    with rollout, pytest.warns(UserWarning, match=r"observations \[12\] while acting, but the train batch has \[18\]"):
         batches = list(rollout.batches())
     acted, learnt = (
         [stack for batch in batches for stack in stacked(batch[column], count)]
@@ -964,3 +965,19 @@ def test_a_module_that_changes_its_batch_is_refused(flat: bool) -> None:
         numbered(module=Shifts(), flat_forward=flat) as rollout,
     ):
         next(iter(rollout.fragments()))
+
+
+@pytest.mark.parametrize("lookback", [None, 4])
+def test_a_piece_is_told_when_fill_stands_for_what_was_cut_away(lookback: int | None) -> None:
+    def look_back(episodes: Any) -> None:
+        for episode in episodes:
+            episode.get_rewards(slice(-4, None), fill=0.0)
+
+    piece = LambdaConnector(look_back, lookback=lookback or 0)
+    options: Any = {"fragment_length": 6, "num_fragments": 3, "env_to_module_connector": lambda env: piece}
+    rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=NumberedModule(), **options)
+    told = pytest.warns(
+        UserWarning, match="'rewards': fill stands for steps that the episode had, but that are no longer"
+    )
+    with rollout, nullcontext() if lookback else told:
+        assert len(list(rollout.fragments())) == 3
