@@ -22,12 +22,21 @@ class ModuleForward:
         weights    where newly published weights come from; loaded between two passes, never during one
         explore    which of the two methods is called
     flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`
+    threads    that torch uses for a pass, and for a pass alone; None: as many as it is set to
 
     The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
     is no dict.
     """
 
-    def __init__(self, module: Any, weights: PolicyWeights, *, explore: bool = True, flat: bool = False) -> None:
+    def __init__(
+        self,
+        module: Any,
+        weights: PolicyWeights,
+        *,
+        explore: bool = True,
+        flat: bool = False,
+        threads: int | None = None,
+    ) -> None:
         self.module = module
         self.policy_version = weights.version
         self._weights = weights
@@ -35,6 +44,7 @@ class ModuleForward:
         forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
         )
+        self._threads = threads
         self._name = forward.__name__
         self._flat = FlatForward(forward) if flat else None
         self._forward = self._flat or forward
@@ -75,8 +85,16 @@ class ModuleForward:
             self.policy_version, state = fresh
             self.module.load_state_dict(state)
         versions = [tensor._version for tensor in batch.values() if _is_versioned(tensor)]
-        with self._inference_mode:
-            output = self._forward(batch)
+        before = torch.get_num_threads()
+        threads = before if self._threads is None else self._threads
+        if threads != before:
+            torch.set_num_threads(threads)
+        try:
+            with self._inference_mode:
+                output = self._forward(batch)
+        finally:
+            if threads != before:
+                torch.set_num_threads(before)
         if versions != [tensor._version for tensor in batch.values() if _is_versioned(tensor)]:
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "

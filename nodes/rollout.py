@@ -74,6 +74,8 @@ class Rollout:
         flat_forward               forward passes as flat lists of torch operations, without the cost of `nn.Module`'s
                                    calls; for a module that does the same at every call: see `FlatForward`. None: for a
                                    `DefaultModule` alone
+        forward_threads            torch's threads for a forward pass while acting. One is best for small networks: two
+                                   wait for each other, and for whatever else runs. None: as torch is set
         metrics                    what pieces log into; None: a `MetricsLogger`, to be read as `rollout.metrics`
         debug                      everything inline, in the loop's thread, whatever else is asked for: a breakpoint in
                                    a piece stops right there. In a graph the graph says what runs where
@@ -107,6 +109,7 @@ class Rollout:
         max_wait: float = 0.0,
         forward_in_thread: bool = False,
         flat_forward: bool | None = None,
+        forward_threads: int | None = 1,
         metrics: Any = None,
         debug: bool = False,
     ) -> None:
@@ -121,6 +124,7 @@ class Rollout:
             max_lag=(max_lag, 0),
             max_batch=(max_batch, 1),
             max_wait=(max_wait, 0),
+            forward_threads=(forward_threads, 1),
         )
         self.seed = fresh_seed() if seed is None else seed
         self.returns = EpisodeReturns()
@@ -159,7 +163,7 @@ class Rollout:
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
         self.metrics = MetricsLogger() if metrics is None else metrics
         flat = type(acting) is DefaultModule if flat_forward is None else flat_forward
-        self._forward = ModuleForward(acting, self._weights, explore=explore, flat=flat)
+        self._forward = ModuleForward(acting, self._weights, explore=explore, flat=flat, threads=forward_threads)
         context = {"module": acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(
             self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context

@@ -981,3 +981,23 @@ def test_a_piece_is_told_when_fill_stands_for_what_was_cut_away(lookback: int | 
     )
     with rollout, nullcontext() if lookback else told:
         assert len(list(rollout.fragments())) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_forward_passes_use_so_many_threads_and_nothing_else_does(threads: int | None) -> None:
+    seen: set[int] = set()
+
+    class Watches(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            seen.add(torch.get_num_threads())
+            return super()._forward(batch)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with numbered(module=Watches(), forward_threads=threads, num_fragments=2) as rollout:
+            for _ in rollout.fragments():
+                assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {threads or 3}
