@@ -1,0 +1,31 @@
+"""What `rollflow.nodes` exports, and what it imports when."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import rollflow.nodes
+
+
+def test_every_name_is_imported_from_where_the_type_checker_finds_it() -> None:
+    source = Path(rollflow.nodes.__file__).read_text()
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollflow.")
+        for alias in node.names
+    }
+    assert seen == {name: f"rollflow.nodes.{home}" for name, home in rollflow.nodes._HOMES.items()}
+    assert set(seen) == set(rollflow.nodes.__all__) <= set(dir(rollflow.nodes))
+    for name in rollflow.nodes.__all__:
+        assert name.isupper() or getattr(rollflow.nodes, name).__name__ == name
+
+
+def test_a_name_that_is_not_there_is_refused_as_ever() -> None:
+    assert not hasattr(rollflow.nodes, "Nope")
+
+
+def test_a_process_that_only_steps_environments_does_without_torch() -> None:
+    program = "import sys, rollflow.nodes.environments; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0
