@@ -22,8 +22,9 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.distribution import Races
 from rollflow.nodes.drive import InlineDrive, PortalDrive
+from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
-from rollflow.nodes.environments import Environments, EnvSource
+from rollflow.nodes.environments import Environments
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
@@ -93,7 +94,7 @@ class Rollout:
         module: Any = None,
         model_config: Any = None,
         num_envs: int | None = None,
-        lanes: int = 1,
+        lanes: int | None = None,
         fragment_length: int = 128,
         lookback: int | None = None,
         seed: int | None = None,

@@ -56,6 +56,20 @@ class Final:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Loss:
+    """Environments that were lost, with a worker, while they made the step of a row: new episodes begin in that row.
+
+    An episode whose last step came before the fragment has no chunk here that could be marked as truncated: it ends
+    with the chunk that was handed out last.
+    """
+
+    row: int
+    slots: NDArray[np.int64]  # i64[K]
+    cut: NDArray[np.int64]  # i64[C]  those of them that had made a step in the fragment: it is marked as truncated
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ChunkIndex:
     """Where the chunks of a fragment lie: slot by slot, within a slot by time. C chunks, none empty."""
 
@@ -101,6 +115,7 @@ class Fragment:
         self.episode_start = episode_start  # i64[N] row at which the slot's first episode began, may be negative
         self.episode_number = episode_number  # i64[N]
         self.finals: list[Final] = []
+        self.losses: list[Loss] = []
         self.infos: list[Mapping[str, Any]] = [{}] * (layout.lookback + layout.num_rows + 1)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
 
@@ -208,7 +223,9 @@ class Fragment:
         ended_row += first
         everyone = np.arange(layout.num_slots)
         begin = np.maximum(self.episode_start, first)
-        gap = 2 if layout.resets_next_step else 1
+        gap: Any = 2 if layout.resets_next_step else 1
+        if self.losses:
+            ended_slot, ended_row, gap = self._with_losses(ended_slot, ended_row, gap)
         # Each slot begins one chunk and, at every end, another; the sort keeps a slot's chunks in time order.
         slot = np.concatenate([everyone, ended_slot])
         order = np.argsort(slot, kind="stable")
@@ -273,6 +290,20 @@ class Fragment:
         )
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
         return episode
+
+    def _with_losses(
+        self, slot: NDArray[np.int64], row: NDArray[np.int64], gap: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The slot and row of every end, those by loss among them, and how many rows on the next episode begins."""
+        lost_slot = np.concatenate([loss.slots for loss in self.losses])
+        lost_row = np.repeat([loss.row - 1 for loss in self.losses], [len(loss.slots) for loss in self.losses])
+        # What a loss cut short is marked in the column as well: it is one end, not two.
+        marked = {(slot, loss.row - 1) for loss in self.losses for slot in loss.cut.tolist()}
+        kept = np.array([end not in marked for end in zip(slot.tolist(), row.tolist(), strict=True)], np.bool_)
+        slot, row = np.concatenate([slot[kept], lost_slot]), np.concatenate([row[kept], lost_row])
+        gaps = np.concatenate([np.full(int(kept.sum()), gap), np.ones(len(lost_slot), np.int64)])
+        order = np.lexsort((row, slot))
+        return slot[order], row[order], gaps[order]
 
     def seal(self, num_rows: int) -> None:
         """Take the first `num_rows` vector steps as the whole and make every column read-only."""

@@ -19,6 +19,11 @@ class SlotInfos(Mapping[str, Any]):
     def __init__(self, of_slots: Sequence[Mapping[str, Any]]) -> None:
         self._of_slots = [dict(info) for info in of_slots]
 
+    @property
+    def dicts(self) -> list[dict[str, Any]]:
+        """All slots'."""
+        return self._of_slots
+
     def of(self, slot: int) -> dict[str, Any]:
         """A copy of one slot's."""
         return dict(self._of_slots[slot])

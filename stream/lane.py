@@ -13,7 +13,7 @@ Observations that pieces rewrite may change the type of the `obs` column: see `c
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import gymnasium as gym
 import numpy as np
@@ -22,10 +22,22 @@ from numpy.typing import NDArray
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
-from rollflow.stream.fragment import Final, Fragment, FragmentLayout
+from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.live_episode import EndedEpisodes, LaneEpisodes
 from rollflow.stream.space import row_of
 from rollflow.stream.tree import Tree, leaves_of, map_tree, stack_trees
+
+
+class LaneMemory(Protocol):
+    """Memory for those columns of a lane that somebody else writes to as well."""
+
+    def next_columns(self) -> dict[str, Column]:
+        """New columns for a fragment; the contents are undefined."""
+        ...
+
+    def observations(self, row: int) -> Tree:
+        """The observations that were written for a row, as the environment gave them: a tree of `any[N, ...]`."""
+        ...
 
 
 class Lane:
@@ -37,13 +49,21 @@ class Lane:
         shared_data      what connector pieces tell each other, from env-to-module to module-to-env
         policy_version   of the weights that the last forward pass used
         num_steps        transitions recorded since the first reset
+        memory           where columns lie that somebody else writes to; None: this lane alone does
 
     Raises ColumnError whenever an array does not fit its column.
     """
 
-    def __init__(self, index: int, layout: FragmentLayout, observation_space: gym.Space[Any]) -> None:
+    def __init__(
+        self,
+        index: int,
+        layout: FragmentLayout,
+        observation_space: gym.Space[Any],
+        memory: LaneMemory | None = None,
+    ) -> None:
         self.index = index
         self.layout = layout
+        self.memory = memory
         self.batch: dict[str, Any] = {}
         self.shared_data: dict[str, Any] = {}
         self.policy_version = 0
@@ -109,16 +129,64 @@ class Lane:
         final                      last observations (one per ended slot, in slot order) and their infos,
                                    where `observations` already holds the next episodes' first
         """
-        fragment, row = self.fragment, self.row
-        columns = fragment.columns
+        row, columns = self.row, self.fragment.columns
         columns[Columns.REWARDS].write(row, rewards)
         columns[Columns.TERMINATEDS].write(row, terminateds)
         columns[Columns.TRUNCATEDS].write(row, truncateds)
+        self._advance(np.logical_or(terminateds, truncateds), infos, final)
+        self._take_observations(observations)
+
+    def take_step(
+        self, infos: Mapping[str, Any], final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
+    ) -> None:
+        """Move on over a vector step that somebody else has written: the rows, and the observations after it.
+
+        What `memory` gave is where they were written to. `infos` and `final` are as for `record_step`.
+        """
+        row, columns = self.row, self.fragment.columns
+        done = np.logical_or(columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row])
+        self._advance(done, infos, final)
+        self._take_written_observations()
+
+    def take_reset(self, infos: Mapping[str, Any]) -> None:
+        """Take first observations that somebody else has written."""
+        self.fragment.infos[self.row] = infos
+        self._take_written_observations()
+
+    def lose(self, reason: str) -> int:
+        """End every open episode: the environments were lost while they made the current row's step.
+
+        An episode that has a step in this fragment ends as truncated, with `reason` in its chunk's
+        `custom_data["lost"]`; `fragment.losses` names all. New episodes begin in the current row, whose observations
+        come by `reset`. Returns how many transitions were under way.
+        """
+        row, fragment, slots = self.row, self.fragment, np.arange(self.layout.num_slots)
+        dead = np.zeros(len(slots), np.bool_) if self._dead is None else self._dead
+        cut = np.flatnonzero(~dead & (self.episode_start < row)) if row > self.layout.lookback else slots[:0]
+        if len(cut):
+            fragment.columns[Columns.TRUNCATEDS].tree[row - 1, cut] = True
+            last = map_tree(lambda leaf: leaf[row, cut].copy(), self._column.tree)
+            fragment.finals.append(Final(row - 1, cut, last, fragment.infos[row]))
+        for slot in cut.tolist():
+            key = slot, int(self.episode_number[slot])
+            self.custom_data.setdefault(key, {})["lost"] = reason
+        fragment.losses.append(Loss(row, slots, cut, reason))
+        self._begin_episodes(slots, row)
+        self.episode_number[dead] += 1  # of the episode that was about to begin
+        self._dead = None
+        return len(slots) - int(np.count_nonzero(dead))
+
+    def _advance(
+        self,
+        done: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        final: tuple[Sequence[Tree], Mapping[str, Any]] | None,
+    ) -> None:
+        fragment, row = self.fragment, self.row
         self.num_steps += self.layout.num_slots
         self.row = row + 1
         self._typing = False
         fragment.infos[row + 1] = infos
-        done = np.logical_or(terminateds, truncateds)
         if self._dead is not None:
             self._wake(self._dead, done, row)
         if np.count_nonzero(done):
@@ -128,7 +196,6 @@ class Lane:
                 slots = np.flatnonzero(done)
                 self._ended_items = dict(zip(slots.tolist(), final[0], strict=True))
                 self._ended = Final(row, slots, None, final[1])
-        self._take_observations(observations)
 
     # What connector pieces read and write
 
@@ -257,7 +324,7 @@ class Lane:
         old, lookback = self.fragment, self.layout.lookback
         # The last H rows begin as many rows down as there were steps.
         rows = self.row - lookback
-        columns = {name: column.like() for name, column in old.columns.items()}
+        columns = self._columns_like(old)
         for name, column in columns.items():
             column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
         self.episode_start -= rows
@@ -285,6 +352,12 @@ class Lane:
 
     # Inside
 
+    def _columns_like(self, old: Fragment) -> dict[str, Column]:
+        given = {} if self.memory is None else self.memory.next_columns()
+        if self._space is not self.observation_spaces[0]:
+            given.pop(Columns.OBS, None)  # what the environments write there is no row of this column
+        return {name: given.get(name) or column.like() for name, column in old.columns.items()}
+
     @property
     def _column(self) -> Column:
         return self.fragment.columns[Columns.OBS]
@@ -301,6 +374,8 @@ class Lane:
         }
         columns = {Columns.OBS: self._observation_column(self.observation_spaces[0])}
         columns |= {name: Column.empty(name, row, rows) for name, row in row_types.items()}
+        if self.memory is not None:
+            columns |= self.memory.next_columns()
         self._space = self.observation_spaces[0]
         return Fragment(
             layout,
@@ -314,6 +389,14 @@ class Lane:
     def _observation_column(self, space: gym.Space[Any]) -> Column:
         layout = self.layout
         return Column.empty(Columns.OBS, row_of(space, layout.num_slots), layout.lookback + layout.num_rows + 1)
+
+    def _take_written_observations(self) -> None:
+        assert self.memory is not None
+        self._items = None
+        if self._space is self.observation_spaces[0]:
+            self._latest, self._settled = self._column.row(self.row), True
+        else:
+            self._latest, self._settled = self.memory.observations(self.row), False
 
     def _take_observations(self, observations: Tree) -> None:
         self._items = None
@@ -398,6 +481,7 @@ class Lane:
         done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
         # A dead row follows each end before the last row, and one that the fragment began with.
         followed = int(np.count_nonzero(done[lookback : self.row - 1]))
+        followed -= sum(len(loss.cut) for loss in self.fragment.losses if loss.row < self.row)
         began_dead = int(np.count_nonzero(self.fragment.episode_start == lookback + 1))
         return (self.row - lookback) * self.layout.num_slots - followed - began_dead
 

@@ -83,7 +83,7 @@ def test_an_error_in_an_environment_says_in_which_slot() -> None:
 
     with pytest.raises(ZeroDivisionError) as raised:
         fragments_of([Scripted, Scripted, Breaks])
-    assert raised.value.__notes__[:2] == ["slot 2 of lane 0", "lane 0, vector step 0"]
+    assert raised.value.__notes__[:2] == ["slot 2", "lane 0, vector step 0"]
 
 
 def test_observations_of_different_shapes_are_told_with_their_slots() -> None:

@@ -1,0 +1,130 @@
+"""What a user gives as environments, as one maker of a vector environment for each lane."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from rollflow.stream.errors import EnvError
+
+EnvMaker = Callable[[], gym.Env[Any, Any]]
+EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneMaker:
+    """Makes the vector environment of one lane, here or, where it `can_travel`, in another process.
+
+    An id's own vectorized form is used where it has one; other environments are put side by side.
+    """
+
+    num_envs: int
+    spec: EnvSpec | None = None
+    makers: Sequence[EnvMaker] = ()
+    ready: VectorEnv[Any, Any, Any] | None = None
+
+    @property
+    def can_travel(self) -> bool:
+        """Whether the environment is yet to be made."""
+        return self.ready is None
+
+    def make(self) -> VectorEnv[Any, Any, Any]:
+        """The vector environment. Raises EnvError when it can't be made."""
+        if self.ready is not None:
+            return self.ready
+        spec = self.spec
+        if spec is None:
+            return _side_by_side(self.makers)
+        try:
+            if spec.vector_entry_point is not None:
+                return gym.make_vec(spec, num_envs=self.num_envs, vectorization_mode="vector_entry_point")
+            return _side_by_side([lambda: gym.make(spec)] * self.num_envs)
+        except gym.error.Error as error:
+            raise EnvError(f"environment '{spec.id}' can't be made: {error}") from error
+
+
+def lane_makers(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
+    """One maker per lane; `lanes` None: one lane, or one for each ready vector environment.
+
+    Raises EnvError for what is no source of environments, and for numbers that don't go together.
+    """
+    if isinstance(env, VectorEnv):
+        return _ready([env], num_envs, lanes)
+    if isinstance(env, str):
+        spec = _spec_of(env)
+        return [LaneMaker(size, spec=spec) for size in sizes_of(1 if num_envs is None else num_envs, lanes or 1)]
+    if callable(env):
+        sizes = sizes_of(1 if num_envs is None else num_envs, lanes or 1)
+        return [LaneMaker(size, makers=[env] * size) for size in sizes]
+    if isinstance(env, Sequence) and len(env) and all(isinstance(each, VectorEnv) for each in env):
+        return _ready(list(env), num_envs, lanes)  # type: ignore[arg-type]
+    if isinstance(env, Sequence) and len(env) and all(callable(each) for each in env):
+        if num_envs not in (None, len(env)):
+            raise EnvError(f"num_envs is {num_envs}, expected {len(env)}: one for each callable given")
+        left: Any = iter(env)
+        return [LaneMaker(size, makers=[next(left) for _ in range(size)]) for size in sizes_of(len(env), lanes or 1)]
+    raise EnvError(
+        f"env is {env!r}, expected an environment's id, a callable that makes one, a list of such callables, "
+        "a gymnasium.vector.VectorEnv, or a list of those"
+    )
+
+
+def count_of(env: EnvSource, num_envs: int | None) -> int:
+    """Slots in all, of environments that are yet to be made."""
+    if num_envs is None and isinstance(env, Sequence) and not isinstance(env, str):
+        return len(env)
+    return 1 if num_envs is None else num_envs
+
+
+def is_ready(env: EnvSource) -> bool:
+    """Whether these are vector environments that somebody else has made, and will close."""
+    each = env if isinstance(env, Sequence) and not isinstance(env, str) else [env]
+    return any(isinstance(one, VectorEnv) for one in each)
+
+
+def sizes_of(num_envs: int, lanes: int) -> list[int]:
+    """How many slots each lane has: as even as it goes. Raises EnvError where there are not enough."""
+    if num_envs < 1 or not 1 <= lanes <= num_envs:
+        raise EnvError(f"num_envs is {num_envs} and lanes is {lanes}, expected 1 <= lanes <= num_envs")
+    return [num_envs // lanes + (index < num_envs % lanes) for index in range(lanes)]
+
+
+def _ready(envs: list[VectorEnv[Any, Any, Any]], num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
+    total = sum(env.num_envs for env in envs)
+    if num_envs not in (None, total):
+        raise EnvError(f"num_envs is {num_envs}, but the vector environments given have {total}; leave it out")
+    if lanes not in (None, len(envs)):
+        raise EnvError(f"lanes is {lanes}, but {len(envs)} vector environments were given, one lane each")
+    return [LaneMaker(env.num_envs, ready=env) for env in envs]
+
+
+def _spec_of(env_id: str) -> EnvSpec:
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gym.spec(name)
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        raise EnvError(f"environment '{env_id}' can't be made: {error}") from error
+
+
+def _side_by_side(makers: Sequence[EnvMaker]) -> VectorEnv[Any, Any, Any]:
+    made: list[gym.Env[Any, Any]] = []
+    for make in makers:
+        try:
+            env = make()
+        except Exception as error:
+            error.add_note(f"in the callable for slot {len(made)}")
+            raise
+        if not isinstance(env, gym.Env):
+            raise EnvError(f"the callable for slot {len(made)} gave {env!r}, expected a gymnasium.Env")
+        if any(env is other for other in made):
+            raise EnvError(f"the callable for slot {len(made)} gave an environment that another slot has already")
+        made.append(env)
+    # A lane copies what it is given before the next step, so the environments may reuse their arrays.
+    envs = iter(made)
+    return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=AutoresetMode.SAME_STEP)

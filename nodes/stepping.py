@@ -1,0 +1,162 @@
+"""One vector step, whatever the autoreset mode: what a lane records of it.
+
+All three of gymnasium's modes come to the same episodes. Under NEXT_STEP the step after an end only resets, which is
+what a lane assumes where it is told of no last observations.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import iterate
+from numpy.typing import NDArray
+
+from rollflow.stream.errors import EnvError
+from rollflow.stream.infos import SlotInfos, replaced, without
+from rollflow.stream.seeding import seed_for
+from rollflow.stream.tree import Tree, map_tree, stack_trees
+
+
+class Stepped(NamedTuple):
+    """What a vector step gave."""
+
+    observations: Tree  # any[N, ...]
+    rewards: NDArray[Any]  # number[N]
+    terminateds: NDArray[np.bool_]  # bool[N]
+    truncateds: NDArray[np.bool_]  # bool[N]
+    infos: Mapping[str, Any]  # gymnasium's vector form, or SlotInfos
+    # Last observations (one per ended slot, in slot order) and their infos, where `observations` has the next first.
+    final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
+
+
+Step = Callable[[Tree], Stepped]  # of actions, any[N, ...]
+
+
+def step_of(env: VectorEnv[Any, Any, Any], *, is_ours: bool) -> Step:
+    """The function that steps a vector environment; one that is ours may be stepped without its own `step`."""
+    if is_ours and isinstance(env, SyncVectorEnv):
+        return _one_after_the_other(env)
+    return _STEPS[autoreset_mode(env)](env)
+
+
+def reset_first(env: VectorEnv[Any, Any, Any], seed: int, first_slot: int) -> tuple[Tree, Mapping[str, Any]]:
+    """The first reset: every slot's seed follows from the rollout's and from the slot's number in it."""
+    seeds: Any = [seed_for(seed, "env", first_slot + i) for i in range(env.num_envs)]
+    if not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        seeds = seeds[0]  # one generator for all slots
+    observations, infos = env.reset(seed=seeds)
+    return observations, infos
+
+
+def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
+    """The environment's mode. Raises EnvError where it does not say."""
+    mode = env.metadata.get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise EnvError(
+            f"{env}: metadata['autoreset_mode'] is {mode!r}, expected a gymnasium.vector.AutoresetMode: "
+            "without it the end of an episode can't be told from the start of the next"
+        )
+    return mode
+
+
+def _one_after_the_other(env: SyncVectorEnv) -> Step:
+    """The environments of a `SyncVectorEnv` of our own, without what its `step` spends on copies and infos."""
+    envs, space = env.envs, env.action_space
+
+    def step(actions: Tree) -> Stepped:
+        observations, rewards, terminateds, truncateds, infos = [], [], [], [], []
+        last, last_infos = [], {}
+        slot = 0
+        try:
+            for action in iterate(space, actions):
+                observation, reward, terminated, truncated, info = envs[slot].step(action)
+                if terminated or truncated:
+                    # The reset may write over both.
+                    last.append(map_tree(np.array, observation))
+                    last_infos[slot] = dict(info)
+                    observation, info = envs[slot].reset()
+                observations.append(observation)
+                rewards.append(reward)
+                terminateds.append(terminated)
+                truncateds.append(truncated)
+                infos.append(info)
+                slot += 1
+        except Exception as error:
+            error.add_note(f"slot {slot}")
+            raise
+        return Stepped(
+            _stacked(observations),
+            np.array(rewards),
+            np.array(terminateds, np.bool_),
+            np.array(truncateds, np.bool_),
+            SlotInfos(infos) if any(infos) else {},
+            (last, SlotInfos([last_infos.get(i, {}) for i in range(slot)])) if last else None,
+        )
+
+    return step
+
+
+def _stacked(observations: list[Tree]) -> Tree:
+    try:
+        return np.array(observations) if isinstance(observations[0], np.ndarray) else stack_trees(observations)
+    except ValueError as error:
+        shapes = ", ".join(f"{map_tree(np.shape, each)} (slot {slot})" for slot, each in enumerate(observations))
+        raise EnvError(f"the environments gave observations of different shapes: {shapes}") from error
+
+
+def _next_step(env: VectorEnv[Any, Any, Any]) -> Step:
+    def step(actions: Tree) -> Stepped:
+        return Stepped(*env.step(actions))
+
+    return step
+
+
+def _same_step(env: VectorEnv[Any, Any, Any]) -> Step:
+    """SAME_STEP: an ended episode's last observation is in `infos["final_obs"]`."""
+
+    def step(actions: Tree) -> Stepped:
+        observations, rewards, terminateds, truncateds, infos = env.step(actions)
+        final = None
+        if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
+            slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
+            final = _final_items(infos, slots), infos.get("final_info", {})
+        kept = without(infos, "final_obs", "final_info")
+        return Stepped(observations, rewards, terminateds, truncateds, kept, final)
+
+    return step
+
+
+def _disabled(env: VectorEnv[Any, Any, Any]) -> Step:
+    """DISABLED: nothing resets by itself; the ended episodes' slots are reset right here."""
+
+    def step(actions: Tree) -> Stepped:
+        observations, rewards, terminateds, truncateds, infos = env.step(actions)
+        done = np.logical_or(terminateds, truncateds)
+        if not np.count_nonzero(done):
+            return Stepped(observations, rewards, terminateds, truncateds, infos)
+        rewards, terminateds, truncateds = rewards.copy(), terminateds.copy(), truncateds.copy()
+        last = [map_tree(lambda leaf, i=i: leaf[i].copy(), observations) for i in np.flatnonzero(done).tolist()]
+        observations, reset_infos = env.reset(options={"reset_mask": done})
+        merged = replaced(infos, reset_infos, done)
+        return Stepped(observations, rewards, terminateds, truncateds, merged, (last, infos))
+
+    return step
+
+
+_STEPS: Mapping[AutoresetMode, Callable[[VectorEnv[Any, Any, Any]], Step]] = {
+    AutoresetMode.NEXT_STEP: _next_step,
+    AutoresetMode.SAME_STEP: _same_step,
+    AutoresetMode.DISABLED: _disabled,
+}
+
+
+def _final_items(infos: Mapping[str, Any], slots: Sequence[int]) -> list[Tree]:
+    try:
+        final = infos["final_obs"]
+    except KeyError:
+        raise EnvError(
+            f"slots {list(slots)} ended under SAME_STEP autoreset, but infos has no 'final_obs': the last "
+            "observations are lost; use another autoreset mode"
+        ) from None
+    return [map_tree(lambda leaf, i=i: leaf[i], final) for i in slots]

@@ -1,0 +1,126 @@
+"""Memory that several processes see, and columns that lie in it.
+
+A block has no name: it is a file that no folder lists, handed on as a descriptor, and the system takes it back when
+the last process that holds it has ended, in whatever way.
+"""
+
+import math
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.column import Column
+from rollflow.stream.tree import Tree, map_tree
+
+_ALIGNMENT = 64  # bytes: a cache line, and what torch's fastest kernels want
+
+
+class SharedBlock:
+    """So many bytes, seen by every process that has the descriptor `fd`.
+
+    Made new, or out of a descriptor that another process handed over. `close` gives the descriptor back; the memory
+    stays for as long as an array over it is in use.
+    """
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.size = size
+        self.fd = _anonymous_file(size) if fd is None else fd
+        self._memory = mmap.mmap(self.fd, size)
+
+    def array(self) -> NDArray[np.uint8]:
+        """A new array over all of it, u8[size]; whatever is derived from it keeps it alive."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def close(self) -> None:
+        """Give the descriptor back."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class BlockPool:
+    """Blocks of one size, used again once no array over them is left.
+
+    size      bytes of each
+    on_new    told of every new block, with its index
+
+    As many blocks are made as are in use at a time.
+    """
+
+    def __init__(self, size: int, on_new: Callable[[int, SharedBlock], None] | None = None) -> None:
+        self.size = size
+        self.blocks: list[SharedBlock] = []
+        self._on_new = on_new
+        self._free: deque[int] = deque()
+
+    def take(self) -> tuple[int, NDArray[np.uint8]]:
+        """The index of a block that nobody uses, and an array over it: it is taken back when that has gone."""
+        if self._free:
+            index = self._free.popleft()
+        else:
+            index = len(self.blocks)
+            self.blocks.append(SharedBlock(self.size))
+            if self._on_new is not None:
+                self._on_new(index, self.blocks[index])
+        array = self.blocks[index].array()
+        weakref.finalize(array, self._free.append, index).atexit = False
+        return index, array
+
+    def close(self) -> None:
+        """Give back the descriptors."""
+        for block in self.blocks:
+            block.close()
+
+
+class BlockLayout:
+    """Where columns lie in a block.
+
+    columns    name -> (a row of it, a tree of arrays `any[N, ...]`; how many rows)
+    """
+
+    def __init__(self, columns: Mapping[str, tuple[Tree, int]]) -> None:
+        self.size = 0
+        self._places = {
+            name: map_tree(lambda leaf, rows=rows: self._place(leaf, rows), row)
+            for name, (row, rows) in columns.items()
+        }
+
+    def columns(self, block: NDArray[np.uint8]) -> dict[str, Column]:
+        """The columns, as views of a block of at least `size` bytes."""
+        return {
+            name: Column(name, map_tree(lambda place: place.view(block), places))
+            for name, places in self._places.items()
+        }
+
+    def _place(self, leaf: NDArray[Any], rows: int) -> "_Place":
+        place = _Place(self.size, leaf.dtype, (rows, *leaf.shape))
+        self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return place
+
+
+class _Place:
+    """Where one array lies."""
+
+    def __init__(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._offset, self._dtype, self._shape = offset, dtype, shape
+        self.nbytes = dtype.itemsize * math.prod(shape)
+
+    def view(self, block: NDArray[np.uint8]) -> NDArray[Any]:
+        return block[self._offset : self._offset + self.nbytes].view(self._dtype).reshape(self._shape)
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("rollflow", os.MFD_CLOEXEC)
+    else:
+        fd, path = tempfile.mkstemp()
+        os.unlink(path)
+    os.ftruncate(fd, size)
+    return fd
