@@ -60,6 +60,9 @@ class EnvToModule:
     def __call__(self, steps: Lane) -> Prepared:
         """Turn the lane's newest observations into a batch for the module."""
         lane = steps
+        if lane.is_set_aside:
+            self._going -= 1
+            return Prepared(None, lane.cut() if lane.index in self._lanes else None)
         try:
             return self._prepared(lane)
         except Exception as error:
@@ -105,5 +108,5 @@ class EnvToModule:
     def finish(self) -> Iterator[Prepared]:
         """Cut what every lane has so far."""
         for lane in self._lanes.values():
-            if not lane.at_start:
+            if not lane.at_start and not lane.is_set_aside:
                 yield Prepared(None, lane.cut())

@@ -49,6 +49,7 @@ class Environments:
         self.seed = seed
         self.is_started = False
         self.is_closed = False
+        self.lost_steps = 0  # under way where environments were lost: only workers are
         self.fragment_length = fragment_length
         self.lookback = -1  # not set yet
         self.lanes: list[Lane] = []

@@ -14,15 +14,18 @@ class FragmentCredits:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self._begun = 0
+        self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._changed: Callable[[], None] = _nobody
 
     def admits(self, lane: Lane) -> bool:
         """Whether the lane may take its next step; the first of a fragment takes a credit."""
-        if self.limit is None or not lane.at_start:
+        fragment = lane.fragment.sequence
+        if self.limit is None or not lane.at_start or self._begun_by.get(lane.index) == fragment:
             return True
         if self._begun >= self.limit:
             return False
         self._begun += 1
+        self._begun_by[lane.index] = fragment
         return True
 
     def release(self, fragments: int) -> None:

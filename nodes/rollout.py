@@ -24,13 +24,13 @@ from rollflow.nodes.distribution import Races
 from rollflow.nodes.drive import InlineDrive, PortalDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
-from rollflow.nodes.environments import Environments
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
+from rollflow.nodes.placement import Where, environments_for
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.rounds import Rounds
 from rollflow.stream.columns import Columns
@@ -52,6 +52,13 @@ class Rollout:
     """Steps environments with a module and gives what they made, fragment by fragment.
 
         env, num_envs, lanes       what is stepped: see `Environments`
+        where                      "inline": the environments step in the loop's thread, in one lane. "threads": each
+                                   lane in a thread of its own, one for every slot if `lanes` is left out: for
+                                   environments that wait, or let the interpreter go. "processes": in worker processes,
+                                   for those that are costly; forward passes stay here
+        workers                    worker processes; None: one for each core
+        step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
+        reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
         module                     has `forward_exploration` and `forward_inference`, or is a class or function that
                                    makes such a one of (observation space, action space); a copy of it acts, which
                                    learns of new weights by `publish` alone. None: a `DefaultModule` for the spaces. To
@@ -95,6 +102,10 @@ class Rollout:
         model_config: Any = None,
         num_envs: int | None = None,
         lanes: int | None = None,
+        where: Where = "inline",
+        workers: int | None = None,
+        step_timeout: float | None = 60.0,
+        reset_timeout: float | None = 120.0,
         fragment_length: int = 128,
         lookback: int | None = None,
         seed: int | None = None,
@@ -115,7 +126,7 @@ class Rollout:
         debug: bool = False,
     ) -> None:
         if debug:
-            prefetch, max_batch, forward_in_thread, flat_forward = 0, None, False, False
+            prefetch, max_batch, forward_in_thread, flat_forward, where = 0, None, False, False, "inline"
         _check_numbers(
             fragment_length=(fragment_length, 1),
             lookback=(lookback, 0),
@@ -125,14 +136,21 @@ class Rollout:
             max_lag=(max_lag, 0),
             max_batch=(max_batch, 1),
             max_wait=(max_wait, 0),
+            workers=(workers, 1),
+            step_timeout=(step_timeout, 0),
+            reset_timeout=(reset_timeout, 0),
             forward_threads=(forward_threads, 1),
         )
         self.seed = fresh_seed() if seed is None else seed
         self.returns = EpisodeReturns()
-        self.environments = Environments(
+        self.environments = environments_for(
+            where,
             env,
             num_envs=num_envs,
             lanes=lanes,
+            workers=workers,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
             fragment_length=fragment_length,
             seed=self.seed,
         )
@@ -312,10 +330,12 @@ class Rollout:
     def lost(self) -> dict[str, int]:
         """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`.
 
+        `workers` counts those that were under way in workers that were lost: nobody knows whether they were made.
+
         As a node of a graph: those that were not cut into a fragment when the run was left. What the graph's edges
         then drop, they count themselves.
         """
-        lost = {"max_lag": self.lag.dropped_steps}
+        lost = {"max_lag": self.lag.dropped_steps, "workers": self.environments.lost_steps}
         if self._state == "new" and self.environments.is_closed:
             lost["closed"] = sum(lane.uncut_steps for lane in self.environments.lanes)
         if self._state == "closed":

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+from rollflow.stream.background import Background, is_background
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Edge, Graph, Port
 from rollflow.stream.meter import NodeMeter, clock
@@ -26,6 +27,7 @@ class Chain:
     runnable    (what to call, item) of items that can go on
     pending     (edge, item, meter of the giver) of items that have left the chain and are to be delivered
     parked      (gate, what to call, item) of items that a gate holds
+    background  those of the nodes whose work goes on elsewhere, with their meters
     reopened    whether a gate has said, since the last `unpark`, that it might admit some of them
     on_gate     called when a gate says so
     """
@@ -39,6 +41,10 @@ class Chain:
         self.on_gate: Callable[[], None] = _nothing
         self._graph = graph
         self._meters = meters
+        # In the order of the flow: what comes of the first ones may be worked on by the later ones in one go.
+        self.background: list[tuple[Background, NodeMeter]] = [
+            (graph.nodes[name].node, meters[name]) for name in self.names if is_background(graph.nodes[name].node)
+        ]
         self._mark = [0]  # when the last call ended
         self._steps: dict[str, Deliver] = {}
         self._routes: dict[str, Deliver] = {}
@@ -75,6 +81,31 @@ class Chain:
         """Carry one item through the chain, from where `deliver` takes it in."""
         self._mark[0] = clock()
         deliver(item)
+
+    @property
+    def in_flight(self) -> int:
+        """Items that are being worked on elsewhere."""
+        return sum(node.in_flight for node, _ in self.background)
+
+    def collect(self) -> bool:
+        """Carry through the chain what has been completed elsewhere; whether there was anything."""
+        found = False
+        for node, meter in self.background:
+            if not node.in_flight:
+                continue
+            self._mark[0] = clock()
+            try:
+                outputs = list(node.completed())
+            except Exception as error:
+                note_node(error, meter.name)
+                raise
+            now = clock()
+            meter.busy_ns += now - self._mark[0]
+            self._mark[0] = now
+            for output in outputs:
+                self._routes[meter.name](output)
+                found = True
+        return found
 
     def unpark(self) -> bool:
         """Make parked items runnable where their gates admit them now; whether there were any."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
+from rollflow.stream.background import wait_for
 from rollflow.stream.chain import Chain
 from rollflow.stream.errors import GraphError, RunError
 from rollflow.stream.graph import Graph
@@ -75,8 +76,12 @@ class InlineRun:
                 chain.unpark()
             if chain.runnable:
                 chain.pump()
+            elif chain.background and chain.collect():
+                continue
             elif chain.parked and chain.unpark():
                 continue
+            elif chain.background and chain.in_flight:
+                wait_for(chain.background)
             elif chain.parked or self._state == "finished":
                 return []
             else:
@@ -98,7 +103,17 @@ class InlineRun:
         """Stop the sources; what the nodes still hold comes out of `next_outputs`."""
         if self._state == "running":
             self._state = "finished"
-            self._steps = self._chain.finish()
+            self._steps = self._finish()
+
+    def _finish(self) -> Iterator[None]:
+        chain = self._chain
+        chain.give_up()
+        while chain.in_flight:
+            if not chain.collect():
+                wait_for(chain.background)
+            chain.give_up()
+            yield
+        yield from chain.finish()
 
     def report(self) -> Report:
         """What has been counted so far."""

@@ -50,6 +50,7 @@ class Lane:
         policy_version   of the weights that the last forward pass used
         num_steps        transitions recorded since the first reset
         memory           where columns lie that somebody else writes to; None: this lane alone does
+        is_set_aside     whether its environments are gone for good: it makes no further step
 
     Raises ColumnError whenever an array does not fit its column.
     """
@@ -68,6 +69,7 @@ class Lane:
         self.shared_data: dict[str, Any] = {}
         self.policy_version = 0
         self.num_steps = 0
+        self.is_set_aside = False
         self.episodes = LaneEpisodes(self)
         # Spaces that the observation may have where pieces rewrite it, the environment's first.
         self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)

@@ -23,6 +23,7 @@ from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.port import NodeSpec
 from rollflow.stream.report import CALLER, Report, report_of
 from rollflow.stream.seeding import fresh_seed, generator_for
+from rollflow.stream.wake import Wake, Watch
 
 
 class Run:
@@ -48,6 +49,7 @@ class Run:
         self._stops: list[Callable[[], None]] = []
         self._ended = anyio.Event()
         self._ended_at: int | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
         self._tasks_left = 0
         self._error: Exception | None = None  # why it ended before its time
 
@@ -98,7 +100,7 @@ class Run:
                 work.append((names[0], partial(self._run_in_thread, spec)))
             else:
                 work.append((names[0], partial(self._run_chain, Chain(self.graph, names, self._meters))))
-        self._tasks_left = len(work)
+        self._tasks, self._tasks_left = tasks, len(work)
         for name, function in work:
             tasks.start_soon(self._counted, function, name=f"{self.graph.name}/{name}")
 
@@ -132,7 +134,7 @@ class Run:
     # Tasks
 
     async def _run_chain(self, chain: Chain) -> None:
-        wake = _Wake()
+        wake = Wake()
         entries = [
             (self._channels[edge], chain.entry(edge.target))
             for edge in self.graph.edges
@@ -141,6 +143,7 @@ class Run:
         for channel, _ in entries:
             channel.on_item = wake.set
         chain.on_gate = wake.set
+        watch = Watch([node for node, _ in chain.background], wake, self._tasks) if chain.background else None
         is_source = chain.can_start
         if is_source:
             self._on_stop(partial(self._give_up_cycles, chain.names))
@@ -169,22 +172,40 @@ class Run:
                 chain.carry(entry[1], entry[0].take())
             elif chain.runnable:
                 chain.pump()
+            elif chain.background and chain.collect():
+                continue
             elif chain.parked and chain.unpark():
                 continue
-            elif (is_source and chain.is_done) or (not chain.parked and all(channel.closed for channel, _ in entries)):
+            elif not chain.in_flight and (
+                (is_source and chain.is_done) or (not chain.parked and all(channel.closed for channel, _ in entries))
+            ):
                 break
             else:
-                await wake.wait()
+                await self._idle(chain, wake, watch)
                 next_checkpoint = clock() + CHECKPOINT_NS
             if clock() >= next_checkpoint:
                 await anyio.lowlevel.checkpoint()
                 next_checkpoint = clock() + CHECKPOINT_NS
+        if watch is not None:
+            watch.end()
         for _ in chain.finish():
             await self._deliver_all(chain)
         for channel, _ in entries:
             channel.abandon()
         for name in chain.names:
             self._close_outlets(name)
+
+    async def _idle(self, chain: Chain, wake: Wake, watch: Watch | None) -> None:
+        if watch is None or not chain.in_flight:
+            await wake.wait()
+            return
+        began = clock()
+        watch.begin()
+        await wake.wait()
+        waited = clock() - began
+        for node, meter in chain.background:
+            if node.in_flight:
+                meter.busy_ns += waited
 
     async def _deliver_all(self, chain: Chain) -> None:
         while chain.pending:
@@ -363,23 +384,3 @@ def close_nodes(graph: Graph) -> None:
         raise errors[0]
     if errors:
         raise ExceptionGroup(f"closing graph '{graph.name}'", errors)
-
-
-class _Wake:
-    """What a chain waits on when it can't go on: something to be called whenever that may have changed."""
-
-    def __init__(self) -> None:
-        self._event: anyio.Event | None = None
-        self._is_set = False
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._event is not None:
-            self._event.set()
-
-    async def wait(self) -> None:
-        if not self._is_set:
-            self._event = anyio.Event()
-            await self._event.wait()
-            self._event = None
-        self._is_set = False

@@ -38,6 +38,10 @@ class SharedBlock:
         """A new array over all of it, u8[size]; whatever is derived from it keeps it alive."""
         return np.frombuffer(self._memory, np.uint8)
 
+    def write(self, data: bytes) -> None:
+        """Put `data` at the beginning."""
+        self._memory[: len(data)] = data
+
     def close(self) -> None:
         """Give the descriptor back."""
         if self.fd >= 0:

@@ -35,9 +35,10 @@ def describe_space(space: gym.Space[Any]) -> Plain:
 def space_of(plain: Plain) -> gym.Space[Any]:
     """The space that `describe_space` described. Raises ColumnError for what is no such description."""
     try:
-        return _MADE[plain["kind"]](plain)
+        made: gym.Space[Any] = _MADE[plain["kind"]](plain)
     except (KeyError, TypeError, ValueError) as error:
         raise ColumnError(f"no description of a space: {str(plain)[:200]}: {error!r}") from error
+    return made
 
 
 def _array(values: NDArray[Any]) -> list[Any]:

@@ -1,0 +1,43 @@
+"""Where a rollout's environments step."""
+
+from typing import Any, Literal
+
+from rollflow.nodes.env_source import EnvSource, count_of, is_ready
+from rollflow.nodes.environments import Environments
+from rollflow.nodes.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.workers.thread_environments import ThreadEnvironments
+from rollflow.nodes.workers.worker_process import core_count
+
+Where = Literal["inline", "threads", "processes"]
+
+
+def environments_for(
+    where: Where,
+    env: EnvSource,
+    *,
+    num_envs: int | None,
+    lanes: int | None,
+    workers: int | None,
+    step_timeout: float | None,
+    reset_timeout: float | None,
+    **options: Any,
+) -> Environments:
+    """The node that steps the environments, in as many lanes as suit the place where nothing was said.
+
+    Raises ValueError for another `where`, and for `workers` where there are none.
+    """
+    if where not in ("inline", "threads", "processes"):
+        raise ValueError(f"where is {where!r}, expected 'inline', 'threads' or 'processes'")
+    if workers is not None and where != "processes":
+        raise ValueError(f"workers is {workers}, but where='{where}' has none; expected where='processes'")
+    options |= {"num_envs": num_envs}
+    if where == "inline":
+        return Environments(env, lanes=lanes, **options)
+    timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
+    slots = count_of(env, num_envs)
+    if where == "threads":
+        return ThreadEnvironments(env, lanes=lanes if lanes or is_ready(env) else slots, **timeouts, **options)
+    if lanes is None:
+        # One lane at the least steps while another is in the forward pass.
+        lanes = min(slots, max(2, workers or core_count()))
+    return ProcessEnvironments(env, lanes=lanes, workers=workers, **timeouts, **options)

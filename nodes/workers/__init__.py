@@ -1,0 +1,1 @@
+"""Environments in threads and processes, and whole rollouts in processes."""

@@ -1,0 +1,156 @@
+"""A worker process that steps the environments of some lanes: what runs in it.
+
+Each lane has a socket to the process that asks for steps, and a thread of its own where there are several. Actions are
+read from shared memory and what the environments answer is written to it; see `frames` for what goes over the socket.
+"""
+
+import contextlib
+import fcntl
+import os
+import pickle
+import signal
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv
+
+from rollflow.nodes.env_source import LaneMaker
+from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
+from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_with, lane_block, receive_frame
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import RollflowError
+from rollflow.stream.packing import pack, unpack
+from rollflow.stream.shared_memory import BlockLayout, SharedBlock
+from rollflow.stream.space_codec import describe_space
+
+
+class LaneServer:
+    """Serves one lane's socket until it is closed."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._env: VectorEnv[Any, Any, Any] | None = None
+        self._step: Step | None = None
+        self._layout: BlockLayout | None = None
+        self._seed, self._first_slot = 0, 0
+        self._blocks: dict[int, dict[str, Column]] = {}
+
+    def serve(self) -> None:
+        """Answer frame after frame."""
+        try:
+            while (asked := receive_frame(self._sock)).kind is not Kind.CLOSE:
+                self._answer(asked)
+        except (EOFError, OSError):
+            pass  # the other process has gone
+        finally:
+            self._close_env()
+            self._sock.close()
+
+    def _answer(self, asked: Frame) -> None:
+        try:
+            answer = self._do(asked)
+        except Exception as error:
+            told = {
+                "type": type(error).__name__,
+                "text": str(error),
+                "notes": list(getattr(error, "__notes__", [])),
+                "traceback": "".join(traceback.format_exception(error)),
+                "is_refusal": isinstance(error, RollflowError),
+            }
+            answer = frame_with(Kind.FAILED, pack(told))
+        if answer:
+            self._sock.sendall(answer)
+
+    def _do(self, asked: Frame) -> bytes:
+        kind = asked.kind
+        if kind is Kind.STEP or kind is Kind.STEP_FOR_ENV:
+            return self._stepped(self._blocks[asked.block], asked.number, kind is Kind.STEP_FOR_ENV)
+        if kind is Kind.RESET:
+            return self._reset(self._blocks[asked.block], asked.number)
+        if kind is Kind.BLOCK:
+            assert self._layout is not None
+            block = SharedBlock(asked.number, asked.fd)
+            self._blocks[asked.block] = self._layout.columns(block.array())
+            block.close()
+            return b""
+        if kind is Kind.LAYOUT:
+            return self._lay_out(unpack(asked.payload))
+        return self._make(asked)
+
+    def _close_env(self) -> None:
+        env, self._env = self._env, None
+        if env is not None:
+            with contextlib.suppress(Exception):  # it may be what has failed
+                env.close()
+
+    def _make(self, asked: Frame) -> bytes:
+        self._close_env()
+        constructor = SharedBlock(asked.number, asked.fd)
+        maker: LaneMaker = pickle.loads(constructor.array().tobytes())
+        constructor.close()
+        self._env = env = maker.make()
+        self._step = step_of(env, is_ours=True)
+        told = {
+            "observation_space": describe_space(env.single_observation_space),
+            "action_space": describe_space(env.single_action_space),
+            "num_envs": env.num_envs,
+            "autoreset_mode": autoreset_mode(env).name,
+        }
+        return frame_with(Kind.READY, pack(told))
+
+    def _lay_out(self, told: dict[str, Any]) -> bytes:
+        assert self._env is not None
+        env, self._seed, self._first_slot = self._env, told["seed"], told["first_slot"]
+        spaces = env.single_observation_space, env.single_action_space
+        self._layout = lane_block(*spaces, env.num_envs, told["rows"], told["lookback"])
+        return b""
+
+    def _reset(self, columns: dict[str, Column], row: int) -> bytes:
+        assert self._env is not None
+        observations, infos = reset_first(self._env, self._seed, self._first_slot)
+        columns[Columns.OBS].write(row, observations)
+        return frame_with(Kind.DONE, pack({"infos": infos}, "infos")) if infos else frame(Kind.DONE)
+
+    def _stepped(self, columns: dict[str, Column], row: int, for_env: bool) -> bytes:
+        assert self._step is not None
+        actions = columns[Columns.ACTIONS_FOR_ENV].row(0) if for_env else columns[Columns.ACTIONS].row(row)
+        observations, rewards, terminateds, truncateds, infos, final = self._step(actions)
+        columns[Columns.OBS].write(row + 1, observations)
+        columns[Columns.REWARDS].write(row, rewards)
+        columns[Columns.TERMINATEDS].write(row, terminateds)
+        columns[Columns.TRUNCATEDS].write(row, truncateds)
+        told: dict[str, Any] = {"infos": infos} if infos or len(getattr(infos, "dicts", ())) else {}
+        if final is not None:
+            slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
+            for slot, item in zip(slots, final[0], strict=True):
+                columns[FINAL_OBS].write_slot(0, slot, item)
+            told["final_infos"] = final[1]
+        return frame_with(Kind.DONE, pack(told, "infos")) if told else frame(Kind.DONE)
+
+
+def end_with_parent(fd: int) -> None:
+    """End this process when the other end of a pipe is closed, whatever it is doing then.
+
+    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
+
+
+def main(life: int, lanes: Sequence[int]) -> None:
+    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    end_with_parent(life)
+    servers = [LaneServer(socket.socket(fileno=fd)) for fd in lanes]
+    threads = [threading.Thread(target=server.serve) for server in servers[1:]]
+    for thread in threads:
+        thread.start()
+    servers[0].serve()
+    for thread in threads:
+        thread.join()

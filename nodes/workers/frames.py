@@ -1,0 +1,123 @@
+"""What the two ends of a lane say to each other over their socket.
+
+Every frame begins with eight bytes: its kind, the index of a block, and a number, which is a row or the length of what
+follows. Rows themselves lie in blocks of shared memory that both ends know by their index.
+"""
+
+import socket
+import struct
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.stream.columns import Columns
+from rollflow.stream.shared_memory import BlockLayout
+from rollflow.stream.space import row_of
+
+_HEADER = struct.Struct("<BxHI")
+RECORDED = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+FINAL_OBS = "final_obs"
+
+
+class Kind(IntEnum):
+    """What a frame says, and what its number is."""
+
+    # To the worker
+    MAKE = 1  # a descriptor, and the bytes behind it: how the environments are made
+    LAYOUT = 2  # length of a packed dict: rows, lookback, seed, first_slot
+    BLOCK = 3  # a descriptor, and the bytes behind it: a block
+    RESET = 4  # the row to write the first observations to
+    STEP = 5  # the row to step with: its actions are in the block
+    STEP_FOR_ENV = 6  # the same, with the block's `actions_for_env`
+    CLOSE = 7
+    # From the worker
+    READY = 8  # length of a packed dict: spaces, slots, autoreset mode
+    DONE = 9  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
+    FAILED = 10  # length of a packed dict: what was raised
+
+
+class Frame(NamedTuple):
+    """One frame."""
+
+    kind: Kind
+    block: int
+    number: int
+    payload: bytes = b""
+    fd: int = -1
+
+
+def frame(kind: Kind, block: int = 0, number: int = 0) -> bytes:
+    """The bytes of a frame without a payload."""
+    return _HEADER.pack(kind, block, number)
+
+
+def frame_with(kind: Kind, payload: bytes) -> bytes:
+    """The bytes of a frame that ends in a payload."""
+    return _HEADER.pack(kind, 0, len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts what comes from a worker into frames; it may come in any pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that are complete with this."""
+        self._buffer += data
+        frames: list[Frame] = []
+        begin = 0
+        while len(self._buffer) - begin >= _HEADER.size:
+            kind, block, number = _HEADER.unpack_from(self._buffer, begin)
+            end = begin + _HEADER.size + number
+            if len(self._buffer) < end:
+                break
+            frames.append(Frame(Kind(kind), block, number, bytes(self._buffer[begin + _HEADER.size : end])))
+            begin = end
+        del self._buffer[:begin]
+        return frames
+
+
+def receive_frame(sock: socket.socket) -> Frame:
+    """The next frame that came to a worker, with its descriptor. Raises EOFError when the other end has gone."""
+    header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
+    while header and len(header) < _HEADER.size:
+        more = sock.recv(_HEADER.size - len(header))
+        header = header + more if more else b""
+    if not header:
+        raise EOFError
+    kind, block, number = _HEADER.unpack(header)
+    payload = _exactly(sock, number) if kind == Kind.LAYOUT else b""
+    return Frame(Kind(kind), block, number, payload, fds[0] if fds else -1)
+
+
+def lane_block(
+    observation_space: gym.Space[Any], action_space: gym.Space[Any], slots: int, rows: int, lookback: int
+) -> BlockLayout:
+    """What lies where in a block: the columns that environments write to or read, and rows of what isn't recorded."""
+    obs, actions = row_of(observation_space, slots), row_of(action_space, slots)
+    flags = np.zeros(slots, np.bool_)
+    recorded = lookback + rows
+    return BlockLayout(
+        {
+            Columns.OBS: (obs, recorded + 1),
+            Columns.ACTIONS: (actions, recorded),
+            Columns.REWARDS: (np.zeros(slots, np.float32), recorded),
+            Columns.TERMINATEDS: (flags, recorded),
+            Columns.TRUNCATEDS: (flags, recorded),
+            Columns.ACTIONS_FOR_ENV: (actions, 1),
+            FINAL_OBS: (obs, 1),
+        }
+    )
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return bytes(data)

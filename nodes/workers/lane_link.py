@@ -1,0 +1,203 @@
+"""One lane whose environments step in a worker process, seen from here."""
+
+import socket
+from collections.abc import Mapping
+from enum import Enum, auto
+from time import monotonic
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from rollflow.nodes.environments import actions_of
+from rollflow.nodes.workers.frames import FINAL_OBS, RECORDED, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import EnvError
+from rollflow.stream.lane import Lane
+from rollflow.stream.packing import pack, unpack
+from rollflow.stream.shared_memory import BlockLayout, BlockPool, SharedBlock
+from rollflow.stream.space_codec import space_of
+from rollflow.stream.tree import Tree, map_tree
+
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+
+
+class LaneBlocks:
+    """A `LaneMemory` that a worker process writes to as well."""
+
+    def __init__(self, layout: BlockLayout) -> None:
+        self.pool = BlockPool(layout.size)
+        self.index = -1
+        self.columns: dict[str, Column] = {}
+        self._layout = layout
+
+    def next_columns(self) -> dict[str, Column]:
+        """Columns in a block of their own, which becomes the current one."""
+        self.index, block = self.pool.take()
+        self.columns = self._layout.columns(block)
+        return {name: self.columns[name] for name in RECORDED}
+
+    def observations(self, row: int) -> Tree:
+        """What the environments wrote for a row of the current block."""
+        return self.columns[Columns.OBS].row(row)
+
+
+class Elsewhere(VectorEnv[Any, Any, Any]):
+    """What is known here of environments that are in another process: their spaces, and how many they are."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self.num_envs = told["num_envs"]
+        self.metadata = {"autoreset_mode": AutoresetMode[told["autoreset_mode"]]}
+        self.single_observation_space: gym.Space[Any] = space_of(told["observation_space"])
+        self.single_action_space: gym.Space[Any] = space_of(told["action_space"])
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def reset(self, **_: Any) -> Any:
+        """Refused: the worker does it."""
+        raise EnvError("these environments are in another process, where the rollout alone resets and steps them")
+
+    def step(self, actions: Any) -> Any:
+        """Refused: the worker does it."""
+        self.reset()
+
+
+class State(Enum):
+    """What a lane's worker is at."""
+
+    MAKING = auto()
+    MADE = auto()
+    RESETTING = auto()
+    READY = auto()
+    STEPPING = auto()
+    LOST = auto()  # to be made again at `due`
+    ASIDE = auto()  # for good
+
+
+class LaneLink:
+    """The socket to a lane's worker, what it is at, and how often it has failed.
+
+    lane         the lane; set before the first reset
+    is_waited    whether the lane has been handed over and not come back
+    """
+
+    def __init__(self, index: int, maker: bytes) -> None:
+        self.index = index
+        self.maker = maker
+        self.state = State.LOST
+        self.lane: Lane | None = None
+        self.is_waited = False
+        self.failures = 0
+        self.reason = ""  # of the last failure
+        self.due = 0.0
+        self.starts = 0
+        self._steps = 0  # since the last failure
+        self.sock: socket.socket | None = None
+        self._reader = FrameReader()
+        self._blocks_sent = 0
+
+    # What is asked for
+
+    def connect(self, sock: socket.socket) -> None:
+        """Take the socket to a new process."""
+        sock.setblocking(False)
+        self.sock, self._reader = sock, FrameReader()
+
+    def make(self) -> None:
+        """Have the environments made."""
+        constructor = SharedBlock(len(self.maker))
+        constructor.write(self.maker)
+        self._send(frame(Kind.MAKE, number=constructor.size), constructor.fd)
+        constructor.close()
+        self.state = State.MAKING
+
+    def reset(self, seed: int, first_slot: int) -> None:
+        """Have the environments reset for the first time."""
+        lane, blocks = self._laid_out()
+        layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seed": seed}
+        self._send(frame_with(Kind.LAYOUT, pack(layout | {"first_slot": first_slot})))
+        self._blocks_sent = 0
+        self._send_blocks(blocks)
+        self._send(frame(Kind.RESET, blocks.index, lane.row))
+        self.state, self.starts = State.RESETTING, self.starts + 1
+
+    def step(self) -> None:
+        """Have the environments stepped with the lane's actions."""
+        lane, blocks = self._laid_out()
+        kind = Kind.STEP
+        if Columns.ACTIONS_FOR_ENV in lane.batch:
+            kind = Kind.STEP_FOR_ENV
+            blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
+        self._send_blocks(blocks)
+        self._send(frame(kind, blocks.index, lane.row))
+        self.state = State.STEPPING
+
+    # What is answered
+
+    def receive(self) -> list[Frame] | None:
+        """The frames that have come; None when the process has gone."""
+        assert self.sock is not None
+        try:
+            data = self.sock.recv(1 << 18)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self._reader.feed(data) if data else None
+
+    def take(self, answer: Frame) -> Lane:
+        """The lane, once its worker is done with what it was asked for."""
+        lane, blocks = self._laid_out()
+        told = unpack(answer.payload) if answer.payload else {}
+        infos = told.get("infos", {})
+        if self.state is State.RESETTING:
+            lane.take_reset(infos)
+        else:
+            final = None
+            if "final_infos" in told:
+                final = self._last_observations(lane, blocks), told["final_infos"]
+            lane.take_step(infos, final)
+            self._steps += 1
+            if self._steps >= lane.layout.num_rows:
+                self.failures = 0
+        self.state = State.READY
+        return lane
+
+    def fail(self, reason: str, most: int) -> None:
+        """Count a failure: the environments are to be made again after a while, or never."""
+        self.failures += 1
+        self.reason, self._steps = reason, 0
+        self.state = State.LOST if self.failures <= most else State.ASIDE
+        self.due = monotonic() + min(_FIRST_DELAY_S * 2 ** (self.failures - 1), _LONGEST_DELAY_S)
+
+    # Inside
+
+    def _laid_out(self) -> tuple[Lane, LaneBlocks]:
+        assert self.lane is not None
+        assert isinstance(self.lane.memory, LaneBlocks)
+        return self.lane, self.lane.memory
+
+    def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> list[Tree]:
+        done = blocks.columns[Columns.TERMINATEDS].row(lane.row) | blocks.columns[Columns.TRUNCATEDS].row(lane.row)
+        last = blocks.columns[FINAL_OBS].row(0)
+        return [map_tree(lambda leaf, i=slot: leaf[i].copy(), last) for slot in np.flatnonzero(done).tolist()]
+
+    def _send_blocks(self, blocks: LaneBlocks) -> None:
+        for index in range(self._blocks_sent, len(blocks.pool.blocks)):
+            block = blocks.pool.blocks[index]
+            self._send(frame(Kind.BLOCK, index, block.size), block.fd)
+        self._blocks_sent = len(blocks.pool.blocks)
+
+    def _send(self, data: bytes, fd: int = -1) -> None:
+        """Frames are few and small, and there is one answer for each that is asked: there is always room for them."""
+        assert self.sock is not None
+        try:
+            if fd >= 0:
+                socket.send_fds(self.sock, [data], [fd])
+            else:
+                self.sock.send(data)
+        except OSError:
+            pass  # the process has gone, as `receive` will tell

@@ -1,0 +1,41 @@
+"""How long environments may take for a step or a reset before they are taken for hung."""
+
+from dataclasses import dataclass, field
+from time import monotonic
+
+from rollflow.stream.lane import Lane
+
+
+@dataclass(slots=True)
+class Patience:
+    """Deadlines of lanes that somebody else works on.
+
+    step_timeout     seconds that a vector step may take; None: for ever
+    reset_timeout    seconds that the first reset may take, the making of the environments included; None: for ever
+    """
+
+    step_timeout: float | None
+    reset_timeout: float | None
+    _deadlines: dict[int, tuple[float, str]] = field(default_factory=dict)
+
+    def begin(self, lane: Lane, *, resets: bool = False) -> None:
+        """The lane's environments have been asked for something."""
+        seconds, told = (self.reset_timeout, "reset") if resets else (self.step_timeout, "step")
+        if seconds is not None:
+            self._deadlines[lane.index] = monotonic() + seconds, f"no answer to a {told} within {seconds:g} s"
+
+    def end(self, lane: Lane) -> None:
+        """They have answered, or are not waited for any more."""
+        self._deadlines.pop(lane.index, None)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the next deadline; None where there is none."""
+        if not self._deadlines:
+            return None
+        return max(0.0, min(self._deadlines.values())[0] - monotonic())
+
+    def overdue(self) -> dict[int, str]:
+        """The lanes whose deadline has passed, with what they were late with."""
+        now = monotonic()
+        return {index: told for index, (deadline, told) in self._deadlines.items() if deadline <= now}

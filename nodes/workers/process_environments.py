@@ -1,0 +1,306 @@
+"""Environments that step in worker processes, their rows in shared memory: for those that are costly, or not to be
+trusted with this process."""
+
+import logging
+import selectors
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from time import monotonic
+from typing import Any
+
+import cloudpickle
+from gymnasium.vector import VectorEnv
+
+from rollflow.nodes.env_source import EnvSource, LaneMaker, sizes_of
+from rollflow.nodes.environments import Environments
+from rollflow.nodes.workers.frames import Frame, Kind, frame, lane_block
+from rollflow.nodes.workers.lane_link import Elsewhere, LaneBlocks, LaneLink, State
+from rollflow.nodes.workers.patience import Patience
+from rollflow.nodes.workers.worker_process import WorkerProcess, core_count, end_all
+from rollflow.stream.errors import EnvError
+from rollflow.stream.lane import Lane, LaneMemory
+from rollflow.stream.packing import unpack
+from rollflow.stream.seeding import seed_for
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessEnvironments(Environments):
+    """`Environments` whose lanes step in worker processes, while others are worked on.
+
+        workers                        processes; several lanes in one have a thread each. None: one for each core, but
+                                       no more than lanes
+        step_timeout, reset_timeout    seconds after which a worker is taken for hung and killed; None: never
+        max_failures                   how often in a row a lane may be lost; then it is set aside
+
+        lost_steps    transitions that were under way in workers that were lost
+
+    A lane is lost when its process ends, hangs, or its environment raises. What is open ends then as truncated, and the
+    lane is made again after a while, longer each time. A lane that is set aside gives the fragment that it has begun,
+    and no more. Only where no lane is left does the run end, with an EnvError that says why each was lost.
+
+    Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays, or lists and dicts of those.
+    """
+
+    def __init__(
+        self,
+        env: EnvSource,
+        *,
+        workers: int | None = None,
+        step_timeout: float | None = 60.0,
+        reset_timeout: float | None = 120.0,
+        max_failures: int = 5,
+        **options: Any,
+    ) -> None:
+        self.in_flight = 0
+        self._asked_workers = workers
+        self._reset_timeout = reset_timeout
+        self._patience = Patience(step_timeout, reset_timeout)
+        self._max_failures = max_failures
+        self._links: list[LaneLink] = []
+        self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
+        self._first_of: list[int] = []  # of every lane: the first lane of its worker
+        self._came_aside: deque[Lane] = deque()
+        self._selector = selectors.DefaultSelector()
+        self._ending = weakref.finalize(self, _end, self._workers, self._selector)
+        try:
+            super().__init__(env, **options)
+        except BaseException:
+            self._ending()
+            raise
+
+    def start(self) -> Iterator[Lane]:
+        """Have every environment reset, all at a time; the lanes come by `completed`."""
+        self._begin()
+        for link, lane in zip(self._links, self.lanes, strict=True):
+            link.lane = lane
+            self._await(link)
+            self._go_on(link)
+        return iter(())
+
+    def __call__(self, actions: Lane) -> Lane | None:
+        """Have the lane's worker step its environments with the actions that it brings."""
+        link = self._links[actions.index]
+        self._await(link)
+        if link.state is State.READY:
+            link.step()
+            return None
+        # The worker was lost while the lane was somewhere else: no step is under way.
+        actions.lose(link.reason)
+        if link.state is State.ASIDE:
+            self._came_aside.append(actions)
+        else:
+            self._go_on(link)
+        return None
+
+    def fileno(self) -> int:
+        """Can be read once a worker has something to say."""
+        return self._selector.fileno()
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a worker is late, or is to be started again."""
+        due = [link.due for link in self._links if link.state is State.LOST]
+        times = [self._patience.left, max(0.0, min(due) - monotonic()) if due else None]
+        return min((time for time in times if time is not None), default=None)
+
+    def completed(self) -> Iterator[Lane]:
+        """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
+        while self._came_aside:
+            yield from self._set_aside(self._links[self._came_aside.popleft().index])
+        for key, _ in self._selector.select(0):
+            yield from self._heard(key.data)
+        for index, told in self._patience.overdue().items():
+            yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
+        now = monotonic()
+        for link in self._links:
+            if link.state is State.LOST and link.due <= now:
+                self._make_again(link)
+
+    def describe(self) -> str:
+        """Lanes, slots and processes, for `explain()`."""
+        return f"{super().describe()}, in {len(self._workers)} worker processes"
+
+    def close(self) -> None:
+        """End the worker processes and give back the shared memory."""
+        self.is_closed = True
+        self._ending()
+        for lane in self.lanes:
+            if isinstance(lane.memory, LaneBlocks):
+                lane.memory.pool.close()
+
+    # What Environments does otherwise
+
+    def _made(self, makers: Sequence[LaneMaker]) -> Sequence[VectorEnv[Any, Any, Any]]:
+        if not all(maker.can_travel for maker in makers):
+            raise EnvError(
+                "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
+                "instead of a vector environment that has been made already"
+            )
+        self._links = [LaneLink(index, _pickled(maker, index)) for index, maker in enumerate(makers)]
+        count = min(self._asked_workers or core_count(), len(makers))
+        for size in sizes_of(len(makers), count):
+            self._first_of += [len(self._first_of)] * size
+        for first in sorted(set(self._first_of)):
+            self._start_process(first)
+        return [Elsewhere(self._first_answer(link)) for link in self._links]
+
+    def _memory(self, index: int) -> LaneMemory | None:
+        spaces = self.observation_space, self.action_space
+        slots = self.envs[index].num_envs
+        return LaneBlocks(lane_block(*spaces, slots, self.fragment_length, self.lookback))
+
+    # Answers
+
+    def _heard(self, link: LaneLink) -> Iterator[Lane]:
+        frames = link.receive()
+        if frames is None:
+            worker = self._workers[self._first_of[link.index]]
+            if worker is not None:
+                yield from self._process_lost(self._first_of[link.index], f"process {worker.pid} {worker.ended()}")
+            return
+        for answer in frames:
+            yield from self._answered(link, answer)
+
+    def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Lane]:
+        if answer.kind is Kind.FAILED:
+            told = unpack(answer.payload)
+            if told["is_refusal"]:
+                raise _refusal(told, link)
+            yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
+        elif answer.kind is Kind.READY:
+            link.state = State.MADE
+            if link.is_waited:
+                self._go_on(link)
+        else:
+            yield self._come_back(link, link.take(answer))
+
+    # Losses
+
+    def _process_lost(self, first: int, reason: str) -> Iterator[Lane]:
+        worker, self._workers[first] = self._workers[first], None
+        if worker is not None:
+            self._forget(worker)
+            worker.kill()
+        for link in self._links:
+            if self._first_of[link.index] == first and link.state not in (State.LOST, State.ASIDE):
+                yield from self._lane_lost(link, reason)
+
+    def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Lane]:
+        was, lane = link.state, link.lane
+        link.fail(reason, self._max_failures)
+        if link.state is State.ASIDE:
+            logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, link.failures, reason)
+        else:
+            again = max(0.0, link.due - monotonic())
+            logger.warning("lane %d is lost and made again in %.1f s: %s\n%s", link.index, again, reason, told)
+        if not link.is_waited or lane is None:
+            return
+        self._patience.end(lane)
+        if was is State.STEPPING:
+            self.lost_steps += lane.lose(reason)
+        if link.state is State.ASIDE:
+            yield from self._set_aside(link)
+
+    def _set_aside(self, link: LaneLink) -> Iterator[Lane]:
+        assert link.lane is not None
+        link.lane.is_set_aside = True
+        yield self._come_back(link, link.lane)
+        if all(each.state is State.ASIDE for each in self._links):
+            reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self._links)
+            raise EnvError(f"every lane was lost {self._max_failures + 1} times in a row, the last time by: {reasons}")
+
+    def _make_again(self, link: LaneLink) -> None:
+        first = self._first_of[link.index]
+        if self._workers[first] is None:
+            self._start_process(first)
+        else:
+            link.make()
+        if link.is_waited and link.lane is not None:
+            self._patience.begin(link.lane, resets=True)
+
+    # Inside
+
+    def _await(self, link: LaneLink) -> None:
+        assert link.lane is not None
+        self.in_flight += 1
+        link.is_waited = True
+        self._patience.begin(link.lane, resets=link.state is not State.READY)
+
+    def _come_back(self, link: LaneLink, lane: Lane) -> Lane:
+        self.in_flight -= 1
+        link.is_waited = False
+        self._patience.end(lane)
+        return lane
+
+    def _go_on(self, link: LaneLink) -> None:
+        """Have the environments of a lane that is waited for reset, if they are made."""
+        if link.state is State.MADE:
+            # Another start goes on with other episodes than the first: the same might fail in the same way.
+            seed = self.seed if not link.starts else seed_for(self.seed, "restart", link.starts)
+            link.reset(seed, self.first_slots()[link.index])
+
+    def _start_process(self, first: int) -> None:
+        links = [link for link in self._links if self._first_of[link.index] == first and link.state is not State.ASIDE]
+        worker = self._workers[first] = WorkerProcess("rollflow.nodes.workers.env_worker", len(links))
+        for link, sock in zip(links, worker.sockets, strict=True):
+            link.connect(sock)
+            self._selector.register(sock, selectors.EVENT_READ, link)
+            link.make()
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        for sock in worker.sockets:
+            self._selector.unregister(sock)
+
+    def _first_answer(self, link: LaneLink) -> dict[str, Any]:
+        """What a lane's worker says of the environments that it has made. Raises EnvError when it could not."""
+        until = None if self._reset_timeout is None else monotonic() + self._reset_timeout
+        while True:
+            left = None if until is None else until - monotonic()
+            if left is not None and left <= 0:
+                raise EnvError(f"lane {link.index}: the environments were not made within {self._reset_timeout:g} s")
+            if not _can_be_read(link, left):
+                continue
+            frames = link.receive()
+            if frames is None:
+                worker = self._workers[self._first_of[link.index]]
+                ended = "ended" if worker is None else f"{worker.pid} {worker.ended()}"
+                raise EnvError(f"lane {link.index}: process {ended} before it had made the environments")
+            for answer in frames:
+                told: dict[str, Any] = unpack(answer.payload)
+                if answer.kind is Kind.FAILED:
+                    raise _refusal(told, link)
+                link.state = State.MADE
+                return told
+
+
+def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:
+    alive = [worker for worker in workers.values() if worker is not None]
+    end_all(alive, frame(Kind.CLOSE))
+    selector.close()
+
+
+def _can_be_read(link: LaneLink, timeout: float | None) -> bool:
+    assert link.sock is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(link.sock, selectors.EVENT_READ)
+        return bool(selector.select(timeout))
+
+
+def _pickled(maker: LaneMaker, index: int) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(maker)
+    except Exception as error:
+        raise EnvError(
+            f"the environments of lane {index} can't be handed to a worker process: {error}; expected an id, or "
+            "callables that hold nothing that can't be pickled"
+        ) from error
+    return pickled
+
+
+def _refusal(told: dict[str, Any], link: LaneLink) -> EnvError:
+    error = EnvError(f"{told['type']}: {told['text']}" if told["type"] != "EnvError" else told["text"])
+    for note in [*told["notes"], f"lane {link.index}, in a worker process:\n{told['traceback']}"]:
+        error.add_note(note)
+    return error

@@ -1,0 +1,44 @@
+"""How one thread tells another, which waits on descriptors, that something has happened."""
+
+import os
+import sys
+
+_ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes
+
+
+class Bell:
+    """A descriptor that can be read once `ring` has been called, by whatever thread, until `silence` is."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self._in = self._out = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self._in, self._out = os.pipe()
+            os.set_blocking(self._in, False)
+            os.set_blocking(self._out, False)
+
+    def fileno(self) -> int:
+        """The descriptor."""
+        return self._in
+
+    def ring(self) -> None:
+        """Make the descriptor readable."""
+        try:
+            os.write(
+                self._out, b"\1\0\0\0\0\0\0\0"
+            )  # eventfd takes eight bytes, the number one in the byte order of most machines
+        except BlockingIOError:
+            pass  # it has been rung often enough
+
+    def silence(self) -> None:
+        """Make the descriptor unreadable."""
+        try:
+            while len(os.read(self._in, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Give the descriptors back."""
+        for fd in {self._in, self._out}:
+            os.close(fd)
