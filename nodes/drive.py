@@ -1,16 +1,50 @@
-"""What runs a rollout's ring for a plain loop: the loop's own thread, or an event loop in a thread beside it."""
+"""What runs a rollout's ring for a plain loop: the loop's own thread, or one beside it, with or without event loop."""
 
+import threading
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
+from queue import SimpleQueue
 from types import TracebackType
+from typing import Protocol
 
 import anyio
 import anyio.from_thread
 
 from rollflow.nodes.pace import FragmentCredits
+from rollflow.stream.bell import Bell
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.report import Report
+
+
+class Drive(Protocol):
+    """Runs a rollout's ring; told of fragments that are done with, it may go on."""
+
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None: ...
+
+    def next(self) -> Fragment | None:
+        """The next fragment; None when no more come. Raises what a node raised."""
+        ...
+
+    def release(self, fragments: int) -> None:
+        """Say that so many fragments are done with."""
+        ...
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        ...
+
+    def report(self) -> Report:
+        """What has been counted so far."""
+        ...
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End, and close the nodes."""
+        ...
 
 
 class InlineDrive:
@@ -45,6 +79,84 @@ class InlineDrive:
     ) -> None:
         """Close the nodes."""
         self._run.close()
+
+
+class ThreadDrive:
+    """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
+
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+        self._credits = credits
+        self._bell = Bell()
+        self._run = InlineRun(ring, self._bell)
+        self._fragments: SimpleQueue[Fragment | None] = SimpleQueue()  # None: there are no more
+        self._commands: deque[Callable[[], None]] = deque()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
+        self._thread.start()
+
+    def next(self) -> Fragment | None:
+        """The next fragment; None when no more come. Raises what a node raised."""
+        caller = self._run.caller
+        caller.begin_wait()
+        try:
+            fragment = self._fragments.get()
+        finally:
+            caller.end_wait()
+        caller.begin_life()
+        if fragment is None:
+            self._fragments.put(None)
+            self._raise()
+            return None
+        caller.items += 1
+        return fragment
+
+    def release(self, fragments: int) -> None:
+        """Say that so many fragments are done with."""
+        self._command(lambda: self._credits.release(fragments))
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        self._command(self._run.finish)
+
+    def report(self) -> Report:
+        """What has been counted so far."""
+        return self._run.report()
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Have the thread stop where it is and close the nodes, and wait until it has. Raises what nobody has seen."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._bell.ring()
+        self._thread.join()
+        self._bell.close()
+        if error is None:
+            self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if not self._is_closed:
+            self._commands.append(command)
+            self._bell.ring()
+
+    def _work(self) -> None:
+        try:
+            with self._run as run:
+                while not (self._is_closed or run.has_ended):
+                    while self._commands:
+                        self._commands.popleft()()
+                    for _, fragment in run.next_outputs_unmetered():
+                        self._fragments.put(fragment)
+        except BaseException as error:
+            self._error = error
+        self._fragments.put(None)
 
 
 class PortalDrive:

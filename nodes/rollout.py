@@ -21,7 +21,7 @@ from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import Modul
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.distribution import Races
-from rollflow.nodes.drive import InlineDrive, PortalDrive
+from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
@@ -37,6 +37,7 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
+from rollflow.stream.inline_run import can_run_inline
 from rollflow.stream.lane import Lane
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.report import CALLER, Report
@@ -190,7 +191,7 @@ class Rollout:
         self._act = ModuleToEnv(self.module_to_env, **context)
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
-        self._drive: InlineDrive | PortalDrive | None = None
+        self._drive: Drive | None = None
         self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
         self._state = "new"
         self._rounds = Rounds(self._lanes_count, self.lag, self.returns)
@@ -238,9 +239,11 @@ class Rollout:
     def __enter__(self) -> Self:
         self._begin()
         ring = self._ring(self._credits)
-        can_be_inline = self._gathering is None and not self._runs_ahead
+        drive: type[Drive] = PortalDrive
+        if can_run_inline(ring):
+            drive = ThreadDrive if self._runs_ahead else InlineDrive
         try:
-            self._drive = InlineDrive(ring, self._credits) if can_be_inline else PortalDrive(ring, self._credits)
+            self._drive = drive(ring, self._credits)
         except BaseException:
             self._end()
             raise

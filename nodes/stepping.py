@@ -69,7 +69,7 @@ def _one_after_the_other(env: SyncVectorEnv) -> Step:
         last, last_infos = [], {}
         slot = 0
         try:
-            for action in iterate(space, actions):
+            for action in actions if isinstance(actions, np.ndarray) else iterate(space, actions):
                 observation, reward, terminated, truncated, info = envs[slot].step(action)
                 if terminated or truncated:
                     # The reset may write over both.

@@ -4,6 +4,7 @@ import select
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from rollflow.stream.bell import Bell
 from rollflow.stream.meter import NodeMeter, clock
 
 
@@ -38,18 +39,29 @@ def is_background(node: Any) -> bool:
     return hasattr(node, "completed") and hasattr(node, "in_flight")
 
 
-def wait_for(nodes: Sequence[tuple[Background, NodeMeter]]) -> None:
-    """Block until one of the nodes has something to say; the time is theirs who have items in flight."""
-    waiting = [(node, meter) for node, meter in nodes if node.in_flight]
-    poll = select.poll()
-    patience: list[float] = []
-    for node, _ in waiting:
-        if node.fileno() >= 0:
-            poll.register(node.fileno(), select.POLLIN)
-        if node.patience is not None:
-            patience.append(node.patience)
-    began = clock()
-    poll.poll(min(patience) * 1e3 if patience else None)
-    waited = clock() - began
-    for _, meter in waiting:
-        meter.busy_ns += waited
+class Waiter:
+    """Waits for background nodes, in a thread that has nothing else to do.
+
+    nodes    the nodes and their meters: the time is theirs who have items in flight
+    bell     ends a wait as well, and is silenced
+    """
+
+    def __init__(self, nodes: Sequence[tuple[Background, NodeMeter]], bell: Bell | None = None) -> None:
+        self._nodes = nodes
+        self._bell = bell
+        self._poll = select.poll()
+        for told in [node for node, _ in nodes if node.fileno() >= 0] + ([] if bell is None else [bell]):
+            self._poll.register(told.fileno(), select.POLLIN)
+
+    def wait(self) -> None:
+        """Block until one of the nodes has something to say, or the bell rings."""
+        patience = [node.patience for node, _ in self._nodes if node.in_flight]
+        least = min((seconds for seconds in patience if seconds is not None), default=None)
+        began = clock()
+        told = self._poll.poll(None if least is None else least * 1e3)
+        waited = clock() - began
+        for node, meter in self._nodes:
+            if node.in_flight:
+                meter.busy_ns += waited
+        if self._bell is not None and any(fd == self._bell.fileno() for fd, _ in told):
+            self._bell.silence()

@@ -1,5 +1,6 @@
 """How one thread tells another, which waits on descriptors, that something has happened."""
 
+import contextlib
 import os
 import sys
 
@@ -10,6 +11,7 @@ class Bell:
     """A descriptor that can be read once `ring` has been called, by whatever thread, until `silence` is."""
 
     def __init__(self) -> None:
+        self._has_rung = False
         if hasattr(os, "eventfd"):
             self._in = self._out = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -31,12 +33,10 @@ class Bell:
             pass  # it has been rung often enough
 
     def silence(self) -> None:
-        """Make the descriptor unreadable."""
-        try:
-            while len(os.read(self._in, 4096)) == 4096:
-                pass
-        except BlockingIOError:
-            pass
+        """Make the descriptor unreadable; what is looked at after this includes all that was rung for before it."""
+        self._has_rung = False
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._in, 4096)
 
     def close(self) -> None:
         """Give the descriptors back."""

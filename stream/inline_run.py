@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
-from rollflow.stream.background import wait_for
+from rollflow.stream.background import Waiter
+from rollflow.stream.bell import Bell
 from rollflow.stream.chain import Chain
 from rollflow.stream.errors import GraphError, RunError
 from rollflow.stream.graph import Graph
@@ -18,9 +19,13 @@ class InlineRun:
 
     Errors come straight out of `next_outputs`, with their own traceback. A context manager: leaving it closes the
     nodes. Raises GraphError for a graph that needs an event loop.
+
+        bell    rung by another thread that wants `next_outputs` to come back, be it with nothing
+
+        caller    measures whoever asks for the outputs
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, bell: Bell | None = None) -> None:
         graph.validate()
         if not can_run_inline(graph):
             raise GraphError(
@@ -28,8 +33,10 @@ class InlineRun:
             )
         self.graph = graph
         self._meters = {name: NodeMeter(name) for name in graph.nodes}
-        self._caller = NodeMeter(CALLER)
+        self.caller = NodeMeter(CALLER)
         self._chain = Chain(graph, graph.flow_order(), self._meters)
+        self._waiter = Waiter(self._chain.background, bell)
+        self._bell = bell
         self._state = "new"
         self._steps: Iterator[None] | None = None  # of what is given by the nodes' `start` or `finish`
         self._began = clock()
@@ -61,13 +68,17 @@ class InlineRun:
         """
         if self._state not in ("running", "finished"):
             raise RunError(f"graph '{self.graph.name}' is not running: it is {self._state}")
-        self._caller.begin_wait()
+        self.caller.begin_wait()
         try:
-            return self._next_outputs()
+            given = self.next_outputs_unmetered()
         finally:
-            self._caller.end_wait()
+            self.caller.end_wait()
+        self.caller.items += len(given)
+        self.caller.begin_life()
+        return given
 
-    def _next_outputs(self) -> list[tuple[str, Any]]:
+    def next_outputs_unmetered(self) -> list[tuple[str, Any]]:
+        """The same, for a thread that hands the outputs to somebody else, whose time `caller` is to measure."""
         chain = self._chain
         while not chain.pending:
             if self._steps is not None and self._step():
@@ -80,16 +91,16 @@ class InlineRun:
                 continue
             elif chain.parked and chain.unpark():
                 continue
-            elif chain.background and chain.in_flight:
-                wait_for(chain.background)
+            elif (chain.background and chain.in_flight) or (chain.parked and self._bell is not None):
+                self._waiter.wait()
+                if self._bell is not None:
+                    break
             elif chain.parked or self._state == "finished":
                 return []
             else:
                 self.finish()
         given = [(edge.target[1], item) for edge, item, _ in chain.pending]
         chain.pending.clear()
-        self._caller.items += len(given)
-        self._caller.begin_life()
         return given
 
     def _step(self) -> bool:
@@ -98,6 +109,11 @@ class InlineRun:
             return True
         self._steps = None
         return False
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self._state != "running" and self._steps is None and not self._chain.pending
 
     def finish(self) -> None:
         """Stop the sources; what the nodes still hold comes out of `next_outputs`."""
@@ -110,7 +126,7 @@ class InlineRun:
         chain.give_up()
         while chain.in_flight:
             if not chain.collect():
-                wait_for(chain.background)
+                self._waiter.wait()
             chain.give_up()
             yield
         yield from chain.finish()
@@ -118,13 +134,13 @@ class InlineRun:
     def report(self) -> Report:
         """What has been counted so far."""
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
-        return report_of(elapsed, [*self._meters.values(), self._caller], [])
+        return report_of(elapsed, [*self._meters.values(), self.caller], [])
 
     def close(self) -> None:
         """Call every node's `close()`; again does nothing."""
         if self._state != "closed":
             self._state = "closed"
-            self._caller.end_life()
+            self.caller.end_life()
             self._ended_at = clock()
             close_nodes(self.graph)
 

@@ -16,13 +16,13 @@ class Patience:
 
     step_timeout: float | None
     reset_timeout: float | None
-    _deadlines: dict[int, tuple[float, str]] = field(default_factory=dict)
+    _deadlines: dict[int, tuple[float, bool]] = field(default_factory=dict)  # by lane; whether it resets
 
     def begin(self, lane: Lane, *, resets: bool = False) -> None:
         """The lane's environments have been asked for something."""
-        seconds, told = (self.reset_timeout, "reset") if resets else (self.step_timeout, "step")
+        seconds = self.reset_timeout if resets else self.step_timeout
         if seconds is not None:
-            self._deadlines[lane.index] = monotonic() + seconds, f"no answer to a {told} within {seconds:g} s"
+            self._deadlines[lane.index] = monotonic() + seconds, resets
 
     def end(self, lane: Lane) -> None:
         """They have answered, or are not waited for any more."""
@@ -38,4 +38,8 @@ class Patience:
     def overdue(self) -> dict[int, str]:
         """The lanes whose deadline has passed, with what they were late with."""
         now = monotonic()
-        return {index: told for index, (deadline, told) in self._deadlines.items() if deadline <= now}
+        told = (
+            f"no answer to a step within {self.step_timeout} s",
+            f"no answer to a reset within {self.reset_timeout} s",
+        )
+        return {index: told[resets] for index, (deadline, resets) in self._deadlines.items() if deadline <= now}
