@@ -114,7 +114,7 @@ class LaneServer:
         assert self._env is not None
         observations, infos = reset_first(self._env, self._seed, self._first_slot)
         columns[Columns.OBS].write(row, observations)
-        return frame_with(Kind.DONE, pack({"infos": infos}, "infos")) if infos else frame(Kind.DONE)
+        return frame_with(Kind.DONE, pack({"infos": infos}, "answer")) if infos else frame(Kind.DONE)
 
     def _stepped(self, columns: dict[str, Column], row: int, for_env: bool) -> bytes:
         assert self._step is not None
@@ -130,7 +130,7 @@ class LaneServer:
             for slot, item in zip(slots, final[0], strict=True):
                 columns[FINAL_OBS].write_slot(0, slot, item)
             told["final_infos"] = final[1]
-        return frame_with(Kind.DONE, pack(told, "infos")) if told else frame(Kind.DONE)
+        return frame_with(Kind.DONE, pack(told, "answer")) if told else frame(Kind.DONE)
 
 
 def end_with_parent(fd: int) -> None:

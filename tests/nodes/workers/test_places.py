@@ -66,7 +66,9 @@ class Flat(NumberedModule):
 
 def fragments_of(drawn: Setting, where: Any, **options: Any) -> list[Fragment]:
     """Three fragments of every lane, in the lanes' order."""
-    makers = [partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)]
+    makers = [
+        partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)
+    ]
     if where == "processes":
         options["workers"] = drawn.workers
     with Rollout(

@@ -1,0 +1,197 @@
+"""Workers that are killed, stopped, or raise: nothing that came out of them is lost, and the others go on."""
+
+import logging
+import time
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+from doomed import Doomed, Reports
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered import NumberedEnv, NumberedModule
+
+from rollflow.nodes import Rollout
+from rollflow.stream import EnvError, Fragment
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.01)
+
+
+def rewards_by_slot(fragments: list[Fragment]) -> dict[int, list[int]]:
+    """What each slot's transitions were rewarded with, in the order of time."""
+    found: dict[int, list[int]] = {}
+    for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
+        for chunk in fragment.episodes():
+            slot = int(chunk.get_observations(0)[0])
+            found.setdefault(slot, []).extend(int(reward) for reward in chunk.get_rewards())
+    return found
+
+
+def lives_of(rewards: list[int]) -> list[int]:
+    """Steps in every life: rewards count them from 1 on. Fails where one is missing or doubled."""
+    ends = [at for at in range(len(rewards)) if at + 1 == len(rewards) or rewards[at + 1] == 1]
+    begins = [0, *(end + 1 for end in ends[:-1])] if ends else []
+    for begin, end in zip(begins, ends, strict=True):
+        assert rewards[begin : end + 1] == list(range(1, end - begin + 2))
+    return [rewards[end] for end in ends]
+
+
+def check_laws(fragments: list[Fragment]) -> None:
+    """Continuity and alignment of every slot's chunks, and how those ended that go on nowhere."""
+    by_slot: dict[tuple[int, int], list[Any]] = {}
+    for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
+        for index, chunk in enumerate(fragment.episodes()):
+            by_slot.setdefault((fragment.lane, int(fragment.chunks.slot[index])), []).append((fragment, chunk))
+    for chunks in by_slot.values():
+        ids = [chunk.id_ for _, chunk in chunks]
+        assert len(dict.fromkeys(ids)) == 1 + sum(a != b for a, b in pairwise(ids))
+        for place, (fragment, chunk) in enumerate(chunks):
+            observations = chunk.get_observations(slice(0, None))
+            assert [int(row[2]) for row in observations] == list(
+                range(chunk.t_started, chunk.t_started + len(chunk) + 1)
+            )
+            assert len({int(row[1]) for row in observations}) == 1
+            np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), observations[:-1])
+            before = chunks[place - 1][1] if place else None
+            if chunk.t_started:
+                assert before is not None
+                assert before.id_ == chunk.id_
+            elif before is not None and not before.is_done:
+                # It ended with the fragment before: there is no chunk left that could say so.
+                assert [loss.row for loss in fragment.losses][:1] == [fragment.first_row]
+            lost = chunk.custom_data.get("lost")
+            assert lost is None or (chunk.is_truncated and not chunk.is_terminated)
+
+
+fates = st.sampled_from(["kill", "raise"])
+
+
+@given(
+    fate=fates,
+    step=st.integers(0, 20),
+    lives=st.integers(1, 3),
+    fragment_length=st.integers(1, 9),
+    longest=st.sampled_from([3, 50]),
+    slots=st.integers(1, 2),
+    prefetch=st.integers(0, 1),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=15)
+def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
+    tmp_path_factory: pytest.TempPathFactory, slots: int, longest: int, prefetch: int, **drawn: Any
+) -> None:
+    log = tmp_path_factory.mktemp("log")
+    doomed: Any = {"log": log, "step": drawn["step"], "fate": drawn["fate"], "lengths": (1, longest)}
+    makers = [partial(Doomed, slot, lives=drawn["lives"] if slot == 0 else 0, **doomed) for slot in range(2 * slots)]
+    options: Any = {"module": NumberedModule(), "fragment_length": drawn["fragment_length"], "seed": drawn["seed"]}
+    with Rollout(
+        makers, lanes=2, workers=2, where="processes", num_fragments=30, prefetch=prefetch, **options
+    ) as rollout:
+        fragments = list(rollout.fragments())
+        lost = rollout.lost.pop("workers", 0)
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert sorted({fragment.lane for fragment in fragments}) == [0, 1]
+    check_laws(fragments)
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        made = [steps for steps in Doomed.lives(log, slot) if steps]
+        seen = lives_of(rewards)
+        missing += sum(made) - sum(seen)
+        assert all(0 <= before - after <= 1 for before, after in zip(made, seen, strict=False))
+    assert 0 <= missing <= lost <= slots * drawn["lives"]
+    if (drawn["step"] + 1) * drawn["lives"] < 29 * drawn["fragment_length"]:
+        assert sum(len(fragment.losses) for fragment in fragments) == drawn["lives"]
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
+def test_what_is_open_ends_as_truncated_and_says_why(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
+    with Rollout(
+        maker, where="processes", module=NumberedModule(), fragment_length=8, num_fragments=2, step_timeout=1.0, seed=0
+    ) as rollout:
+        first, second = rollout.fragments()
+        assert rollout.lost == {"workers": 1}
+    lost, begun = first.episodes()
+    assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 3, False)
+    assert [int(row[2]) for row in lost.get_observations(slice(None))] == [0, 1, 2, 3, 4, 5]
+    why = {
+        "kill": "was killed by SIGKILL",
+        "raise": "RuntimeError: it broke",
+        "stop": "no answer to a step within 1.0 s",
+    }
+    assert why[fate] in lost.custom_data["lost"]
+    assert why[fate] in first.losses[0].reason
+    assert second.losses == []
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "lane 0 is lost and made again in 0.0 s" in record.getMessage()
+    assert why in record.getMessage()
+
+
+def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "raise", 3, 100 * (slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 4, "seed": 0}
+    with Rollout(makers, where="processes", lanes=3, workers=2, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert [fragment.sequence for fragment in fragments if fragment.lane == 0] == [0, 1, 2, 3]
+    assert [fragment.sequence for fragment in fragments if fragment.lane == 2] == [0, 1, 2, 3]
+    [cut_short] = [fragment for fragment in fragments if fragment.lane == 1]
+    assert cut_short.num_steps == cut_short.num_rows == 3 * 6
+    check_laws(fragments)
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+
+
+def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
+    maker = partial(Doomed, 0, tmp_path, "kill", 0, 100)
+    told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
+    with Rollout(maker, where="processes", module=NumberedModule(), seed=0) as rollout:
+        with pytest.raises(EnvError, match=told):
+            next(iter(rollout.fragments()))
+
+
+def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
+    def broken() -> gym.Env[Any, Any]:
+        raise FileNotFoundError("no simulator here")
+
+    with pytest.raises(EnvError, match="FileNotFoundError: no simulator here") as raised:
+        Rollout(broken, where="processes")
+    assert "in the callable for slot 0" in raised.value.__notes__
+    assert any("in a worker process" in note for note in raised.value.__notes__)
+    assert psutil.Process().children() == []
+
+
+def test_infos_that_can_not_be_handed_over_are_refused_by_name() -> None:
+    with Rollout(partial(Reports, 0), where="processes", module=NumberedModule(), seed=0) as rollout:
+        with pytest.raises(
+            EnvError, match=r"answer\['infos'\] of slot 0\['simulator'\]: <object object .* can't be handed"
+        ):
+            next(iter(rollout.fragments()))
+
+
+def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.nodes.workers.thread_environments._CLOSE_TIMEOUT_S", 0.1)
+    release = []
+
+    class Hangs(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            while self.slot == 1 and not release:
+                time.sleep(0.01)
+            return super().step(action)
+
+    makers = [partial(Hangs, slot) for slot in range(2)]
+    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, step_timeout=0.3)
+    with pytest.raises(EnvError, match=r"lane 1, vector step 0: no answer to a step within 0\.3 s"), rollout:
+        next(iter(rollout.fragments()))
+    assert "the environments of lanes [1] hang" in caplog.text
+    release.append(True)
