@@ -36,6 +36,7 @@ from rollflow.stream import (
     ModuleError,
     RunError,
 )
+from rollflow.stream.background import Waiter
 
 
 class Policy(RLModule):
@@ -299,12 +300,18 @@ def test_the_environments_stand_still_while_the_caller_works() -> None:
                     break
 
 
-def test_a_rollout_runs_ahead_by_what_prefetch_allows() -> None:
+def test_a_rollout_runs_ahead_by_what_prefetch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_not_go_on, wait = threading.Event(), Waiter.wait
+
+    def waited(self: Waiter) -> None:
+        can_not_go_on.set()
+        wait(self)
+
+    monkeypatch.setattr(Waiter, "wait", waited)
     with numbered(4, prefetch=2) as rollout:
         batches = iter(rollout.batches())
         next(batches)
-        portal = rollout._drive._portal
-        portal.call(anyio.wait_all_tasks_blocked)
+        assert can_not_go_on.wait(60)
         assert rollout.environments.lanes[0].vector_steps == 3 * 5
 
 
