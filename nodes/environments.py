@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from rollflow.nodes.env_source import EnvSource, LaneMaker, is_ready, lane_makers
+from rollflow.nodes.env_source import EnvSource, is_ready, lane_makers
 from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EnvError, RunError
@@ -28,6 +28,8 @@ class Environments:
         lookback           steps of the fragment before that each fragment begins with (H)
         seed               of every slot's environment
         name               what the episode ids are derived from, beside the seed
+        first_lane,        numbers of the first lane and slot, where other lanes of the rollout are elsewhere
+        first_slot
 
     An id's own vectorized form is used where it has one; other environments are stepped one by one and reset in
     the step that ends their episode. All three of gymnasium's autoreset modes give the same episodes.
@@ -45,6 +47,8 @@ class Environments:
         lookback: int = 1,
         seed: int = 0,
         name: str = "rollout",
+        first_lane: int = 0,
+        first_slot: int = 0,
     ) -> None:
         self.seed = seed
         self.is_started = False
@@ -54,8 +58,8 @@ class Environments:
         self.lookback = -1  # not set yet
         self.lanes: list[Lane] = []
         self._is_ours = not is_ready(env)
-        self._name = name
-        self.envs = self._made(lane_makers(env, num_envs, lanes))
+        self._name, self._first_lane, self._first_slot = name, first_lane, first_slot
+        self.envs = self._made(env, num_envs, lanes)
         first = self.envs[0]
         self.observation_space: gym.Space[Any] = first.single_observation_space
         self.action_space: gym.Space[Any] = first.single_action_space
@@ -71,7 +75,7 @@ class Environments:
         if self.is_started:
             raise RunError("these environments have been started: their lookback stays as it is")
         self.lookback = lookback
-        self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs)]
+        self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
 
     def start(self) -> Iterator[Lane]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
@@ -89,16 +93,31 @@ class Environments:
         """Step the lane's environments with the actions that it brings."""
         lane = actions
         try:
-            lane.record_step(*self._steps[lane.index](actions_of(lane)))
+            lane.record_step(*self._steps[lane.index - self._first_lane](actions_of(lane)))
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
 
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes there are."""
+        return len(self.envs)
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made."""
+        return sum(lane.num_steps for lane in self.lanes)
+
+    @property
+    def uncut_steps(self) -> int:
+        """Those of them that are in no fragment yet."""
+        return sum(lane.uncut_steps for lane in self.lanes)
+
     def describe(self) -> str:
         """Lanes and slots, for `explain()`."""
-        count = len(self.lanes)
-        slots = sorted({lane.layout.num_slots for lane in self.lanes})
+        count = len(self.envs)
+        slots = sorted({env.num_envs for env in self.envs})
         sizes = " or ".join(map(str, slots))
         return f"{count} lane{'s' if count > 1 else ''} × {sizes} slot{'s' if slots != [1] else ''}"
 
@@ -111,16 +130,16 @@ class Environments:
 
     def first_slots(self) -> list[int]:
         """The number of every lane's first slot."""
-        firsts = [0]
+        firsts = [self._first_slot]
         for env in self.envs[:-1]:
             firsts.append(firsts[-1] + env.num_envs)
         return firsts
 
     # What other ways of stepping do otherwise
 
-    def _made(self, makers: Sequence[LaneMaker]) -> Sequence[VectorEnv[Any, Any, Any]]:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         """One vector environment per lane."""
-        envs = [maker.make() for maker in makers]
+        envs = [maker.make() for maker in lane_makers(env, num_envs, lanes)]
         self._steps: list[Step] = [step_of(env, is_ours=self._is_ours) for env in envs]
         return envs
 
@@ -136,15 +155,17 @@ class Environments:
         self.is_started = True
 
     def _lane(self, index: int, vector: VectorEnv[Any, Any, Any]) -> Lane:
-        layout = FragmentLayout(
+        return Lane(index, self._layout(index, vector, self.seed), self.observation_space, self._memory(index))
+
+    def _layout(self, index: int, vector: VectorEnv[Any, Any, Any], seed: int) -> FragmentLayout:
+        return FragmentLayout(
             num_slots=vector.num_envs,
             num_rows=self.fragment_length,
             lookback=self.lookback,
             action_space=self.action_space,
             resets_next_step=autoreset_mode(vector) is AutoresetMode.NEXT_STEP,
-            episode_id=_episode_ids(f"{self.seed}/{self._name}/{index}"),
+            episode_id=_episode_ids(f"{seed}/{self._name}/{index}"),
         )
-        return Lane(index, layout, self.observation_space, self._memory(index))
 
     def _check_spaces(self, env: VectorEnv[Any, Any, Any], index: int) -> None:
         for kind, space, first in (

@@ -1,8 +1,23 @@
 """How far a rollout may run ahead of whoever takes its fragments."""
 
 from collections.abc import Callable
+from typing import Protocol
 
-from rollflow.stream.lane import Lane
+
+class Paced(Protocol):
+    """A lane, here or in another process."""
+
+    index: int
+
+    @property
+    def at_start(self) -> bool:
+        """Whether its next step is the first of a fragment."""
+        ...
+
+    @property
+    def sequence(self) -> int:
+        """Number of that fragment."""
+        ...
 
 
 class FragmentCredits:
@@ -17,9 +32,9 @@ class FragmentCredits:
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._changed: Callable[[], None] = _nobody
 
-    def admits(self, lane: Lane) -> bool:
+    def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step; the first of a fragment takes a credit."""
-        fragment = lane.fragment.sequence
+        fragment = lane.sequence
         if self.limit is None or not lane.at_start or self._begun_by.get(lane.index) == fragment:
             return True
         if self._begun >= self.limit:

@@ -1,14 +1,15 @@
-"""Where a rollout's environments step."""
+"""Where a rollout's environments step, and all the rest with them."""
 
 from typing import Any, Literal
 
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.environments import Environments
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.workers.rollout_processes import RolloutProcesses
 from rollflow.nodes.workers.thread_environments import ThreadEnvironments
 from rollflow.nodes.workers.worker_process import core_count
 
-Where = Literal["inline", "threads", "processes"]
+Where = Literal["inline", "threads", "processes", "rollouts"]
 
 
 def environments_for(
@@ -26,10 +27,10 @@ def environments_for(
 
     Raises ValueError for another `where`, and for `workers` where there are none.
     """
-    if where not in ("inline", "threads", "processes"):
-        raise ValueError(f"where is {where!r}, expected 'inline', 'threads' or 'processes'")
-    if workers is not None and where != "processes":
-        raise ValueError(f"workers is {workers}, but where='{where}' has none; expected where='processes'")
+    if where not in ("inline", "threads", "processes", "rollouts"):
+        raise ValueError(f"where is {where!r}, expected 'inline', 'threads', 'processes' or 'rollouts'")
+    if workers is not None and where not in ("processes", "rollouts"):
+        raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
     options |= {"num_envs": num_envs}
     if where == "inline":
         return Environments(env, lanes=lanes, **options)
@@ -37,6 +38,9 @@ def environments_for(
     slots = count_of(env, num_envs)
     if where == "threads":
         return ThreadEnvironments(env, lanes=lanes if lanes or is_ready(env) else slots, **timeouts, **options)
+    if where == "rollouts":
+        lanes = min(slots, workers or core_count()) if lanes is None else lanes
+        return RolloutProcesses(env, lanes=lanes, workers=workers, **timeouts, **options)
     if lanes is None:
         # One lane at the least steps while another is in the forward pass.
         lanes = min(slots, max(2, workers or core_count()))

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -16,11 +16,9 @@ from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
-from rollflow.nodes.connectors.module_to_env.get_actions import RACES
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
-from rollflow.nodes.distribution import Races
 from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
@@ -32,17 +30,19 @@ from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rounds import Rounds
+from rollflow.nodes.workers.rollout_link import packed_states
+from rollflow.nodes.workers.rollout_processes import Deal, RolloutProcesses, ring_of_turns
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import can_run_inline
-from rollflow.stream.lane import Lane
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.report import CALLER, Report
 from rollflow.stream.run import Run
-from rollflow.stream.seeding import fresh_seed, generator_for, seed_for
+from rollflow.stream.seeding import fresh_seed, seed_for
 
 T = TypeVar("T")
 Batch = dict[str, Any]
@@ -56,7 +56,9 @@ class Rollout:
         where                      "inline": the environments step in the loop's thread, in one lane. "threads": each
                                    lane in a thread of its own, one for every slot if `lanes` is left out: for
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
-                                   for those that are costly; forward passes stay here
+                                   for those that are costly; forward passes stay here. "rollouts": each lane's whole
+                                   rollout in a worker process, with connectors and a copy of the module: for policies
+                                   that run on CPUs
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
         reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
@@ -167,7 +169,7 @@ class Rollout:
             self.module = _module_for(module, model_config, *spaces)
         self._makes_module = module is None
         self._compared = False
-        acting = _acting_copy(self.module)
+        self._acting = acting = _acting_copy(self.module)
         stateful = is_stateful(acting)
         self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
         self.module_to_env = ModuleToEnvPipeline.default(observation_space, action_space, after, stateful=stateful)
@@ -179,16 +181,22 @@ class Rollout:
         self._lookback_asked, self._stateful = lookback, stateful
         self._set_lookback()
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
-        self._lanes_count = len(self.environments.lanes)
+        self._lanes_count = self.environments.num_lanes
+        self._num_fragments = num_fragments
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
         self.metrics = MetricsLogger() if metrics is None else metrics
         flat = type(acting) is DefaultModule if flat_forward is None else flat_forward
-        self._forward = ModuleForward(acting, self._weights, explore=explore, flat=flat, threads=forward_threads)
+        self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
+        self._forward = ModuleForward(acting, self._weights, **self._how_to_act)
         context = {"module": acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(
             self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
         )
         self._act = ModuleToEnv(self.module_to_env, **context)
+        self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
+        if isinstance(self.environments, RolloutProcesses):
+            _check_for_rollouts(self.metrics, max_batch, forward_in_thread)
+            self.environments.replica, self.environments.heard = self._replica, self._heard
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
         self._drive: Drive | None = None
@@ -215,24 +223,14 @@ class Rollout:
         return self._ring(self._credits).explain()
 
     def _ring(self, gate: FragmentCredits | None) -> Graph:
-        if not self.environments.is_started:
+        environments = self.environments
+        if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
-        graph = Graph("rollout")
-        graph.add(env=self.environments, env_to_module=self._prepare)
-        graph.add(module=self._gathering or self._forward, module_to_env=self._act)
-        graph.output("fragments", "env_to_module.fragments", capacity=self._lanes_count)
-        graph.connect("env", "env_to_module")
-        if self._gathering is None:
-            graph.connect("env_to_module.batches", "module", gate=gate)
-            graph.connect("module", "module_to_env")
-        else:
-            # The gate stands between synchronous nodes, and the forward pass is none here.
-            graph.add(pace=_passed_on)
-            graph.connect("env_to_module.batches", "pace", gate=gate)
-            graph.connect("pace", "module", capacity=self._lanes_count)
-            graph.connect("module", "module_to_env", capacity=self._lanes_count)
-        graph.connect("module_to_env", "env", feedback=True)
-        return graph
+        if isinstance(environments, RolloutProcesses):
+            give_back = _ignored if gate is None else gate.release
+            deal = Deal(environments.num_lanes, self._num_fragments, give_back)
+            return ring_of_turns(environments, deal, gate)
+        return ring_of(environments, self._prepare, self._gathering or self._forward, self._act, gate)
 
     # The loop
 
@@ -294,7 +292,10 @@ class Rollout:
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        return self._weights.publish(weights)
+        version = self._weights.publish(weights)
+        if isinstance(self.environments, RolloutProcesses):
+            self.environments.broadcast(version, weights)
+        return version
 
     def drain(self) -> None:
         """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end.
@@ -314,9 +315,9 @@ class Rollout:
         The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself.
         """
         if self._drive is not None:
-            return self._drive.report().moved(CALLER, self._learner_meter)
+            return self._told(self._drive.report())
         if self._async_run is not None:
-            return self._async_run[1].report().moved(CALLER, self._learner_meter)
+            return self._told(self._async_run[1].report())
         raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
 
     @property
@@ -327,7 +328,7 @@ class Rollout:
     @property
     def num_steps(self) -> int:
         """Transitions that the environments have made."""
-        return sum(lane.num_steps for lane in self.environments.lanes)
+        return self.environments.num_steps
 
     @property
     def lost(self) -> dict[str, int]:
@@ -340,12 +341,43 @@ class Rollout:
         """
         lost = {"max_lag": self.lag.dropped_steps, "workers": self.environments.lost_steps}
         if self._state == "new" and self.environments.is_closed:
-            lost["closed"] = sum(lane.uncut_steps for lane in self.environments.lanes)
+            lost["closed"] = self.environments.uncut_steps
         if self._state == "closed":
             lost["closed"] = self.num_steps - self._rounds.handed_steps - self.lag.dropped_steps
         return {cause: steps for cause, steps in lost.items() if steps}
 
     # Inside
+
+    def _told(self, report: Report) -> Report:
+        report = report.moved(CALLER, self._learner_meter)
+        if isinstance(self.environments, RolloutProcesses):
+            report = report.with_parts("rollouts", self.environments.stages(report.elapsed_s))
+        return report
+
+    def _replica(self) -> dict[str, Any]:
+        """What a worker needs for a rollout of its own, beside environments."""
+        fresh = self._weights.take()
+        if fresh is not None:
+            self._acting.load_state_dict(fresh[1])
+        return {
+            "module": self._acting,
+            "version": self._weights.version,
+            "env_to_module": self.env_to_module,
+            "module_to_env": self.module_to_env,
+            **self._how_to_act,
+        }
+
+    def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
+        """Take in what a worker's connectors have learnt and logged."""
+        if "metrics" in told:
+            self.metrics.merge([told["metrics"]])
+        if "states" in told:
+            self._states[lane] = told["states"]
+            pipelines = self.env_to_module, self.module_to_env
+            for pipeline, states in zip(pipelines, zip(*self._states.values(), strict=True), strict=True):
+                pipeline.set_state(pipeline.merge_states(list(states)))
+            assert isinstance(self.environments, RolloutProcesses)
+            self.environments.states = packed_states([pipeline.get_state() for pipeline in pipelines])
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"
@@ -416,7 +448,7 @@ class Rollout:
 
     def _compare_observations(self, batch: Batch) -> None:
         """Warn, at the first batch, where training and acting are given observations of different shapes."""
-        if self._compared:
+        if self._compared or self._prepare.observation_shapes is None:
             return
         self._compared = True
         acted, learnt = self._prepare.observation_shapes, shapes_of(batch, 2 if Columns.SEQ_LENS in batch else 1)
@@ -439,16 +471,14 @@ class Rollout:
             raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
         self.environments.set_lookback(max(1, needed[most]) if asked is None else asked)
         for lane in self.environments.lanes:
-            lane.shared_data["lane"] = lane.index
-            lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(self.seed, "module", lane.index))
-            lane.shared_data[RACES] = Races(generator_for(self.seed, "module", lane.index))
+            seed_lane(lane, self.seed)
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool
     ) -> GatheringForward | None:
         if max_batch is None and not forward_in_thread:
             return None
-        largest = max(lane.layout.num_slots for lane in self.environments.lanes)
+        largest = max(env.num_envs for env in self.environments.envs)
         if max_batch is not None and max_batch < largest:
             raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
         return GatheringForward(
@@ -473,8 +503,8 @@ class Stream(Generic[T]):
                 yield item
 
 
-def _passed_on(batches: Lane) -> Lane:
-    return batches
+def _ignored(fragments: int) -> None:
+    """Takes back credits where there are none."""
 
 
 def _pieces(
@@ -507,6 +537,18 @@ def _check_numbers(**numbers: tuple[float | None, int]) -> None:
     for name, (number, least) in numbers.items():
         if number is not None and number < least:
             raise ValueError(f"{name} is {number}, expected at least {least}")
+
+
+def _check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool) -> None:
+    if max_batch is not None or forward_in_thread:
+        raise ValueError(
+            "max_batch and forward_in_thread are for a forward pass over several lanes, but where='rollouts' has one "
+            "for each; expected where='threads' or where='processes'"
+        )
+    if not isinstance(metrics, MetricsLogger):
+        raise ValueError(
+            f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
+        )
 
 
 def _module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:

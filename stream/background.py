@@ -11,8 +11,11 @@ from rollflow.stream.meter import NodeMeter, clock
 class Background(Protocol):
     """A synchronous node that is handed items and gives what comes of them later.
 
-    It is called with an item, as every synchronous node is, and gives nothing then. All of this happens in the thread
-    that the graph runs in; what other threads or processes have done is told by the descriptor.
+    It is called with an item, as every synchronous node is, and gives nothing then. It may have a method `hasten()`,
+    called when no more will be asked for: what is under way may then come back as it is.
+
+    All of this happens in the thread that the graph runs in; what other threads or processes have done is told by the
+    descriptor.
     """
 
     @property

@@ -107,6 +107,12 @@ class Chain:
                 found = True
         return found
 
+    def hasten(self) -> None:
+        """Have what is worked on elsewhere come back as it is: no more will be asked for."""
+        for node, _ in self.background:
+            if hasattr(node, "hasten"):
+                node.hasten()
+
     def unpark(self) -> bool:
         """Make parked items runnable where their gates admit them now; whether there were any."""
         self.reopened = False

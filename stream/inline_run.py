@@ -124,6 +124,7 @@ class InlineRun:
     def _finish(self) -> Iterator[None]:
         chain = self._chain
         chain.give_up()
+        chain.hasten()
         while chain.in_flight:
             if not chain.collect():
                 self._waiter.wait()

@@ -308,6 +308,11 @@ class Lane:
         return self.row == self.layout.lookback
 
     @property
+    def sequence(self) -> int:
+        """Number of the fragment in the making."""
+        return self.fragment.sequence
+
+    @property
     def vector_steps(self) -> int:
         """Vector steps since the first reset."""
         return self.fragment.sequence * self.layout.num_rows + self.row - self.layout.lookback

@@ -1,6 +1,6 @@
 """What a run has counted so far, and which stage holds the others back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rollflow.stream.meter import EdgeMeter, NodeMeter
@@ -65,6 +65,13 @@ class Report:
                 left = max(node.busy_s - busy, 0.0)
                 node = replace(node, busy_s=left, idle_s=self.elapsed_s - left - node.blocked_s)
             nodes.append(node)
+        return replace(self, nodes=tuple(nodes))
+
+    def with_parts(self, name: str, parts: Sequence[NodeReport]) -> "Report":
+        """This report with `parts` in the place of node `name`; itself where there are none."""
+        if not parts:
+            return self
+        nodes = [each for node in self.nodes for each in (parts if node.name == name else [node])]
         return replace(self, nodes=tuple(nodes))
 
     def __str__(self) -> str:

@@ -147,6 +147,7 @@ class Run:
         is_source = chain.can_start
         if is_source:
             self._on_stop(partial(self._give_up_cycles, chain.names))
+            self._on_stop(chain.hasten)
             self._on_stop(wake.set)
             for _ in chain.start():
                 await self._deliver_all(chain)

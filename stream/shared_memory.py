@@ -38,9 +38,14 @@ class SharedBlock:
         """A new array over all of it, u8[size]; whatever is derived from it keeps it alive."""
         return np.frombuffer(self._memory, np.uint8)
 
-    def write(self, data: bytes) -> None:
-        """Put `data` at the beginning."""
-        self._memory[: len(data)] = data
+    def write(self, data: bytes, offset: int = 0) -> None:
+        """Put `data` so many bytes behind the beginning."""
+        self._memory[offset : offset + len(data)] = data
+
+    def taken(self) -> NDArray[np.uint8]:
+        """An array over all of it, when the descriptor is not needed any more: it is given back."""
+        self.close()
+        return self.array()
 
     def close(self) -> None:
         """Give the descriptor back."""

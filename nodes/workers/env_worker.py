@@ -55,14 +55,7 @@ class LaneServer:
         try:
             answer = self._do(asked)
         except Exception as error:
-            told = {
-                "type": type(error).__name__,
-                "text": str(error),
-                "notes": list(getattr(error, "__notes__", [])),
-                "traceback": "".join(traceback.format_exception(error)),
-                "is_refusal": isinstance(error, RollflowError),
-            }
-            answer = frame_with(Kind.FAILED, pack(told))
+            answer = failure(error)
         if answer:
             self._sock.sendall(answer)
 
@@ -74,9 +67,7 @@ class LaneServer:
             return self._reset(self._blocks[asked.block], asked.number)
         if kind is Kind.BLOCK:
             assert self._layout is not None
-            block = SharedBlock(asked.number, asked.fd)
-            self._blocks[asked.block] = self._layout.columns(block.array())
-            block.close()
+            self._blocks[asked.block] = self._layout.columns(SharedBlock(asked.number, asked.fd).taken())
             return b""
         if kind is Kind.LAYOUT:
             return self._lay_out(unpack(asked.payload))
@@ -90,9 +81,7 @@ class LaneServer:
 
     def _make(self, asked: Frame) -> bytes:
         self._close_env()
-        constructor = SharedBlock(asked.number, asked.fd)
-        maker: LaneMaker = pickle.loads(constructor.array().tobytes())
-        constructor.close()
+        maker: LaneMaker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
         self._env = env = maker.make()
         self._step = step_of(env, is_ours=True)
         told = {
@@ -133,6 +122,18 @@ class LaneServer:
         return frame_with(Kind.DONE, pack(told, "answer")) if told else frame(Kind.DONE)
 
 
+def failure(error: Exception, **more: Any) -> bytes:
+    """The frame that tells of an error."""
+    told = {
+        "type": type(error).__name__,
+        "text": str(error),
+        "notes": list(getattr(error, "__notes__", [])),
+        "traceback": "".join(traceback.format_exception(error)),
+        "is_refusal": isinstance(error, RollflowError),
+    }
+    return frame_with(Kind.FAILED, pack(told | more))
+
+
 def end_with_parent(fd: int) -> None:
     """End this process when the other end of a pipe is closed, whatever it is doing then.
 
@@ -143,14 +144,18 @@ def end_with_parent(fd: int) -> None:
     signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
 
 
-def main(life: int, lanes: Sequence[int]) -> None:
-    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
+    """Serve all lanes, for as long as the pipe `life` is open."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
-    servers = [LaneServer(socket.socket(fileno=fd)) for fd in lanes]
     threads = [threading.Thread(target=server.serve) for server in servers[1:]]
     for thread in threads:
         thread.start()
     servers[0].serve()
     for thread in threads:
         thread.join()
+
+
+def main(life: int, lanes: Sequence[int]) -> None:
+    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+    serve_all(life, [LaneServer(socket.socket(fileno=fd)) for fd in lanes])

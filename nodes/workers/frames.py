@@ -6,6 +6,8 @@ follows. Rows themselves lie in blocks of shared memory that both ends know by t
 
 import socket
 import struct
+from collections import deque
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -32,10 +34,18 @@ class Kind(IntEnum):
     STEP = 5  # the row to step with: its actions are in the block
     STEP_FOR_ENV = 6  # the same, with the block's `actions_for_env`
     CLOSE = 7
+    SET_UP = 8  # a descriptor, and the bytes behind it: what else a whole rollout is made of
+    TURN = 9  # a fragment is wanted
+    WEIGHTS = 10  # a descriptor, and the bytes behind it: a policy version and its weights
+    FREE = 11  # (the block) nobody reads it any more
+    DRAIN = 12  # what there is of the fragment is wanted now
+    STATES = 18  # length of packed states: what the connectors of all workers have learnt
     # From the worker
-    READY = 8  # length of a packed dict: spaces, slots, autoreset mode
-    DONE = 9  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
-    FAILED = 10  # length of a packed dict: what was raised
+    READY = 13  # length of a packed dict: spaces, slots, autoreset mode
+    DONE = 14  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
+    FAILED = 15  # length of a packed dict: what was raised
+    FRAGMENT = 16  # length of a packed dict: what there is to say of the fragment in the block
+    NEW_BLOCK = 17  # a descriptor, and the bytes behind it: a block
 
 
 class Frame(NamedTuple):
@@ -53,9 +63,9 @@ def frame(kind: Kind, block: int = 0, number: int = 0) -> bytes:
     return _HEADER.pack(kind, block, number)
 
 
-def frame_with(kind: Kind, payload: bytes) -> bytes:
+def frame_with(kind: Kind, payload: bytes, block: int = 0) -> bytes:
     """The bytes of a frame that ends in a payload."""
-    return _HEADER.pack(kind, 0, len(payload)) + payload
+    return _HEADER.pack(kind, block, len(payload)) + payload
 
 
 class FrameReader:
@@ -63,14 +73,20 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._fds: deque[int] = deque()
 
-    def feed(self, data: bytes) -> list[Frame]:
-        """The frames that are complete with this."""
+    def feed(self, data: bytes, fds: Sequence[int] = ()) -> list[Frame]:
+        """The frames that are complete with this, and with the descriptors that came along."""
         self._buffer += data
+        self._fds += fds
         frames: list[Frame] = []
         begin = 0
         while len(self._buffer) - begin >= _HEADER.size:
             kind, block, number = _HEADER.unpack_from(self._buffer, begin)
+            if kind == Kind.NEW_BLOCK:
+                frames.append(Frame(Kind.NEW_BLOCK, block, number, fd=self._fds.popleft()))
+                begin += _HEADER.size
+                continue
             end = begin + _HEADER.size + number
             if len(self._buffer) < end:
                 break
@@ -89,7 +105,7 @@ def receive_frame(sock: socket.socket) -> Frame:
     if not header:
         raise EOFError
     kind, block, number = _HEADER.unpack(header)
-    payload = _exactly(sock, number) if kind == Kind.LAYOUT else b""
+    payload = _exactly(sock, number) if kind in (Kind.LAYOUT, Kind.STATES) else b""
     return Frame(Kind(kind), block, number, payload, fds[0] if fds else -1)
 
 

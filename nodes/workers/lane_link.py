@@ -1,6 +1,7 @@
 """One lane whose environments step in a worker process, seen from here."""
 
 import socket
+import threading
 from collections.abc import Mapping
 from enum import Enum, auto
 from time import monotonic
@@ -23,6 +24,7 @@ from rollflow.stream.space_codec import space_of
 from rollflow.stream.tree import Tree, map_tree
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+_MOST_FDS = 64  # that come with what is received at a time
 
 
 class LaneBlocks:
@@ -98,6 +100,7 @@ class LaneLink:
         self.sock: socket.socket | None = None
         self._reader = FrameReader()
         self._blocks_sent = 0
+        self._lock = threading.Lock()
 
     # What is asked for
 
@@ -110,7 +113,7 @@ class LaneLink:
         """Have the environments made."""
         constructor = SharedBlock(len(self.maker))
         constructor.write(self.maker)
-        self._send(frame(Kind.MAKE, number=constructor.size), constructor.fd)
+        self.send(frame(Kind.MAKE, number=constructor.size), constructor.fd)
         constructor.close()
         self.state = State.MAKING
 
@@ -118,10 +121,10 @@ class LaneLink:
         """Have the environments reset for the first time."""
         lane, blocks = self._laid_out()
         layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seed": seed}
-        self._send(frame_with(Kind.LAYOUT, pack(layout | {"first_slot": first_slot})))
+        self.send(frame_with(Kind.LAYOUT, pack(layout | {"first_slot": first_slot})))
         self._blocks_sent = 0
         self._send_blocks(blocks)
-        self._send(frame(Kind.RESET, blocks.index, lane.row))
+        self.send(frame(Kind.RESET, blocks.index, lane.row))
         self.state, self.starts = State.RESETTING, self.starts + 1
 
     def step(self) -> None:
@@ -132,7 +135,7 @@ class LaneLink:
             kind = Kind.STEP_FOR_ENV
             blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
         self._send_blocks(blocks)
-        self._send(frame(kind, blocks.index, lane.row))
+        self.send(frame(kind, blocks.index, lane.row))
         self.state = State.STEPPING
 
     # What is answered
@@ -141,12 +144,12 @@ class LaneLink:
         """The frames that have come; None when the process has gone."""
         assert self.sock is not None
         try:
-            data = self.sock.recv(1 << 18)
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MOST_FDS)
         except BlockingIOError:
             return []
         except OSError:
             return None
-        return self._reader.feed(data) if data else None
+        return self._reader.feed(data, fds) if data else None
 
     def take(self, answer: Frame) -> Lane:
         """The lane, once its worker is done with what it was asked for."""
@@ -188,16 +191,17 @@ class LaneLink:
     def _send_blocks(self, blocks: LaneBlocks) -> None:
         for index in range(self._blocks_sent, len(blocks.pool.blocks)):
             block = blocks.pool.blocks[index]
-            self._send(frame(Kind.BLOCK, index, block.size), block.fd)
+            self.send(frame(Kind.BLOCK, index, block.size), block.fd)
         self._blocks_sent = len(blocks.pool.blocks)
 
-    def _send(self, data: bytes, fd: int = -1) -> None:
-        """Frames are few and small, and there is one answer for each that is asked: there is always room for them."""
+    def send(self, data: bytes, fd: int = -1) -> None:
+        """Send a frame. They are few and small, and most are answered: there is always room for them."""
         assert self.sock is not None
         try:
-            if fd >= 0:
-                socket.send_fds(self.sock, [data], [fd])
-            else:
-                self.sock.send(data)
+            with self._lock:
+                if fd >= 0:
+                    socket.send_fds(self.sock, [data], [fd])
+                else:
+                    self.sock.send(data)
         except OSError:
             pass  # the process has gone, as `receive` will tell

@@ -3,8 +3,6 @@
 from dataclasses import dataclass, field
 from time import monotonic
 
-from rollflow.stream.lane import Lane
-
 
 @dataclass(slots=True)
 class Patience:
@@ -18,15 +16,15 @@ class Patience:
     reset_timeout: float | None
     _deadlines: dict[int, tuple[float, bool]] = field(default_factory=dict)  # by lane; whether it resets
 
-    def begin(self, lane: Lane, *, resets: bool = False) -> None:
+    def begin(self, lane: int, *, resets: bool = False) -> None:
         """The lane's environments have been asked for something."""
         seconds = self.reset_timeout if resets else self.step_timeout
         if seconds is not None:
-            self._deadlines[lane.index] = monotonic() + seconds, resets
+            self._deadlines[lane] = monotonic() + seconds, resets
 
-    def end(self, lane: Lane) -> None:
+    def end(self, lane: int) -> None:
         """They have answered, or are not waited for any more."""
-        self._deadlines.pop(lane.index, None)
+        self._deadlines.pop(lane, None)
 
     @property
     def left(self) -> float | None:

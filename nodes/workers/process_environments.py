@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 from gymnasium.vector import VectorEnv
 
-from rollflow.nodes.env_source import EnvSource, LaneMaker, sizes_of
+from rollflow.nodes.env_source import EnvSource, LaneMaker, lane_makers, sizes_of
 from rollflow.nodes.environments import Environments
 from rollflow.nodes.workers.frames import Frame, Kind, frame, lane_block
 from rollflow.nodes.workers.lane_link import Elsewhere, LaneBlocks, LaneLink, State
@@ -42,6 +42,9 @@ class ProcessEnvironments(Environments):
 
     Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays, or lists and dicts of those.
     """
+
+    program = "rollflow.nodes.workers.env_worker"
+    link_class: type[LaneLink] = LaneLink
 
     def __init__(
         self,
@@ -112,7 +115,10 @@ class ProcessEnvironments(Environments):
         for key, _ in self._selector.select(0):
             yield from self._heard(key.data)
         for index, told in self._patience.overdue().items():
-            yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
+            if self._is_late(self._links[index]):
+                yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
+            else:
+                self._patience.begin(index)
         now = monotonic()
         for link in self._links:
             if link.state is State.LOST and link.due <= now:
@@ -132,13 +138,14 @@ class ProcessEnvironments(Environments):
 
     # What Environments does otherwise
 
-    def _made(self, makers: Sequence[LaneMaker]) -> Sequence[VectorEnv[Any, Any, Any]]:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
+        makers = lane_makers(env, num_envs, lanes)
         if not all(maker.can_travel for maker in makers):
             raise EnvError(
                 "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
                 "instead of a vector environment that has been made already"
             )
-        self._links = [LaneLink(index, _pickled(maker, index)) for index, maker in enumerate(makers)]
+        self._links = [self.link_class(index, _pickled(maker, index)) for index, maker in enumerate(makers)]
         count = min(self._asked_workers or core_count(), len(makers))
         for size in sizes_of(len(makers), count):
             self._first_of += [len(self._first_of)] * size
@@ -150,6 +157,21 @@ class ProcessEnvironments(Environments):
         spaces = self.observation_space, self.action_space
         slots = self.envs[index].num_envs
         return LaneBlocks(lane_block(*spaces, slots, self.fragment_length, self.lookback))
+
+    # What RolloutProcesses does otherwise
+
+    def _lane_of(self, link: LaneLink) -> Any:
+        """What goes round for a lane."""
+        return link.lane
+
+    def _lost_with(self, link: LaneLink, reason: str) -> int:
+        """How many transitions were lost with a worker that was making some."""
+        assert link.lane is not None
+        return link.lane.lose(reason)
+
+    def _is_late(self, link: LaneLink) -> bool:
+        """Whether a lane whose time is up has indeed made nothing."""
+        return True
 
     # Answers
 
@@ -174,7 +196,8 @@ class ProcessEnvironments(Environments):
             if link.is_waited:
                 self._go_on(link)
         else:
-            yield self._come_back(link, link.take(answer))
+            link.take(answer)
+            yield self._come_back(link)
 
     # Losses
 
@@ -188,25 +211,24 @@ class ProcessEnvironments(Environments):
                 yield from self._lane_lost(link, reason)
 
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Lane]:
-        was, lane = link.state, link.lane
+        was = link.state
         link.fail(reason, self._max_failures)
         if link.state is State.ASIDE:
             logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, link.failures, reason)
         else:
             again = max(0.0, link.due - monotonic())
             logger.warning("lane %d is lost and made again in %.1f s: %s\n%s", link.index, again, reason, told)
-        if not link.is_waited or lane is None:
+        if not link.is_waited:
             return
-        self._patience.end(lane)
+        self._patience.end(link.index)
         if was is State.STEPPING:
-            self.lost_steps += lane.lose(reason)
+            self.lost_steps += self._lost_with(link, reason)
         if link.state is State.ASIDE:
             yield from self._set_aside(link)
 
     def _set_aside(self, link: LaneLink) -> Iterator[Lane]:
-        assert link.lane is not None
-        link.lane.is_set_aside = True
-        yield self._come_back(link, link.lane)
+        self._lane_of(link).is_set_aside = True
+        yield self._come_back(link)
         if all(each.state is State.ASIDE for each in self._links):
             reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self._links)
             raise EnvError(f"every lane was lost {self._max_failures + 1} times in a row, the last time by: {reasons}")
@@ -217,22 +239,21 @@ class ProcessEnvironments(Environments):
             self._start_process(first)
         else:
             link.make()
-        if link.is_waited and link.lane is not None:
-            self._patience.begin(link.lane, resets=True)
+        if link.is_waited:
+            self._patience.begin(link.index, resets=True)
 
     # Inside
 
     def _await(self, link: LaneLink) -> None:
-        assert link.lane is not None
         self.in_flight += 1
         link.is_waited = True
-        self._patience.begin(link.lane, resets=link.state is not State.READY)
+        self._patience.begin(link.index, resets=link.state is not State.READY)
 
-    def _come_back(self, link: LaneLink, lane: Lane) -> Lane:
+    def _come_back(self, link: LaneLink) -> Any:
         self.in_flight -= 1
         link.is_waited = False
-        self._patience.end(lane)
-        return lane
+        self._patience.end(link.index)
+        return self._lane_of(link)
 
     def _go_on(self, link: LaneLink) -> None:
         """Have the environments of a lane that is waited for reset, if they are made."""
@@ -243,7 +264,7 @@ class ProcessEnvironments(Environments):
 
     def _start_process(self, first: int) -> None:
         links = [link for link in self._links if self._first_of[link.index] == first and link.state is not State.ASIDE]
-        worker = self._workers[first] = WorkerProcess("rollflow.nodes.workers.env_worker", len(links))
+        worker = self._workers[first] = WorkerProcess(self.program, len(links))
         for link, sock in zip(links, worker.sockets, strict=True):
             link.connect(sock)
             self._selector.register(sock, selectors.EVENT_READ, link)

@@ -80,7 +80,7 @@ class ThreadEnvironments(Environments):
         while self._done:
             lane, error = self._done.popleft()
             self.in_flight -= 1
-            self._patience.end(lane)
+            self._patience.end(lane.index)
             if error is not None:
                 error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
                 raise error
@@ -114,7 +114,7 @@ class ThreadEnvironments(Environments):
 
     def _hand_over(self, lane: Lane, job: Callable[[], None], *, resets: bool = False) -> None:
         self.in_flight += 1
-        self._patience.begin(lane, resets=resets)
+        self._patience.begin(lane.index, resets=resets)
         self._jobs[lane.index].put(job)
 
     def _work(self, index: int) -> None:

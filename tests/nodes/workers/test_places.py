@@ -69,7 +69,7 @@ def fragments_of(drawn: Setting, where: Any, **options: Any) -> list[Fragment]:
     makers = [
         partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)
     ]
-    if where == "processes":
+    if where in ("processes", "rollouts"):
         options["workers"] = drawn.workers
     with Rollout(
         makers,
@@ -106,7 +106,13 @@ def test_every_place_gives_the_same_fragments(drawn: Setting, where: str, prefet
     assert_alike(fragments_of(drawn, where, prefetch=prefetch), fragments_of(drawn, "inline"))
 
 
-@pytest.mark.parametrize("where", ["threads", "processes"])
+@given(drawn=drawn_settings, prefetch=st.integers(0, 2))
+@settings(max_examples=8)
+def test_whole_rollouts_elsewhere_give_the_same_fragments(drawn: Setting, prefetch: int) -> None:
+    assert_alike(fragments_of(drawn, "rollouts", prefetch=prefetch), fragments_of(drawn, "inline"))
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 def test_the_same_comes_out_of_an_event_loop(where: Any, backend: str) -> None:
     async def gathered() -> list[Fragment]:
@@ -123,7 +129,7 @@ def test_the_same_comes_out_of_an_event_loop(where: Any, backend: str) -> None:
     assert len(anyio.run(gathered, backend=backend)) == 6
 
 
-@pytest.mark.parametrize("where", ["threads", "processes"])
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 def test_a_drained_rollout_gives_every_step_that_was_made(where: Any) -> None:
     options: Any = {"lanes": 2, "num_envs": 4, "fragment_length": 64, "seed": 0}
     with Rollout("CartPole-v1", where=where, **options) as rollout:
@@ -160,7 +166,7 @@ class Wide(gym.Env[Any, Any]):
         return action[:1] * 2, float(action[1]), False, False, {}
 
 
-@pytest.mark.parametrize("where", ["threads", "processes"])
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 def test_environments_get_the_actions_that_are_for_them(where: Any) -> None:
     options: Any = {"num_envs": 2, "lanes": 1, "seed": 1, "num_fragments": 2, "fragment_length": 10}
     made = []

@@ -1,0 +1,120 @@
+"""One lane whose whole rollout is in a worker process, seen from here."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.workers.fragment_codec import FragmentReader
+from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with
+from rollflow.nodes.workers.lane_link import LaneLink, State
+from rollflow.stream.fragment import Fragment, FragmentLayout
+from rollflow.stream.packing import pack, unpack
+from rollflow.stream.shared_memory import SharedBlock
+
+PROGRESS_BYTES = 64  # at the head of what a worker is set up with: how many transitions it has made, i64
+
+
+class RemoteLane:
+    """What goes round in place of a lane that is in another process: each turn of it is a fragment.
+
+    fragment    that it came back with; None where it has none
+    """
+
+    at_start = True
+
+    def __init__(self, index: int, num_slots: int) -> None:
+        self.index = index
+        self.num_slots = num_slots
+        self.sequence = 0  # of the next fragment
+        self.fragment: Fragment | None = None
+        self.is_set_aside = False
+
+    @property
+    def vector_steps(self) -> str:
+        """Where it is, for messages."""
+        return f"of fragment {self.sequence}"
+
+
+class RolloutLink(LaneLink):
+    """The socket to a lane's worker.
+
+    steps      transitions in the fragments that have come
+    stages     what the worker's stages have counted: [name, items, busy seconds]
+    """
+
+    def __init__(self, index: int, maker: bytes) -> None:
+        super().__init__(index, maker)
+        self.remote: RemoteLane | None = None
+        self.steps = 0
+        self.stages: list[list[Any]] = []
+        self._reported = 0  # by the worker as it is now
+        self._seen = 0
+        self._progress: NDArray[np.int64] | None = None
+        self._reader_of_fragments: FragmentReader | None = None
+
+    def set_up(self, told: bytes, layout: FragmentLayout) -> None:
+        """Have the rollout built out of what was pickled."""
+        block = SharedBlock(PROGRESS_BYTES + len(told))
+        block.write(told, PROGRESS_BYTES)
+        self._progress = block.array()[:8].view(np.int64)
+        self._reported = self._seen = 0
+        self._reader_of_fragments = FragmentReader(layout, self.index)
+        self.send(frame(Kind.SET_UP, number=block.size), block.fd)
+        block.close()
+        self.starts += 1
+
+    def turn(self, states: bytes | None) -> None:
+        """Have the next fragment made; first, the connectors are told what those of other workers have learnt."""
+        assert self._reader_of_fragments is not None
+        freed = self._reader_of_fragments.freed
+        while freed:
+            self.send(frame(Kind.FREE, freed.popleft()))
+        if states is not None:
+            self.send(frame_with(Kind.STATES, states))
+        self.send(frame(Kind.TURN))
+        self.state = State.STEPPING
+
+    def map(self, answer: Frame) -> None:
+        """Take a block that the worker has made."""
+        assert self._reader_of_fragments is not None
+        self._reader_of_fragments.map(answer.block, SharedBlock(answer.number, answer.fd))
+
+    def read(self, answer: Frame) -> dict[str, Any]:
+        """Take the fragment that has come; what else the worker says with it."""
+        assert self._reader_of_fragments is not None
+        assert self.remote is not None
+        told: dict[str, Any] = unpack(answer.payload)
+        fragment = self._reader_of_fragments.read(answer.block, told)
+        self.remote.fragment, self.remote.sequence = fragment, fragment.sequence + 1
+        self.steps += told["steps"] - self._reported
+        self._reported, self.stages = told["steps"], told["nodes"]
+        self.failures, self.state = 0, State.READY
+        return told
+
+    @property
+    def unreported(self) -> int:
+        """Transitions that the worker has made and that are in no fragment that has come."""
+        return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
+
+    def give_up(self) -> int:
+        """The worker is lost: how many transitions are lost with it, the step that was under way among them."""
+        assert self.remote is not None
+        lost = self.unreported + self.remote.num_slots
+        self.forget_progress()
+        return lost
+
+    def forget_progress(self) -> None:
+        """What the worker has made and not given is not counted any more."""
+        self._progress = None
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether the worker has made steps since this was asked last."""
+        seen, self._seen = self._seen, self.unreported
+        return seen != self._seen
+
+
+def packed_states(states: Any) -> bytes:
+    """The states of connectors as bytes."""
+    return pack(states, "the connectors' state")

@@ -1,0 +1,224 @@
+"""Whole rollouts in worker processes: environments, connectors and a copy of the module in each."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import cloudpickle
+
+from rollflow.nodes.env_source import EnvSource
+from rollflow.nodes.weights_codec import pack_weights
+from rollflow.nodes.workers.frames import Frame, Kind, frame
+from rollflow.nodes.workers.lane_link import LaneLink, State
+from rollflow.nodes.workers.process_environments import ProcessEnvironments
+from rollflow.nodes.workers.rollout_link import RemoteLane, RolloutLink
+from rollflow.stream.errors import EnvError, RunError
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.gate import Gate
+from rollflow.stream.graph import Graph
+from rollflow.stream.packing import unpack
+from rollflow.stream.report import NodeReport
+from rollflow.stream.seeding import seed_for
+from rollflow.stream.shared_memory import SharedBlock
+
+
+class Dealt(NamedTuple):
+    """What one lane's turn gives."""
+
+    turns: RemoteLane | None
+    fragments: Fragment | None
+
+
+class RolloutProcesses(ProcessEnvironments):
+    """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
+
+        replica     what a worker needs beside its environments, to be pickled: asked for whenever one is started
+        heard       told of what connectors have learnt and logged: (lane, message)
+
+    A worker that is killed takes the fragment with it that it was making: its transitions are in `lost_steps`. One
+    whose environment raises gives what it has.
+    """
+
+    program = "rollflow.nodes.workers.rollout_worker"
+    link_class = RolloutLink
+
+    def __init__(self, env: EnvSource, **options: Any) -> None:
+        self.replica: Callable[[], dict[str, Any]] = dict
+        self.heard: Callable[[int, Mapping[str, Any]], None] = lambda lane, told: None
+        self.states: bytes | None = None  # of connectors, for workers to take over
+        self._states_of: dict[int, bytes | None] = {}
+        super().__init__(env, **options)
+
+    def start(self) -> Iterator[Any]:
+        """The lanes, each of which may take its first turn."""
+        self._begin()
+        for link, env in zip(self._links, self.envs, strict=True):
+            assert isinstance(link, RolloutLink)
+            link.remote = RemoteLane(link.index, env.num_envs)
+            yield link.remote
+
+    def __call__(self, turns: RemoteLane) -> RemoteLane | None:  # type: ignore[override]
+        """Have the lane's worker make its next fragment."""
+        link = self._links[turns.index]
+        turns.fragment = None
+        self._await(link)
+        if link.state is State.ASIDE:
+            self._came_aside.append(turns)  # type: ignore[arg-type]
+        elif link.state in (State.MADE, State.READY):
+            self._go_on(link)
+        return None
+
+    def broadcast(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Have every worker use these weights from its next forward pass on. From any thread."""
+        data = pack_weights(version, weights)
+        block = SharedBlock(len(data))
+        block.write(data)
+        for link in self._links:
+            if link.state in (State.READY, State.STEPPING):
+                link.send(frame(Kind.WEIGHTS, number=block.size), block.fd)
+        block.close()
+
+    def hasten(self) -> None:
+        """Have every worker give what there is of the fragment that it is making."""
+        for link in self._links:
+            if link.state is State.STEPPING:
+                link.send(frame(Kind.DRAIN))
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made, but for those that were lost."""
+        return sum(link.steps + link.unreported for link in self._rollout_links)
+
+    @property
+    def uncut_steps(self) -> int:
+        """Those of them that are in no fragment yet."""
+        return sum(link.unreported for link in self._rollout_links)
+
+    def stages(self, elapsed_s: float) -> list[NodeReport]:
+        """What the workers' stages have counted: items of all, times of the average worker."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        for link in self._rollout_links:
+            for name, items, busy in link.stages:
+                if name != "caller":
+                    found.setdefault(name, []).append((items, busy))
+        reports = []
+        for name, counted in found.items():
+            busy = min(elapsed_s, sum(busy for _, busy in counted) / len(self._links))
+            reports.append(NodeReport(name, sum(items for items, _ in counted), busy, elapsed_s - busy, 0.0))
+        return reports
+
+    def describe(self) -> str:
+        """Lanes, slots and processes, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
+
+    # What ProcessEnvironments does otherwise
+
+    def set_lookback(self, lookback: int) -> None:
+        """Have every fragment begin with so many steps of the one before (H). Before the first step only."""
+        if self.is_started and lookback != self.lookback:
+            raise RunError("these environments have been started: their lookback stays as it is")
+        self.lookback = lookback
+
+    @property
+    def _rollout_links(self) -> list[RolloutLink]:
+        return [link for link in self._links if isinstance(link, RolloutLink)]
+
+    def _go_on(self, link: LaneLink) -> None:
+        assert isinstance(link, RolloutLink)
+        if link.state is State.MADE:
+            seed = seed_for(self.seed, "restart", link.starts) if link.starts else self.seed
+            link.set_up(self._pickled_replica(link, seed), self._layout(link.index, self.envs[link.index], seed))
+        if link.state in (State.MADE, State.READY):
+            news = self.states if self._states_of.get(link.index) != self.states else None
+            link.turn(news)
+            self._states_of[link.index] = self.states
+
+    def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Any]:
+        assert isinstance(link, RolloutLink)
+        if answer.kind is Kind.NEW_BLOCK:
+            link.map(answer)
+        elif answer.kind is Kind.FRAGMENT:
+            told = link.read(answer)
+            self.heard(link.index, told)
+            yield self._come_back(link)
+        elif answer.kind is Kind.FAILED:
+            self.lost_steps += unpack(answer.payload).get("lost_steps", 0)
+            link.forget_progress()
+            yield from super()._answered(link, answer)
+        else:
+            yield from super()._answered(link, answer)
+
+    def _lane_of(self, link: LaneLink) -> Any:
+        assert isinstance(link, RolloutLink)
+        return link.remote
+
+    def _lost_with(self, link: LaneLink, reason: str) -> int:
+        assert isinstance(link, RolloutLink)
+        return link.give_up()
+
+    def _is_late(self, link: LaneLink) -> bool:
+        assert isinstance(link, RolloutLink)
+        return not link.has_moved
+
+    def _pickled_replica(self, link: RolloutLink, seed: int) -> bytes:
+        assert link.remote is not None
+        told = self.replica() | {
+            "lane": link.index,
+            "first_slot": self.first_slots()[link.index],
+            "first_sequence": link.remote.sequence,
+            "rows": self.fragment_length,
+            "lookback": self.lookback,
+            "seed": seed,
+        }
+        try:
+            pickled: bytes = cloudpickle.dumps(told)
+        except Exception as error:
+            raise EnvError(
+                f"the module and the connectors can't be handed to a worker process: {error}; expected them to hold "
+                "nothing that can't be pickled"
+            ) from error
+        return pickled
+
+
+class Deal:
+    """A node that parts the fragments from the turns, which go round.
+
+    num_lanes        lanes that come by
+    num_fragments    after so many fragments a lane stops; None: it never does
+    give_back        called when a turn has given no fragment, and never will
+    """
+
+    def __init__(self, num_lanes: int, num_fragments: int | None, give_back: Callable[[int], None]) -> None:
+        self._going = num_lanes
+        self._num_fragments = num_fragments
+        self._give_back = give_back
+
+    def __call__(self, turns: RemoteLane) -> Dealt:
+        """Take a lane that has done its turn."""
+        lane, fragment = turns, turns.fragment
+        is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
+        if lane.is_set_aside and fragment is None:
+            self._give_back(1)
+        if lane.is_set_aside or is_last:
+            self._going -= 1
+            return Dealt(None, fragment)
+        return Dealt(lane, fragment)
+
+    @property
+    def done(self) -> bool:
+        """Whether every lane has stopped."""
+        return self._going == 0
+
+
+def ring_of_turns(rollouts: RolloutProcesses, deal: Deal, gate: Gate | None) -> Graph:
+    """The ring of turns, with the output `fragments`; the gate lets a lane take its next one."""
+    graph = Graph("rollout")
+    graph.add(rollouts=rollouts, deal=deal, pace=_passed_on)
+    graph.output("fragments", "deal.fragments", capacity=rollouts.num_lanes)
+    graph.connect("rollouts", "deal")
+    graph.connect("deal.turns", "pace", gate=gate)
+    graph.connect("pace", "rollouts", feedback=True)
+    return graph
+
+
+def _passed_on(turns: RemoteLane) -> RemoteLane:
+    return turns

@@ -1,0 +1,198 @@
+"""A worker process that does whole rollouts, each of one lane: what runs in it."""
+
+import pickle
+import select
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollflow.nodes.env_to_module import EnvToModule
+from rollflow.nodes.environments import Environments
+from rollflow.nodes.metrics_logger import MetricsLogger
+from rollflow.nodes.module_forward import ModuleForward
+from rollflow.nodes.module_to_env import ModuleToEnv
+from rollflow.nodes.policy_weights import PolicyWeights
+from rollflow.nodes.ring import ring_of, seed_lane
+from rollflow.nodes.stepping import step_of
+from rollflow.nodes.weights_codec import unpack_weights
+from rollflow.nodes.workers.env_worker import LaneServer, failure, serve_all
+from rollflow.nodes.workers.fragment_codec import FragmentWriter
+from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, receive_frame
+from rollflow.nodes.workers.rollout_link import PROGRESS_BYTES
+from rollflow.stream.inline_run import InlineRun
+from rollflow.stream.lane import Lane
+from rollflow.stream.packing import pack, unpack
+from rollflow.stream.shared_memory import SharedBlock
+
+
+class Drained(BaseException):
+    """Raised, in the middle of a fragment, when the other process wants what there is of it."""
+
+
+class OneLane(Environments):
+    """The environments of one lane, made already."""
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        self._steps = [step_of(env, is_ours=True)]
+        return [env]
+
+
+class Turns:
+    """A gate that lets the lane begin a fragment whenever one is wanted."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self._changed: Any = None
+
+    def admits(self, lane: Lane) -> bool:
+        """Whether the lane may take its next step."""
+        if not lane.at_start:
+            return True
+        self.wanted -= 1
+        return self.wanted >= 0
+
+    def watch(self, changed: Any) -> None:
+        """Take the function to be called when a fragment is wanted."""
+        self._changed = changed
+
+    def want(self) -> None:
+        """A fragment is wanted."""
+        self.wanted = 1
+        self._changed()
+
+
+class WeightsFrom(PolicyWeights):
+    """Newly published weights, as they come over a socket between two forward passes."""
+
+    def __init__(self, module: Any, version: int, server: "RolloutServer") -> None:
+        super().__init__(module)
+        self._version = version
+        self._server = server
+
+    def take(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest weights, once."""
+        self._server.step_is_done()
+        return super().take()
+
+    def put(self, version: int, state: dict[str, Any]) -> None:
+        """Have the next pass use these."""
+        self._version, self._unused = version, (version, state)
+
+
+class RolloutServer(LaneServer):
+    """Serves one lane's socket: gives a fragment for every turn."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._run: InlineRun | None = None
+        self._turns = Turns()
+        self._fragments = FragmentWriter()
+        self._metrics = MetricsLogger()
+
+    def step_is_done(self) -> None:
+        """Say how far the lane has come, and take what has come over the socket meanwhile."""
+        self._progress[0] = self._lane.num_steps
+        while self._poll.poll(0):
+            asked = receive_frame(self._sock)
+            if asked.kind is Kind.DRAIN:
+                raise Drained
+            if asked.kind is Kind.CLOSE:
+                raise EOFError
+            self._do(asked)
+
+    def _do(self, asked: Frame) -> bytes:
+        kind = asked.kind
+        if kind is Kind.TURN:
+            return self._turn()
+        if kind is Kind.FREE:
+            self._fragments.free(asked.block)
+            return b""
+        if kind is Kind.WEIGHTS:
+            self._weights.put(*unpack_weights(SharedBlock(asked.number, asked.fd).taken().tobytes()))
+            return b""
+        if kind is Kind.STATES:
+            for pipeline, state in zip((self._env_to_module, self._module_to_env), unpack(asked.payload), strict=True):
+                pipeline.set_state(state)
+            return b""
+        if kind is Kind.SET_UP:
+            block = SharedBlock(asked.number, asked.fd).taken()
+            self._progress = block[:8].view(np.int64)
+            return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
+        if kind is Kind.DRAIN:
+            return b""  # there is no fragment in the making
+        return super()._do(asked)
+
+    def _set_up(self, told: dict[str, Any]) -> bytes:
+        assert self._env is not None
+        module, seed = told["module"], told["seed"]
+        self._env_to_module, self._module_to_env = told["env_to_module"], told["module_to_env"]
+        self._first_sequence = told["first_sequence"]
+        environments = OneLane(
+            self._env,
+            fragment_length=told["rows"],
+            lookback=told["lookback"],
+            seed=seed,
+            first_lane=told["lane"],
+            first_slot=told["first_slot"],
+        )
+        [self._lane] = environments.lanes
+        seed_lane(self._lane, seed)
+        self._weights = WeightsFrom(module, told["version"], self)
+        context = {"module": module, "explore": told["explore"], "metrics": self._metrics}
+        forward = ModuleForward(
+            module, self._weights, explore=told["explore"], flat=told["flat"], threads=told["threads"]
+        )
+        prepare, act = EnvToModule(self._env_to_module, **context), ModuleToEnv(self._module_to_env, **context)
+        self._run = InlineRun(ring_of(environments, prepare, forward, act, self._turns))
+        self._run.__enter__()
+        return b""
+
+    def _turn(self) -> bytes:
+        assert self._run is not None
+        self._turns.want()
+        try:
+            [(_, fragment)] = self._run.next_outputs()
+        except Drained:
+            fragment = self._lane.cut()
+        except Exception as error:
+            if "in node 'env'" not in getattr(error, "__notes__", ()):
+                return failure(error, is_refusal=True)
+            # What the lane has made so far is whole: only the step that failed is missing.
+            lost = self._lane.lose(f"{type(error).__name__}: {error}")
+            if not self._lane.at_start:
+                self._send(self._lane.cut())
+            return failure(error, lost_steps=lost)
+        self._send(fragment)
+        return b""
+
+    def _close_env(self) -> None:
+        if self._run is not None:
+            self._progress[0] = self._lane.num_steps
+        super()._close_env()
+
+    def _send(self, fragment: Any) -> None:
+        assert self._run is not None
+        fragment.sequence += self._first_sequence
+        known = 0 if self._fragments.pool is None else len(self._fragments.pool.blocks)
+        index, told = self._fragments.write(fragment)
+        assert self._fragments.pool is not None
+        for block in self._fragments.pool.blocks[known:]:
+            socket.send_fds(self._sock, [frame(Kind.NEW_BLOCK, index, block.size)], [block.fd])
+        told["steps"] = self._lane.num_steps
+        told["nodes"] = [[node.name, node.items, node.busy_s] for node in self._run.report().nodes]
+        states = self._env_to_module.get_state(), self._module_to_env.get_state()
+        if any(states):
+            told["states"] = states
+        if self._metrics.keys():
+            told["metrics"] = self._metrics.get_state()
+            self._metrics.reset()
+        self._sock.sendall(frame_with(Kind.FRAGMENT, pack(told, "fragment"), index))
+
+
+def main(life: int, lanes: Sequence[int]) -> None:
+    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+    serve_all(life, [RolloutServer(socket.socket(fileno=fd)) for fd in lanes])
