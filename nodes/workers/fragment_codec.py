@@ -11,7 +11,7 @@ from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.shared_memory import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.space_codec import describe_space, space_of
-from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.stream.tree import concatenate_trees, leaves_of, map_tree
 
 Plain = dict[str, Any]
 
@@ -85,7 +85,7 @@ class FragmentReader:
             episode_number=told["episode_number"],
         )
         fragment.observation_space = self._space
-        fragment.finals = [Final(*final) for final in told["finals"]]
+        fragment.finals = _finals_of(told["finals"])
         fragment.losses = [Loss(*loss) for loss in told["losses"]]
         if told["infos"] is not None:
             fragment.infos[: len(told["infos"])] = told["infos"]
@@ -95,14 +95,43 @@ class FragmentReader:
 
 
 def _described(fragment: Fragment) -> Plain:
-    has_infos = any(infos or isinstance(infos, SlotInfos) for infos in fragment.infos)
     return {
         "sequence": fragment.sequence,
         "num_rows": fragment.num_rows,
         "episode_start": fragment.episode_start,
         "episode_number": fragment.episode_number,
-        "finals": [[each.row, each.slots, each.observations, each.infos] for each in fragment.finals],
+        "finals": _joined(fragment.finals),
         "losses": [[each.row, each.slots, each.cut, each.reason] for each in fragment.losses],
-        "infos": fragment.infos if has_infos else None,
+        "infos": fragment.infos if any(map(_has_infos, fragment.infos)) else None,
         "custom_data": [[*key, data] for key, data in fragment.custom_data.items()],
     }
+
+
+def _joined(finals: list[Final]) -> Plain | None:
+    """All last observations as one tree: there may be hundreds."""
+    if not finals:
+        return None
+    infos = [each.infos for each in finals]
+    return {
+        "rows": [each.row for each in finals],
+        "counts": [len(each.slots) for each in finals],
+        "slots": np.concatenate([each.slots for each in finals]),
+        "observations": concatenate_trees([each.observations for each in finals]),
+        "infos": infos if any(map(_has_infos, infos)) else None,
+    }
+
+
+def _finals_of(told: Plain | None) -> list[Final]:
+    if told is None:
+        return []
+    slots, observations, finals, begin = told["slots"], told["observations"], [], 0
+    for index, (row, count) in enumerate(zip(told["rows"], told["counts"], strict=True)):
+        end = begin + count
+        items = map_tree(lambda leaf, begin=begin, end=end: leaf[begin:end], observations)
+        finals.append(Final(row, slots[begin:end], items, {} if told["infos"] is None else told["infos"][index]))
+        begin = end
+    return finals
+
+
+def _has_infos(infos: Any) -> bool:
+    return any(infos.dicts) if isinstance(infos, SlotInfos) else bool(infos)
