@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import weakref
 
 _ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes
 
@@ -18,6 +19,7 @@ class Bell:
             self._in, self._out = os.pipe()
             os.set_blocking(self._in, False)
             os.set_blocking(self._out, False)
+        self._closing = weakref.finalize(self, _close, {self._in, self._out})
 
     def fileno(self) -> int:
         """The descriptor."""
@@ -40,5 +42,9 @@ class Bell:
 
     def close(self) -> None:
         """Give the descriptors back."""
-        for fd in {self._in, self._out}:
-            os.close(fd)
+        self._closing()
+
+
+def _close(fds: set[int]) -> None:
+    for fd in fds:
+        os.close(fd)

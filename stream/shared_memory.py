@@ -32,6 +32,7 @@ class SharedBlock:
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
         self.fd = _anonymous_file(size) if fd is None else fd
+        self._closing = weakref.finalize(self, os.close, self.fd)
         self._memory = mmap.mmap(self.fd, size)
 
     def array(self) -> NDArray[np.uint8]:
@@ -49,9 +50,7 @@ class SharedBlock:
 
     def close(self) -> None:
         """Give the descriptor back."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        self._closing()
 
 
 class BlockPool:

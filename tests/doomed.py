@@ -1,4 +1,4 @@
-"""Environments that come to an end before their time."""
+"""Environments that come to an end before their time, and what shows how far they came."""
 
 import os
 import signal
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from numbered_env import NumberedEnv
+
+from rollflow.stream import Fragment
 
 
 class Doomed(NumberedEnv):
@@ -39,3 +41,22 @@ class Reports(NumberedEnv):
 
     def step(self, action: Any) -> Any:
         return *super().step(action)[:4], {"simulator": object()}
+
+
+def rewards_by_slot(fragments: list[Fragment]) -> dict[int, list[int]]:
+    """What each slot's transitions were rewarded with, in the order of time."""
+    found: dict[int, list[int]] = {}
+    for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
+        for chunk in fragment.episodes():
+            slot = int(chunk.get_observations(0)[0])
+            found.setdefault(slot, []).extend(int(reward) for reward in chunk.get_rewards())
+    return found
+
+
+def lives_of(rewards: list[int]) -> list[int]:
+    """Steps in every life: rewards count them from 1 on. Fails where one is missing or doubled."""
+    ends = [at for at in range(len(rewards)) if at + 1 == len(rewards) or rewards[at + 1] == 1]
+    begins = [0, *(end + 1 for end in ends[:-1])] if ends else []
+    for begin, end in zip(begins, ends, strict=True):
+        assert rewards[begin : end + 1] == list(range(1, end - begin + 2))
+    return [rewards[end] for end in ends]

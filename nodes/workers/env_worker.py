@@ -122,16 +122,20 @@ class LaneServer:
         return frame_with(Kind.DONE, pack(told, "answer")) if told else frame(Kind.DONE)
 
 
-def failure(error: Exception, **more: Any) -> bytes:
-    """The frame that tells of an error."""
-    told = {
+def described(error: Exception) -> dict[str, Any]:
+    """An error, in words."""
+    return {
         "type": type(error).__name__,
         "text": str(error),
         "notes": list(getattr(error, "__notes__", [])),
         "traceback": "".join(traceback.format_exception(error)),
         "is_refusal": isinstance(error, RollflowError),
     }
-    return frame_with(Kind.FAILED, pack(told | more))
+
+
+def failure(error: Exception, **more: Any) -> bytes:
+    """The frame that tells of an error."""
+    return frame_with(Kind.FAILED, pack(described(error) | more))
 
 
 def end_with_parent(fd: int) -> None:

@@ -5,7 +5,7 @@ import logging
 import selectors
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any
 
@@ -18,7 +18,8 @@ from rollflow.nodes.workers.frames import Frame, Kind, frame, lane_block
 from rollflow.nodes.workers.lane_link import Elsewhere, LaneBlocks, LaneLink, State
 from rollflow.nodes.workers.patience import Patience
 from rollflow.nodes.workers.worker_process import WorkerProcess, core_count, end_all
-from rollflow.stream.errors import EnvError
+from rollflow.stream import errors
+from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.lane import Lane, LaneMemory
 from rollflow.stream.packing import unpack
 from rollflow.stream.seeding import seed_for
@@ -187,10 +188,7 @@ class ProcessEnvironments(Environments):
 
     def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Lane]:
         if answer.kind is Kind.FAILED:
-            told = unpack(answer.payload)
-            if told["is_refusal"]:
-                raise _refusal(told, link)
-            yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
+            yield from self._failed(link, unpack(answer.payload))
         elif answer.kind is Kind.READY:
             link.state = State.MADE
             if link.is_waited:
@@ -200,6 +198,11 @@ class ProcessEnvironments(Environments):
             yield self._come_back(link)
 
     # Losses
+
+    def _failed(self, link: LaneLink, told: Mapping[str, Any]) -> Iterator[Any]:
+        if told["is_refusal"]:
+            raise refusal(told, link)
+        yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
 
     def _process_lost(self, first: int, reason: str) -> Iterator[Lane]:
         worker, self._workers[first] = self._workers[first], None
@@ -291,7 +294,7 @@ class ProcessEnvironments(Environments):
             for answer in frames:
                 told: dict[str, Any] = unpack(answer.payload)
                 if answer.kind is Kind.FAILED:
-                    raise _refusal(told, link)
+                    raise refusal(told, link)
                 link.state = State.MADE
                 return told
 
@@ -320,8 +323,13 @@ def _pickled(maker: LaneMaker, index: int) -> bytes:
     return pickled
 
 
-def _refusal(told: dict[str, Any], link: LaneLink) -> EnvError:
-    error = EnvError(f"{told['type']}: {told['text']}" if told["type"] != "EnvError" else told["text"])
+def refusal(told: Mapping[str, Any], link: LaneLink) -> Exception:
+    """The error that a worker's answer tells of: one of ours as it is, another as an EnvError or a RunError."""
+    kind = getattr(errors, told["type"], None)
+    text = told["text"]
+    if kind is None:
+        kind, text = EnvError if link.state is State.MAKING else RunError, f"{told['type']}: {text}"
+    error: Exception = kind(text)
     for note in [*told["notes"], f"lane {link.index}, in a worker process:\n{told['traceback']}"]:
         error.add_note(note)
     return error

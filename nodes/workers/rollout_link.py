@@ -100,6 +100,8 @@ class RolloutLink(LaneLink):
     def give_up(self) -> int:
         """The worker is lost: how many transitions are lost with it, the step that was under way among them."""
         assert self.remote is not None
+        if self._progress is None:
+            return 0
         lost = self.unreported + self.remote.num_slots
         self.forget_progress()
         return lost

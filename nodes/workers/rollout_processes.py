@@ -15,7 +15,6 @@ from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
-from rollflow.stream.packing import unpack
 from rollflow.stream.report import NodeReport
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.shared_memory import SharedBlock
@@ -140,12 +139,16 @@ class RolloutProcesses(ProcessEnvironments):
             told = link.read(answer)
             self.heard(link.index, told)
             yield self._come_back(link)
-        elif answer.kind is Kind.FAILED:
-            self.lost_steps += unpack(answer.payload).get("lost_steps", 0)
-            link.forget_progress()
-            yield from super()._answered(link, answer)
+            if "failure" in told:
+                yield from self._failed(link, told["failure"] | {"lost_steps": told["lost_steps"]})
         else:
             yield from super()._answered(link, answer)
+
+    def _failed(self, link: LaneLink, told: Mapping[str, Any]) -> Iterator[Any]:
+        assert isinstance(link, RolloutLink)
+        self.lost_steps += told.get("lost_steps", 0)
+        link.forget_progress()
+        yield from super()._failed(link, told)
 
     def _lane_of(self, link: LaneLink) -> Any:
         assert isinstance(link, RolloutLink)
@@ -153,7 +156,7 @@ class RolloutProcesses(ProcessEnvironments):
 
     def _lost_with(self, link: LaneLink, reason: str) -> int:
         assert isinstance(link, RolloutLink)
-        return link.give_up()
+        return link.give_up()  # nothing where it has said itself what is lost
 
     def _is_late(self, link: LaneLink) -> bool:
         assert isinstance(link, RolloutLink)

@@ -17,10 +17,11 @@ from rollflow.nodes.policy_weights import PolicyWeights
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.stepping import step_of
 from rollflow.nodes.weights_codec import unpack_weights
-from rollflow.nodes.workers.env_worker import LaneServer, failure, serve_all
+from rollflow.nodes.workers.env_worker import LaneServer, described, failure, serve_all
 from rollflow.nodes.workers.fragment_codec import FragmentWriter
 from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, receive_frame
 from rollflow.nodes.workers.rollout_link import PROGRESS_BYTES
+from rollflow.stream.errors import RollflowError
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
@@ -90,7 +91,6 @@ class RolloutServer(LaneServer):
         self._poll.register(sock, select.POLLIN)
         self._run: InlineRun | None = None
         self._turns = Turns()
-        self._fragments = FragmentWriter()
         self._metrics = MetricsLogger()
 
     def step_is_done(self) -> None:
@@ -121,7 +121,11 @@ class RolloutServer(LaneServer):
         if kind is Kind.SET_UP:
             block = SharedBlock(asked.number, asked.fd).taken()
             self._progress = block[:8].view(np.int64)
-            return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
+            try:
+                return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
+            except Exception as error:
+                self._run = None
+                return failure(error, is_refusal=not _is_of_environment(error))
         if kind is Kind.DRAIN:
             return b""  # there is no fragment in the making
         return super()._do(asked)
@@ -130,7 +134,7 @@ class RolloutServer(LaneServer):
         assert self._env is not None
         module, seed = told["module"], told["seed"]
         self._env_to_module, self._module_to_env = told["env_to_module"], told["module_to_env"]
-        self._first_sequence = told["first_sequence"]
+        self._first_sequence, self._fragments = told["first_sequence"], FragmentWriter()
         environments = OneLane(
             self._env,
             fragment_length=told["rows"],
@@ -152,21 +156,27 @@ class RolloutServer(LaneServer):
         return b""
 
     def _turn(self) -> bytes:
-        assert self._run is not None
+        if self._run is None:
+            return b""  # it could not be set up, as the other process has been told
         self._turns.want()
         try:
             [(_, fragment)] = self._run.next_outputs()
         except Drained:
             fragment = self._lane.cut()
         except Exception as error:
-            if "in node 'env'" not in getattr(error, "__notes__", ()):
-                return failure(error, is_refusal=True)
-            # What the lane has made so far is whole: only the step that failed is missing.
-            lost = self._lane.lose(f"{type(error).__name__}: {error}")
-            if not self._lane.at_start:
-                self._send(self._lane.cut())
-            return failure(error, lost_steps=lost)
+            return self._lost(error)
         self._send(fragment)
+        return b""
+
+    def _lost(self, error: Exception) -> bytes:
+        """Give what the lane has made so far, if it was the environment that failed: only its last step is missing."""
+        if not _is_of_environment(error):
+            return failure(error, is_refusal=True)
+        lost = self._lane.lose(f"{type(error).__name__}: {error}")
+        if self._lane.at_start:
+            return failure(error, lost_steps=lost)
+        self._send(self._lane.cut(), failure=described(error), lost_steps=lost)
+        self._run = None
         return b""
 
     def _close_env(self) -> None:
@@ -174,7 +184,7 @@ class RolloutServer(LaneServer):
             self._progress[0] = self._lane.num_steps
         super()._close_env()
 
-    def _send(self, fragment: Any) -> None:
+    def _send(self, fragment: Any, **more: Any) -> None:
         assert self._run is not None
         fragment.sequence += self._first_sequence
         known = 0 if self._fragments.pool is None else len(self._fragments.pool.blocks)
@@ -190,7 +200,11 @@ class RolloutServer(LaneServer):
         if self._metrics.keys():
             told["metrics"] = self._metrics.get_state()
             self._metrics.reset()
-        self._sock.sendall(frame_with(Kind.FRAGMENT, pack(told, "fragment"), index))
+        self._sock.sendall(frame_with(Kind.FRAGMENT, pack(told | more, "fragment"), index))
+
+
+def _is_of_environment(error: Exception) -> bool:
+    return "in node 'env'" in getattr(error, "__notes__", ()) and not isinstance(error, RollflowError)
 
 
 def main(life: int, lanes: Sequence[int]) -> None:

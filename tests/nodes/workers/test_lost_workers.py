@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from doomed import Doomed, Reports
+from doomed import Doomed, Reports, lives_of, rewards_by_slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule
@@ -23,25 +23,6 @@ from rollflow.stream import EnvError, Fragment
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.01)
-
-
-def rewards_by_slot(fragments: list[Fragment]) -> dict[int, list[int]]:
-    """What each slot's transitions were rewarded with, in the order of time."""
-    found: dict[int, list[int]] = {}
-    for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
-        for chunk in fragment.episodes():
-            slot = int(chunk.get_observations(0)[0])
-            found.setdefault(slot, []).extend(int(reward) for reward in chunk.get_rewards())
-    return found
-
-
-def lives_of(rewards: list[int]) -> list[int]:
-    """Steps in every life: rewards count them from 1 on. Fails where one is missing or doubled."""
-    ends = [at for at in range(len(rewards)) if at + 1 == len(rewards) or rewards[at + 1] == 1]
-    begins = [0, *(end + 1 for end in ends[:-1])] if ends else []
-    for begin, end in zip(begins, ends, strict=True):
-        assert rewards[begin : end + 1] == list(range(1, end - begin + 2))
-    return [rewards[end] for end in ends]
 
 
 def check_laws(fragments: list[Fragment]) -> None:
