@@ -1,53 +1,94 @@
-"""Two programs timed in turn, so that a machine whose speed drifts slows both."""
+"""Two programs measured in turn, so that a machine whose speed drifts slows both, and how figures are shown."""
 
 import json
+import os
+import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
 from typing import Any
 
-Run = Callable[[], int]
-"""Does some of a workload; how many environment steps that were."""
+Run = Callable[[], int]  # does a piece of work; how many steps it took
+Record = dict[str, Any]
+
+PACKAGES = ("numpy", "torch", "gymnasium", "anyio", "stable-baselines3", "torchrl", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured: so many pairs, each part of at least so many seconds."""
+
+    rounds: int
+    seconds: float
+
+
+QUICK, FULL = Sizes(3, 0.4), Sizes(9, 2.0)
 
 
 def steps_per_s(run: Run, at_least_s: float) -> float:
-    """Environment steps in a second, over as many runs as take so long."""
-    steps, began = 0, time.perf_counter()
-    while (taken := time.perf_counter() - began) < at_least_s:
+    """Steps per second over at least so many seconds."""
+    steps = 0
+    began = perf_counter()
+    while (taken := perf_counter() - began) < at_least_s:
         steps += run()
     return steps / taken
 
 
-def paired(
-    workload: str, slots: int, ours: Run, beside: Run, *, aim: float, rounds: int, at_least_s: float, **told: Any
-) -> dict[str, Any]:
-    """Medians over so many pairs, each of which begins with the other one."""
+def paired(workload: str, slots: int, ours: Run, beside: Run, *, aim: float, sizes: Sizes, **told: Any) -> Record:
+    """Medians over pairs, every other of which begins with the other one."""
     for run in (ours, beside):
-        steps_per_s(run, at_least_s)  # warm up
+        steps_per_s(run, sizes.seconds / 2)  # warm up
     pairs = []
-    for number in range(rounds):
+    for number in range(sizes.rounds):
         if number % 2:
-            mine, other = steps_per_s(ours, at_least_s), steps_per_s(beside, at_least_s)
+            mine, other = steps_per_s(ours, sizes.seconds), steps_per_s(beside, sizes.seconds)
         else:
-            other, mine = steps_per_s(beside, at_least_s), steps_per_s(ours, at_least_s)
+            other, mine = steps_per_s(beside, sizes.seconds), steps_per_s(ours, sizes.seconds)
         pairs.append((mine, other))
+    return record(workload, slots, pairs, aim=aim, **told)
+
+
+def record(workload: str, slots: int, pairs: Sequence[tuple[float, float]], *, aim: float, **told: Any) -> Record:
+    """One line of the table: medians of (ours, the other's) steps per second."""
     return {
         "workload": workload,
         "slots": slots,
+        "where": "inline",
         "steps_per_s": round(statistics.median(mine for mine, _ in pairs)),
         "beside": round(statistics.median(other for _, other in pairs)),
         "ratio": round(statistics.median(mine / other for mine, other in pairs), 3),
         "aim": aim,
-        "runs": rounds,
+        "runs": len(pairs),
         **told,
     }
 
 
-def show(results: Sequence[dict[str, Any]]) -> None:
-    """One JSON line each, then a table."""
-    for result in results:
-        print(json.dumps(result))
-    print(f"\n{'workload':<24} {'slots':>6} {'rollflow':>12} {'beside':>12} {'ratio':>7} {'aim':>6}")
-    for each in results:
-        figures = f"{each['steps_per_s']:>12,} {each['beside']:>12,} {each['ratio']:>7.2f} {each['aim']:>6.2f}"
-        print(f"{each['workload']:<24} {each['slots']:>6} {figures}")
+def show(records: Sequence[Record]) -> None:
+    """One JSON line each, then a table, the machine and the versions."""
+    for each in records:
+        print(json.dumps(each), flush=True)
+    print(f"\n{'workload':<34} {'slots':>6} {'where':<10} {'rollflow':>11} {'beside':>11} {'ratio':>6} {'aim':>5}")
+    for each in records:
+        figures = f"{each['steps_per_s']:>11,} {each['beside']:>11,} {each['ratio']:>6.2f} {each['aim']:>5.2f}"
+        verdict = "" if each["ratio"] >= each["aim"] else "  missed"
+        print(f"{each['workload']:<34} {each['slots']:>6} {each['where']:<10} {figures}{verdict}")
+    print(f"\n{machine()}\n{versions()}")
+
+
+def machine() -> str:
+    """What this ran on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{os.cpu_count()} cores, {platform.machine()}, {memory:.0f} GiB, {platform.system()} {platform.release()}"
+
+
+def versions() -> str:
+    """The packages that take part."""
+    found = [f"python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)

@@ -1,0 +1,84 @@
+"""The environments that are measured with."""
+
+import time
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+
+class PixelEnv(gym.Env[Any, Any]):
+    """Frames of 84×84×4 bytes, 50 µs of work a step, episodes of 150 to 250 steps."""
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    observation_space = gym.spaces.Box(0, 255, (84, 84, 4), np.uint8)
+    action_space = gym.spaces.Discrete(18)
+    _frames: Any = None
+
+    def __init__(self, work_s: float = 50e-6) -> None:
+        if PixelEnv._frames is None:
+            PixelEnv._frames = np.random.default_rng(0).integers(0, 256, (64, 84, 84, 4), np.uint8)
+        self._work_s, self._at, self._left = work_s, 0, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._left, self._at = int(self.np_random.integers(150, 251)), int(self.np_random.integers(64))
+        return self._frames[self._at], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        end = time.perf_counter() + self._work_s
+        self._at, self._left = (self._at + 1) % 64, self._left - 1
+        while time.perf_counter() < end:
+            pass
+        return self._frames[self._at], 1.0, self._left <= 0, False, {}
+
+
+class SleepEnv(gym.Env[Any, Any]):
+    """Steps that take lognormal time, 5 ms in the mean (sigma 1), without the processor; episodes of 200 steps."""
+
+    MEAN_S, SIGMA = 5e-3, 1.0
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._left = 200
+        return self.np_random.random(4, dtype=np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        time.sleep(self.np_random.lognormal(np.log(self.MEAN_S) - self.SIGMA**2 / 2, self.SIGMA))
+        self._left -= 1
+        return self.np_random.random(4, dtype=np.float32), 1.0, self._left <= 0, False, {}
+
+
+class NoopEnv(VectorEnv[Any, Any, Any]):
+    """Gives the same arrays at every step; no episode ever ends."""
+
+    metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, num_envs: int, observation_size: int = 4) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(-1, 1, (observation_size,), np.float32)
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._answer = (
+            np.zeros((num_envs, observation_size), np.float32),
+            np.zeros(num_envs, np.float64),
+            np.zeros(num_envs, np.bool_),
+            np.zeros(num_envs, np.bool_),
+            {},
+        )
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._answer[0], {}
+
+    def step(self, actions: Any) -> Any:
+        return self._answer
+
+
+def plain_cartpole() -> gym.Env[Any, Any]:
+    """One CartPole, which nobody has vectorized."""
+    return gym.make("CartPole-v1")

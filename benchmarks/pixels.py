@@ -1,0 +1,46 @@
+"""84×84×4 pixels and the network of the Nature paper: one lane steps while the other is in the forward pass.
+
+Beside forward passes alone, with sampling, over as many slots, in one torch thread: what is left of a rollout's time
+when everything else is hidden behind them.
+
+    python -m benchmarks.pixels [--quick]
+"""
+
+from benchmarks.command import run
+from benchmarks.envs import PixelEnv
+from benchmarks.loop import FRAGMENT_LENGTH, Forward
+from benchmarks.pairs import Record, Sizes, paired
+from benchmarks.policies import NatureCnn
+from rollflow.nodes import Rollout
+
+SLOTS = (8, 32)
+
+
+def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
+    """A line for each number of slots."""
+    return [_measured(count, sizes) for count in slots]
+
+
+def _measured(slots: int, sizes: Sizes) -> Record:
+    forward = Forward(NatureCnn(), PixelEnv.observation_space, slots)
+    with Rollout(
+        PixelEnv,
+        module=NatureCnn(),
+        num_envs=slots,
+        where="processes",
+        workers=1,
+        lanes=2,
+        prefetch=1,
+        fragment_length=FRAGMENT_LENGTH,
+        flat_forward=True,
+        seed=0,
+    ) as rollout:
+        batches = iter(rollout.batches())
+        told = {"where": "processes", "beside_name": "forward passes alone"}
+        return paired(
+            "pixels", slots, lambda: len(next(batches)["obs"]), forward.fragment, aim=0.95, sizes=sizes, **told
+        )
+
+
+if __name__ == "__main__":
+    run(measure)
