@@ -129,10 +129,8 @@ class Categorical:
     def sample_with_logp(self, races: "Races") -> tuple[NDArray[Any], NDArray[np.float32]]:
         """One action for each of the batch, and its log-probability: half the work, for logits f32[B, n] in memory."""
         log_probs = torch.log_softmax(self.logits, -1).numpy()
-        arrival = np.exp(log_probs)
-        arrival *= races.draw(arrival.shape)
-        places = arrival.argmax(-1)
-        logp = log_probs[races.rows, places]
+        places = (log_probs + races.draw(log_probs.shape)).argmax(-1)
+        logp = log_probs.reshape(-1).take(places + races.offsets)
         numbers = places + self._start if self._start else places
         return numbers if self._dtype is torch.int64 else _as(numbers, self._dtype), logp
 
@@ -158,26 +156,27 @@ class Categorical:
 class Races:
     """What races of exponentials are run with, drawn for many vector steps at a time.
 
-    rows    i64[B]: 0 … B - 1, for the shape drawn last
+    offsets    i64[B]: where each row begins in an array of the shape drawn last
     """
 
-    __slots__ = ("_drawn", "_next", "_random", "rows")
+    __slots__ = ("_drawn", "_next", "_random", "offsets")
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
         self._drawn: NDArray[np.float32] = np.empty((0, 0, 0), np.float32)
         self._next = 0
-        self.rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
 
     def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Inverses of exponential numbers, f32[B, n]: whoever multiplies a chance by one is first if it is largest."""
+        """Gumbel numbers, f32[B, n]: whose log-probability and number add up to the most has won the race."""
         drawn, place = self._drawn, self._next
         if place == len(drawn) or drawn.shape[1:] != shape:
             steps, place = max(1, _DRAWN // math.prod(shape)), 0
             drawn = self._random.standard_exponential((steps, *shape), np.float32)
             # At 0 even an action that is ruled out would arrive.
-            self._drawn = np.reciprocal(np.maximum(drawn, _SMALLEST, out=drawn), out=drawn)
-            self.rows = np.arange(shape[0])
+            np.log(np.maximum(drawn, _SMALLEST, out=drawn), out=drawn)
+            self._drawn = np.negative(drawn, out=drawn)
+            self.offsets = np.arange(shape[0]) * shape[1]
         self._next = place + 1
         row: NDArray[np.float32] = drawn[place]
         return row

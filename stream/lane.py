@@ -467,14 +467,15 @@ class Lane:
 
     def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
         """Row `row` only reset the slots in `dead`: it is no transition of theirs, and ends nothing."""
-        ends = np.logical_and(dead, done)
-        if np.count_nonzero(ends):
+        if np.count_nonzero(dead & done):
+            ends = dead & done
             for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
                 self.fragment.columns[name].tree[row, ends] = False
             done[ends] = False
-        slots = np.flatnonzero(dead)
+        slots = dead.nonzero()[0]
         self.num_steps -= len(slots)
-        self._begin_episodes(slots, row + 1)
+        self.episode_start[slots] = row + 1
+        self.episode_number += dead
         self._dead = None
 
     def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
