@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.episode_returns import EpisodeReturns
     from rollflow.nodes.lag import LagBound
     from rollflow.nodes.metrics_logger import MetricsLogger
-    from rollflow.nodes.module_forward import GatheringForward, ModuleForward
+    from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
     from rollflow.nodes.module_to_env import ModuleToEnv
     from rollflow.nodes.policy_weights import PolicyWeights
     from rollflow.nodes.rl_module import RLModule
@@ -133,6 +133,7 @@ __all__ = [
     "PolicyWeights",
     "PrevActionsPrevRewards",
     "RLModule",
+    "ReadyForward",
     "RemoveSingleTsTimeRankFromBatch",
     "Rollout",
     "SingleAgentObservationPreprocessor",
@@ -199,6 +200,7 @@ _HOMES = {
     "PrevActionsPrevRewards": "connectors.env_to_module.prev_actions_prev_rewards",
     "RLModule": "rl_module",
     "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.remove_single_ts_time_rank_from_batch",
+    "ReadyForward": "module_forward",
     "Rollout": "rollout",
     "SingleAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
     "TensorToNumpy": "connectors.common.tensor_to_numpy",

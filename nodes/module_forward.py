@@ -1,6 +1,6 @@
 """The forward pass: one lane at a time, or several ready lanes in one pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -118,6 +118,51 @@ class ModuleForward:
         if self._flat is None:
             return ""
         return "forward pass flat" if self._flat.reason is None else f"forward pass not flat: {self._flat.reason}"
+
+
+class ReadyForward:
+    """A node that runs the module over all lanes that are ready at a time, in one pass; it waits for none.
+
+    forward      the pass
+    max_batch    slots in one pass, at most
+    """
+
+    patience = None
+
+    def __init__(self, forward: ModuleForward, *, max_batch: int) -> None:
+        self._forward = forward
+        self._max_batch = max_batch
+        self._ready: list[Lane] = []
+
+    def __call__(self, batches: Lane) -> Lane | None:
+        """Take a lane for the next pass."""
+        self._ready.append(batches)
+        return None
+
+    @property
+    def in_flight(self) -> int:
+        """Lanes that the next pass will be over."""
+        return len(self._ready)
+
+    def fileno(self) -> int:
+        """There is nothing to wait for."""
+        return -1
+
+    def completed(self) -> Iterator[Lane]:
+        """The lanes after a pass over them."""
+        ready, self._ready = self._ready, []
+        while ready:
+            slots, count = 0, 0
+            while count < len(ready) and slots + ready[count].layout.num_slots <= self._max_batch:
+                slots += ready[count].layout.num_slots
+                count += 1
+            self._forward.forward_lanes(ready[:count])
+            yield from ready[:count]
+            del ready[:count]
+
+    def describe(self) -> str:
+        """The bound of a pass, for `explain()`."""
+        return f"up to {self._max_batch} slots a pass"
 
 
 class GatheringForward:

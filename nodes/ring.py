@@ -6,7 +6,7 @@ from rollflow.nodes.connectors.module_to_env.get_actions import RACES
 from rollflow.nodes.distribution import Races
 from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments
-from rollflow.nodes.module_forward import GatheringForward, ModuleForward
+from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
@@ -17,7 +17,7 @@ from rollflow.stream.seeding import generator_for, seed_for
 def ring_of(
     environments: Environments,
     prepare: EnvToModule,
-    forward: ModuleForward | GatheringForward,
+    forward: ModuleForward | ReadyForward | GatheringForward,
     act: ModuleToEnv,
     gate: Gate | None,
 ) -> Graph:
@@ -28,7 +28,7 @@ def ring_of(
     graph.add(module=forward, module_to_env=act)
     graph.output("fragments", "env_to_module.fragments", capacity=lanes)
     graph.connect("env", "env_to_module")
-    if isinstance(forward, ModuleForward):
+    if not isinstance(forward, GatheringForward):
         graph.connect("env_to_module.batches", "module", gate=gate)
         graph.connect("module", "module_to_env")
     else:

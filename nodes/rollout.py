@@ -25,7 +25,7 @@ from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
-from rollflow.nodes.module_forward import GatheringForward, ModuleForward
+from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for
@@ -173,6 +173,8 @@ class Rollout:
         stateful = is_stateful(acting)
         self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
         self.module_to_env = ModuleToEnvPipeline.default(observation_space, action_space, after, stateful=stateful)
+        if debug:
+            self.env_to_module.fuses = self.module_to_env.fuses = False
         self._weights = PolicyWeights(acting)
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
@@ -475,12 +477,14 @@ class Rollout:
 
     def _gathering_forward(
         self, max_batch: int | None, max_wait: float, forward_in_thread: bool
-    ) -> GatheringForward | None:
+    ) -> ReadyForward | GatheringForward | None:
         if max_batch is None and not forward_in_thread:
             return None
         largest = max(env.num_envs for env in self.environments.envs)
         if max_batch is not None and max_batch < largest:
             raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
+        if not max_wait and not forward_in_thread and max_batch is not None:
+            return ReadyForward(self._forward, max_batch=max_batch)
         return GatheringForward(
             self._forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=forward_in_thread
         )

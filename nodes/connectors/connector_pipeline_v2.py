@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
+from rollflow.nodes.connectors.fused import Fused, fused_tail
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
@@ -46,6 +47,7 @@ class ConnectorPipelineV2(ConnectorV2):
     """
 
     columnar = True
+    fuses = True  # whether default pieces may be called as one: see `fused`
 
     def __init__(
         self,
@@ -81,6 +83,11 @@ class ConnectorPipelineV2(ConnectorV2):
             plain = list(episodes)
         mark = perf_counter_ns()
         for place, (piece, timer) in enumerate(self._pieces):
+            if place == self._fused_from and self.fuses and self._fused and isinstance(episodes, LaneEpisodes):
+                fused = self._fused(self.connectors[place:], rl_module, batch, episodes, explore, shared_data)
+                if fused is not None:
+                    self._share(perf_counter_ns() - mark)
+                    return fused
             try:
                 batch = piece(
                     rl_module=rl_module,
@@ -138,7 +145,7 @@ class ConnectorPipelineV2(ConnectorV2):
         return spaces
 
     def timers(self) -> dict[str, Timer]:
-        """The pieces' names and timers."""
+        """The pieces' names and timers; those that were called as one share their time."""
         return dict(zip(self.names, self._timers, strict=True))
 
     # Editing
@@ -312,6 +319,13 @@ class ConnectorPipelineV2(ConnectorV2):
         asked = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
         return f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}"
 
+    def _share(self, total_ns: int) -> None:
+        timers = self._timers[self._fused_from :]
+        share = total_ns // len(timers)
+        for timer in timers:
+            timer.calls += 1
+            timer.total_ns += share
+
     def _arrange(self) -> None:
         """After an edit: spaces from piece to piece, and what depends on which pieces there are."""
         timers = {id(piece): timer for piece, timer in getattr(self, "_pieces", [])}
@@ -326,6 +340,11 @@ class ConnectorPipelineV2(ConnectorV2):
             not self.replaces_episodes and self._first_columnar and self.connectors[self._first_columnar - 1].columnar
         ):
             self._first_columnar -= 1
+        tail = fused_tail(self.connectors)
+        self._fused_from: int = -1
+        self._fused: Fused | None = None
+        if tail is not None and tail[0] >= self._first_columnar:
+            self._fused_from, self._fused = tail
         # An instance's word on what its class says for all: it depends on the pieces.
         self.columnar = self._first_columnar == 0  # type: ignore[misc]
         self.changes_episodes = any(piece.changes_episodes for piece in self.connectors)  # type: ignore[misc]

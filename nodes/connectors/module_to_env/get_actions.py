@@ -71,15 +71,15 @@ class GetActions(ConnectorV2):
                 f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             )
-        distribution_type = self._type(rl_module, explore)
+        distribution_type = self.distribution_type(rl_module, explore=explore)
         distribution: Any = distribution_type.from_logits(logits)
         races = shared_data.get(RACES)
         if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
             actions, logp = distribution.sample_with_logp(races)
             if not np.add.reduce(logp) > -np.inf:  # so it is if anything is wrong with one row's logits
-                _refuse_unusable(logits, shared_data)
+                refuse_unusable(logits, shared_data)
         else:
-            _refuse_unusable(logits, shared_data)
+            refuse_unusable(logits, shared_data)
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
@@ -91,7 +91,8 @@ class GetActions(ConnectorV2):
         if Columns.ACTION_LOGP not in batch:
             batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
 
-    def _type(self, rl_module: Any, explore: bool) -> Any:
+    def distribution_type(self, rl_module: Any, *, explore: bool) -> Any:
+        """What makes the module's distributions. Raises ModuleError where nobody knows."""
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
         get = getattr(rl_module, name, None)
         if get is not None:
@@ -114,7 +115,8 @@ def _is_plain(logits: torch.Tensor) -> bool:
     return logits.is_cpu and logits.ndim == 2 and logits.dtype is torch.float32 and not logits.requires_grad
 
 
-def _refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
+def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
+    """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots."""
     array = array_of(logits)
     # One sum over all is cheap, and finite if all are; -inf rules actions out, which is right for some but not for all.
     with np.errstate(invalid="ignore"):

@@ -39,6 +39,12 @@ class NormalizeAndClipActions(ConnectorV2):
         self._bring: Bring | None = None  # known when the spaces are
         super().__init__(input_observation_space, input_action_space)
 
+    @property
+    def changes_actions(self) -> bool:
+        """Whether actions in this space are changed at all."""
+        self._know_spaces()
+        return self._bring is not None
+
     def recompute_output_action_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
     ) -> gym.Space[Any]:

@@ -1,0 +1,97 @@
+"""What the default pieces come down to when they are called one after the other, in one function.
+
+With few slots a vector step spends longer on calls from piece to piece than on what the pieces do. A fused function
+gives just what its pieces would, or None where they have something to do that it does not: then they are called.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
+from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.numpy_to_tensor import NumpyToTensor
+from rollflow.nodes.connectors.common.tensor_to_numpy import TensorToNumpy
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
+from rollflow.nodes.connectors.module_to_env.get_actions import RACES, GetActions, refuse_unusable
+from rollflow.nodes.connectors.module_to_env.listify_data_for_vector_env import ListifyDataForVectorEnv
+from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.unbatch_to_individual_items import UnBatchToIndividualItems
+from rollflow.nodes.distribution import Categorical, DistributionType
+from rollflow.stream.columns import Columns
+from rollflow.stream.live_episode import LaneEpisodes
+
+# (the pieces, module, batch, episodes, explore, shared_data) -> batch, or None where the pieces are to be called
+Fused = Callable[[Sequence[Any], Any, Batch, LaneEpisodes, Any, dict[str, Any]], Batch | None]
+
+
+def fused_tail(pieces: Sequence[ConnectorV2]) -> tuple[int, Fused] | None:
+    """Where the pieces begin that can be called as one, to the last, and the function; None where they can't."""
+    for classes, fused in _FUSED.items():
+        if tuple(type(piece) for piece in pieces[-len(classes) :]) == classes:
+            return len(pieces) - len(classes), fused
+    return None
+
+
+def _observations_as_tensor(
+    pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+) -> Batch | None:
+    add, _, to_tensor = pieces
+    if batch or add.as_learner_connector or to_tensor.device is not None or to_tensor.pin_memory:
+        return None
+    observations = episodes.observations()
+    if type(observations) is not np.ndarray or not observations.flags.carray:
+        return None
+    if getattr(module, "framework", "torch") != "torch" or module is None:
+        return None
+    batch[Columns.OBS] = torch.from_numpy(observations)
+    return batch
+
+
+def _sampled_actions(
+    pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+) -> Batch | None:
+    get, _, _, clip, _ = pieces
+    logits, races = batch.get(Columns.ACTION_DIST_INPUTS), shared_data.get(RACES)
+    if logits is None or races is None or not explore or clip.changes_actions or MEMORIZED in shared_data:
+        return None
+    if Columns.ACTIONS in batch or Columns.ACTION_LOGP in batch or not _are_plain(batch) or logits.ndim != 2:
+        return None
+    made = get.distribution_type(module, explore=True)
+    distribution = made.from_logits(logits) if type(made) is DistributionType else None
+    if type(distribution) is not Categorical:
+        return None
+    actions, logp = distribution.sample_with_logp(races)
+    if not np.add.reduce(logp) > -np.inf:
+        refuse_unusable(logits, shared_data)
+    arrays: Batch = {name: value.numpy() for name, value in batch.items()}
+    arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
+    return arrays
+
+
+def _are_plain(batch: Batch) -> bool:
+    """Whether all columns are f32 tensors in main memory that nobody differentiates."""
+    for value in batch.values():
+        if (
+            type(value) is not torch.Tensor
+            or value.dtype is not torch.float32
+            or not value.is_cpu
+            or value.requires_grad
+        ):
+            return False
+    return True
+
+
+_FUSED: dict[tuple[type, ...], Fused] = {
+    (AddObservationsFromEpisodesToBatch, BatchIndividualItems, NumpyToTensor): _observations_as_tensor,
+    (
+        GetActions,
+        TensorToNumpy,
+        UnBatchToIndividualItems,
+        NormalizeAndClipActions,
+        ListifyDataForVectorEnv,
+    ): _sampled_actions,
+}
