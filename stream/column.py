@@ -33,9 +33,8 @@ class Column:
         """A column of `rows` rows, each like `row`, a tree of arrays `any[N, ...]`; the contents are undefined."""
         return cls(name, map_tree(lambda leaf: np.empty((rows, *leaf.shape), leaf.dtype), row))
 
-    def like(self) -> "Column":
-        """A new column of the same size and type; the contents are undefined."""
-        return Column(self.name, map_tree(np.empty_like, self.tree))
+    def __len__(self) -> int:
+        return len(self._leaves[0]) if self._leaves else 0
 
     def row(self, row: int) -> Tree:
         """Row `row`, a tree of views `any[N, ...]`."""

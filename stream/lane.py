@@ -19,6 +19,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.blocks import BlockLayout, BlockPool, PrivateBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
@@ -86,6 +87,7 @@ class Lane:
         self._rewritten = False
         self._typing = True  # until the first step the obs column may still take another type
         self._extra: tuple[str, ...] | None = None
+        self._blocks: tuple[BlockLayout, BlockPool[PrivateBlock]] | None = None  # for columns that `memory` has not
         self.fragment = self._first_fragment()
 
     # What the environment and the module say
@@ -363,7 +365,13 @@ class Lane:
         given = {} if self.memory is None else self.memory.next_columns()
         if self._space is not self.observation_spaces[0]:
             given.pop(Columns.OBS, None)  # what the environments write there is no row of this column
-        return {name: given.get(name) or column.like() for name, column in old.columns.items()}
+        if self._blocks is None:
+            rest = {name: column for name, column in old.columns.items() if name not in given}
+            layout = BlockLayout({name: (column.row(0), len(column)) for name, column in rest.items()})
+            self._blocks = layout, BlockPool(layout.size, PrivateBlock)
+        layout, pool = self._blocks
+        given |= layout.columns(pool.take()[1])
+        return {name: given[name] for name in old.columns}
 
     @property
     def _column(self) -> Column:

@@ -21,11 +21,11 @@ from gymnasium.vector import VectorEnv
 from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
 from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_with, lane_block, receive_frame
+from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import RollflowError
 from rollflow.stream.packing import pack, unpack
-from rollflow.stream.shared_memory import BlockLayout, SharedBlock
 from rollflow.stream.space_codec import describe_space
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.infos import SlotInfos
-from rollflow.stream.shared_memory import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.space_codec import describe_space, space_of
 from rollflow.stream.tree import concatenate_trees, leaves_of, map_tree
 
@@ -23,7 +23,7 @@ class FragmentWriter:
     """
 
     def __init__(self) -> None:
-        self.pool: BlockPool | None = None
+        self.pool: BlockPool[SharedBlock] | None = None
         self._layout: BlockLayout | None = None
         self._lent: dict[int, NDArray[np.uint8]] = {}
 
@@ -36,7 +36,7 @@ class FragmentWriter:
                 for name, column in fragment.columns.items()
             }
             self._layout = BlockLayout(rows)
-            self.pool = BlockPool(self._layout.size)
+            self.pool = BlockPool(self._layout.size, SharedBlock)
             assert fragment.observation_space is not None
             told = {"columns": rows, "observation_space": describe_space(fragment.observation_space)}
         index, block = self.pool.take()

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 import numpy as np
 
+from rollflow.stream.blocks import BlockLayout
 from rollflow.stream.columns import Columns
-from rollflow.stream.shared_memory import BlockLayout
 from rollflow.stream.space import row_of
 
 _HEADER = struct.Struct("<BxHI")

@@ -14,12 +14,12 @@ from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.environments import actions_of
 from rollflow.nodes.workers.frames import FINAL_OBS, RECORDED, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
-from rollflow.stream.shared_memory import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.space_codec import space_of
 from rollflow.stream.tree import Tree, map_tree
 
@@ -31,7 +31,7 @@ class LaneBlocks:
     """A `LaneMemory` that a worker process writes to as well."""
 
     def __init__(self, layout: BlockLayout) -> None:
-        self.pool = BlockPool(layout.size)
+        self.pool = BlockPool(layout.size, SharedBlock)
         self.index = -1
         self.columns: dict[str, Column] = {}
         self._layout = layout

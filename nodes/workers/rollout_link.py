@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from rollflow.nodes.workers.fragment_codec import FragmentReader
 from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with
 from rollflow.nodes.workers.lane_link import LaneLink, State
+from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.packing import pack, unpack
-from rollflow.stream.shared_memory import SharedBlock
 
 PROGRESS_BYTES = 64  # at the head of what a worker is set up with: how many transitions it has made, i64
 

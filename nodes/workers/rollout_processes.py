@@ -11,13 +11,13 @@ from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
 from rollflow.nodes.workers.rollout_link import RemoteLane, RolloutLink
+from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.report import NodeReport
 from rollflow.stream.seeding import seed_for
-from rollflow.stream.shared_memory import SharedBlock
 
 
 class Dealt(NamedTuple):

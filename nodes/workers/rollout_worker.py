@@ -21,11 +21,11 @@ from rollflow.nodes.workers.env_worker import LaneServer, described, failure, se
 from rollflow.nodes.workers.fragment_codec import FragmentWriter
 from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, receive_frame
 from rollflow.nodes.workers.rollout_link import PROGRESS_BYTES
+from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.errors import RollflowError
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
-from rollflow.stream.shared_memory import SharedBlock
 
 
 class Drained(BaseException):

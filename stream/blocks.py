@@ -1,7 +1,7 @@
-"""Memory that several processes see, and columns that lie in it.
+"""Memory that is used again and again, by one process or seen by several, and columns that lie in it.
 
-A block has no name: it is a file that no folder lists, handed on as a descriptor, and the system takes it back when
-the last process that holds it has ended, in whatever way.
+A shared block has no name: it is a file that no folder lists, handed on as a descriptor, and the system takes it back
+when the last process that holds it has ended, in whatever way.
 """
 
 import math
@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,19 +53,37 @@ class SharedBlock:
         self._closing()
 
 
-class BlockPool:
+class PrivateBlock:
+    """So many bytes of this process alone."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = np.empty(size, np.uint8).data  # numpy asks for huge pages
+
+    def array(self) -> NDArray[np.uint8]:
+        """A new array over all of it, u8[size]; whatever is derived from it keeps it alive."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+
+B = TypeVar("B", SharedBlock, PrivateBlock)
+
+
+class BlockPool(Generic[B]):
     """Blocks of one size, used again once no array over them is left.
 
-    size      bytes of each
-    on_new    told of every new block, with its index
+    size    bytes of each
+    make    makes one
 
     As many blocks are made as are in use at a time.
     """
 
-    def __init__(self, size: int, on_new: Callable[[int, SharedBlock], None] | None = None) -> None:
+    def __init__(self, size: int, make: Callable[[int], B]) -> None:
         self.size = size
-        self.blocks: list[SharedBlock] = []
-        self._on_new = on_new
+        self.blocks: list[B] = []
+        self._make: Callable[[int], B] = make
         self._free: deque[int] = deque()
 
     def take(self) -> tuple[int, NDArray[np.uint8]]:
@@ -74,9 +92,7 @@ class BlockPool:
             index = self._free.popleft()
         else:
             index = len(self.blocks)
-            self.blocks.append(SharedBlock(self.size))
-            if self._on_new is not None:
-                self._on_new(index, self.blocks[index])
+            self.blocks.append(self._make(self.size))
         array = self.blocks[index].array()
         weakref.finalize(array, self._free.append, index).atexit = False
         return index, array
