@@ -9,7 +9,7 @@ from rollflow.nodes.workers.rollout_processes import RolloutProcesses
 from rollflow.nodes.workers.thread_environments import ThreadEnvironments
 from rollflow.nodes.workers.worker_process import core_count
 
-Where = Literal["inline", "threads", "processes", "rollouts"]
+Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 
 
 def environments_for(
@@ -28,7 +28,7 @@ def environments_for(
     Raises ValueError for another `where`, and for `workers` where there are none.
     """
     if where not in ("inline", "threads", "processes", "rollouts"):
-        raise ValueError(f"where is {where!r}, expected 'inline', 'threads', 'processes' or 'rollouts'")
+        raise ValueError(f"where is {where!r}, expected 'inline', 'threads', 'processes', 'rollouts' or 'auto'")
     if workers is not None and where not in ("processes", "rollouts"):
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
     options |= {"num_envs": num_envs}

@@ -30,10 +30,12 @@ from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.probe import choose, probe
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rounds import Rounds
 from rollflow.nodes.workers.rollout_link import packed_states
 from rollflow.nodes.workers.rollout_processes import Deal, RolloutProcesses, ring_of_turns
+from rollflow.nodes.workers.worker_process import core_count
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
@@ -58,7 +60,8 @@ class Rollout:
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
                                    for those that are costly; forward passes stay here. "rollouts": each lane's whole
                                    rollout in a worker process, with connectors and a copy of the module: for policies
-                                   that run on CPUs
+                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, which
+                                   makes one environment more; `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
         reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
@@ -146,6 +149,9 @@ class Rollout:
         )
         self.seed = fresh_seed() if seed is None else seed
         self.returns = EpisodeReturns()
+        self.placement = ""  # why it goes where it goes, where that was left to it
+        if where == "auto":
+            where, lanes, workers, self.placement = _placed(env, num_envs, lanes, workers, module, model_config)
         self.environments = environments_for(
             where,
             env,
@@ -166,7 +172,7 @@ class Rollout:
         spaces = observation_space if seen_space is None else seen_space, action_space
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_for(self.seed, "weights"))  # of a module that is made here
-            self.module = _module_for(module, model_config, *spaces)
+            self.module = module_for(module, model_config, *spaces)
         self._makes_module = module is None
         self._compared = False
         self._acting = acting = _acting_copy(self.module)
@@ -221,8 +227,9 @@ class Rollout:
         return self._ring(None)
 
     def explain(self) -> str:
-        """How it runs: what is chained into one task, and how much each edge holds."""
-        return self._ring(self._credits).explain()
+        """How it runs: what is chained into one task, how much each edge holds, and why it goes where it goes."""
+        told = self._ring(self._credits).explain()
+        return f"{told}\n{self.placement}" if self.placement else told
 
     def _ring(self, gate: FragmentCredits | None) -> Graph:
         environments = self.environments
@@ -543,6 +550,18 @@ def _check_numbers(**numbers: tuple[float | None, int]) -> None:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 
+def _placed(
+    env: EnvSource, num_envs: int | None, lanes: int | None, workers: int | None, module: Any, model_config: Any
+) -> tuple[Where, int | None, int | None, str]:
+    """Where to go, with how many lanes and workers, and why; what was asked for stays."""
+    measured = probe(env, num_envs, module, model_config)
+    if measured is None:
+        return "inline", lanes, None, "where='inline': these vector environments are here already"
+    choice = choose(measured, core_count())
+    has_workers = choice.where in ("processes", "rollouts")
+    return choice.where, lanes or choice.lanes, (workers or choice.workers) if has_workers else None, choice.why
+
+
 def _check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool) -> None:
     if max_batch is not None or forward_in_thread:
         raise ValueError(
@@ -555,7 +574,7 @@ def _check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: 
         )
 
 
-def _module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
     """The module given, with its spaces filled in, or a default one. Raises ModuleError for what is no module."""
     if module is None:
         return DefaultModule(observation_space, action_space, model_config=model_config)

@@ -1,0 +1,69 @@
+"""The benchmarks run, and say what they promise to say; how fast anything is is not looked at."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # they are not installed
+
+from benchmarks import beside_peers, cartpole, memory, overhead, pairs, pixels, scaling, stragglers, two_cores
+from benchmarks.envs import plain_cartpole
+from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
+from benchmarks.policies import Mlp
+from rollflow.nodes import Rollout
+
+TINY = pairs.Sizes(1, 0.01)
+KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "runs"}
+
+
+@pytest.mark.parametrize(
+    "measure",
+    [
+        lambda: cartpole.measure(TINY, vectorized=(4,), plain=(2,)),
+        lambda: overhead.measure(TINY, slots=(1,)),
+        lambda: pixels.measure(TINY, slots=(2,)),
+        lambda: stragglers.measure(pairs.Sizes(1, 0.1), places=("threads",)),
+        lambda: scaling.measure(TINY, axes={"lanes": (1, 2), "pieces": (1,), "sinks": (2,)}),
+        lambda: beside_peers.measure(TINY),
+    ],
+    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "beside_peers"],
+)
+def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = measure()
+    pairs.show(lines)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert told == lines
+    assert all(line.keys() >= KEYS for line in lines)
+
+
+@pytest.mark.slow
+def test_workers_and_memory_are_measured() -> None:
+    lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4, 2, 0.95),)) + memory.measure(TINY)
+    assert [line["workload"] for line in lines] == ["tiny", "memory, peak", "memory, growth"]
+    assert all(line.keys() >= KEYS for line in lines)
+
+
+def test_the_loop_and_rollflow_make_batches_of_one_shape() -> None:
+    loop = Loop(side_by_side(plain_cartpole, 3), Mlp())
+    assert loop.fragment() == 3 * FRAGMENT_LENGTH
+    with Rollout(plain_cartpole, module=Mlp(), num_envs=3, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
+        batch = next(iter(rollout.batches()))
+    names = {"logp": "action_logp", "values": "vf_preds"}
+    for name, column in loop.batch.items():
+        ours = batch[names.get(name, name)]
+        assert (ours.shape, ours.dtype) == (column.shape, column.dtype), name
+
+
+def test_plots_are_drawn_where_matplotlib_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scaling.draw([scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)], tmp_path)
+    drawn = [path.name for path in tmp_path.iterdir()]
+    assert drawn == ["lanes.png"] or "matplotlib is not installed" in capsys.readouterr().out
+
+
+def test_the_table_says_which_aims_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs.show([pairs.record("met", 1, [(3.0, 2.0)], aim=1.5), pairs.record("not met", 1, [(2.0, 2.0)], aim=1.5)])
+    table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
+    assert [line.endswith("missed") for line in table if line.startswith(("met", "not met"))] == [False, True]
