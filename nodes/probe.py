@@ -9,7 +9,9 @@ import numpy as np
 import torch
 
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready, lane_makers
+from rollflow.nodes.given import module_for
 from rollflow.nodes.stepping import step_of
+from rollflow.nodes.workers.worker_process import core_count
 from rollflow.stream.space import row_of
 from rollflow.stream.tree import map_tree
 
@@ -84,6 +86,18 @@ def probe(env: EnvSource, num_envs: int | None, module: Any, model_config: Any) 
     finally:
         made.close()
     return Measured(slots, seconds, waits, forward, is_vectorized, on_cpu)
+
+
+def placed(
+    env: EnvSource, num_envs: int | None, lanes: int | None, workers: int | None, module: Any, model_config: Any
+) -> tuple[Any, int | None, int | None, str]:
+    """Where to go, with how many lanes and workers, and why; what was asked for stays."""
+    measured = probe(env, num_envs, module, model_config)
+    if measured is None:
+        return "inline", lanes, None, "where='inline': these vector environments are here already"
+    choice = choose(measured, core_count())
+    has_workers = choice.where in ("processes", "rollouts")
+    return choice.where, lanes or choice.lanes, (workers or choice.workers) if has_workers else None, choice.why
 
 
 def _inline(measured: Measured) -> Choice:
@@ -163,8 +177,6 @@ def _step_time(env: Any) -> tuple[float, float]:
 
 def _forward_time(env: Any, module: Any, model_config: Any, slots: int) -> tuple[Callable[[int], float], bool]:
     """Seconds of a pass by its number of rows, and whether it is on the processor: a line through two measurements."""
-    from rollflow.nodes.rollout import module_for  # which asks for a place itself
-
     spaces = env.single_observation_space, env.single_action_space
     try:
         made = module_for(module, model_config, *spaces)

@@ -1,7 +1,5 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
-import copy
-import inspect
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,7 +10,6 @@ import anyio
 import gymnasium as gym
 import torch
 
-from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
@@ -23,6 +20,7 @@ from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
+from rollflow.nodes.given import acting_copy, check_for_rollouts, check_numbers, module_for, pieces_given
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
@@ -30,14 +28,13 @@ from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.probe import choose, probe
+from rollflow.nodes.probe import placed
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rounds import Rounds
 from rollflow.nodes.workers.rollout_link import packed_states
 from rollflow.nodes.workers.rollout_processes import Deal, RolloutProcesses, ring_of_turns
-from rollflow.nodes.workers.worker_process import core_count
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ConnectorError, GraphError, ModuleError, RunError
+from rollflow.stream.errors import GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import can_run_inline
@@ -133,7 +130,7 @@ class Rollout:
     ) -> None:
         if debug:
             prefetch, max_batch, forward_in_thread, flat_forward, where = 0, None, False, False, "inline"
-        _check_numbers(
+        check_numbers(
             fragment_length=(fragment_length, 1),
             lookback=(lookback, 0),
             seed=(seed, 0),
@@ -151,7 +148,7 @@ class Rollout:
         self.returns = EpisodeReturns()
         self.placement = ""  # why it goes where it goes, where that was left to it
         if where == "auto":
-            where, lanes, workers, self.placement = _placed(env, num_envs, lanes, workers, module, model_config)
+            where, lanes, workers, self.placement = placed(env, num_envs, lanes, workers, module, model_config)
         self.environments = environments_for(
             where,
             env,
@@ -166,8 +163,8 @@ class Rollout:
         observation_space, action_space = self.environments.observation_space, self.environments.action_space
         first_env = self.environments.envs[0]
         given = observation_space, action_space
-        before = _pieces(env_to_module_connector, "env_to_module_connector", first_env, spaces=given)
-        after = _pieces(module_to_env_connector, "module_to_env_connector", first_env, spaces=given)
+        before = pieces_given(env_to_module_connector, "env_to_module_connector", first_env, spaces=given)
+        after = pieces_given(module_to_env_connector, "module_to_env_connector", first_env, spaces=given)
         seen_space = EnvToModulePipeline(observation_space, action_space, connectors=before).observation_space
         spaces = observation_space if seen_space is None else seen_space, action_space
         with torch.random.fork_rng(devices=[]):
@@ -175,7 +172,7 @@ class Rollout:
             self.module = module_for(module, model_config, *spaces)
         self._makes_module = module is None
         self._compared = False
-        self._acting = acting = _acting_copy(self.module)
+        self._acting = acting = acting_copy(self.module)
         stateful = is_stateful(acting)
         self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
         self.module_to_env = ModuleToEnvPipeline.default(observation_space, action_space, after, stateful=stateful)
@@ -184,7 +181,7 @@ class Rollout:
         self._weights = PolicyWeights(acting)
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
-            *spaces, _pieces(learner_connector, "learner_connector", *spaces), stateful=stateful
+            *spaces, pieces_given(learner_connector, "learner_connector", *spaces), stateful=stateful
         )
         self._lookback_asked, self._stateful = lookback, stateful
         self._set_lookback()
@@ -203,7 +200,7 @@ class Rollout:
         self._act = ModuleToEnv(self.module_to_env, **context)
         self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
         if isinstance(self.environments, RolloutProcesses):
-            _check_for_rollouts(self.metrics, max_batch, forward_in_thread)
+            check_for_rollouts(self.metrics, max_batch, forward_in_thread)
             self.environments.replica, self.environments.heard = self._replica, self._heard
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
@@ -516,95 +513,3 @@ class Stream(Generic[T]):
 
 def _ignored(fragments: int) -> None:
     """Takes back credits where there are none."""
-
-
-def _pieces(
-    connector: Callable[..., Any] | None, name: str, *args: Any, spaces: tuple[Any, Any] | None = None
-) -> list[ConnectorV2]:
-    if connector is None:
-        return []
-    named = "env" if len(args) == 1 else "obs_space, act_space"
-    if not callable(connector) or isinstance(connector, ConnectorV2):
-        raise ConnectorError(
-            f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces, such as "
-            f"lambda {named}: MyPiece()"
-        )
-    if isinstance(connector, type) and issubclass(connector, ConnectorV2):
-        raise ConnectorError(
-            f"{name} is the class {connector.__name__}, expected lambda {named}: {connector.__name__}()"
-        )
-    signature = inspect.signature(connector)
-    # RLlib's newer pages hand an environment's builder the spaces and a device as well.
-    for given in (args, (*args, {"__env_single__": spaces}, None)):
-        try:
-            signature.bind(*given)
-        except TypeError:
-            continue
-        return pieces_of(connector(*given), name)
-    raise ConnectorError(f"{name} takes {signature}, expected ({named})")
-
-
-def _check_numbers(**numbers: tuple[float | None, int]) -> None:
-    for name, (number, least) in numbers.items():
-        if number is not None and number < least:
-            raise ValueError(f"{name} is {number}, expected at least {least}")
-
-
-def _placed(
-    env: EnvSource, num_envs: int | None, lanes: int | None, workers: int | None, module: Any, model_config: Any
-) -> tuple[Where, int | None, int | None, str]:
-    """Where to go, with how many lanes and workers, and why; what was asked for stays."""
-    measured = probe(env, num_envs, module, model_config)
-    if measured is None:
-        return "inline", lanes, None, "where='inline': these vector environments are here already"
-    choice = choose(measured, core_count())
-    has_workers = choice.where in ("processes", "rollouts")
-    return choice.where, lanes or choice.lanes, (workers or choice.workers) if has_workers else None, choice.why
-
-
-def _check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool) -> None:
-    if max_batch is not None or forward_in_thread:
-        raise ValueError(
-            "max_batch and forward_in_thread are for a forward pass over several lanes, but where='rollouts' has one "
-            "for each; expected where='threads' or where='processes'"
-        )
-    if not isinstance(metrics, MetricsLogger):
-        raise ValueError(
-            f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
-        )
-
-
-def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
-    """The module given, with its spaces filled in, or a default one. Raises ModuleError for what is no module."""
-    if module is None:
-        return DefaultModule(observation_space, action_space, model_config=model_config)
-    if model_config is not None:
-        raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
-    if isinstance(module, type) or inspect.isfunction(module):
-        module = module(observation_space, action_space)
-    for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
-        if not callable(getattr(module, method, None)):
-            raise ModuleError(
-                f"module is {type(module).__name__}, which has no method {method}(); expected an RLModule, or a "
-                "torch.nn.Module with forward_exploration(batch) and forward_inference(batch)"
-            )
-    for name, space in (("observation_space", observation_space), ("action_space", action_space)):
-        if getattr(module, name, None) is None:
-            setattr(module, name, space)
-    _check_space(module, observation_space)
-    return module
-
-
-def _check_space(module: Any, space: gym.Space[Any]) -> None:
-    given = module.observation_space
-    if getattr(given, "shape", None) != space.shape:
-        raise ModuleError(
-            f"module '{type(module).__name__}' was made for observations in {given}, but those that come are in {space}"
-        )
-
-
-def _acting_copy(module: Any) -> Any:
-    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
-    acting = copy.deepcopy(module)
-    acting.eval()
-    return acting

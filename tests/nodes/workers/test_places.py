@@ -1,5 +1,6 @@
 """One meaning: environments inline, in threads and in worker processes give the same fragments."""
 
+import threading
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import ConnectorV2, FlattenObservations, MeanStdFilter, Rollout
 from rollflow.stream import EnvError, Fragment
+from rollflow.stream.background import Waiter
 from rollflow.stream.testing import check
 from rollflow.stream.tree import map_tree
 
@@ -139,6 +141,24 @@ def test_a_drained_rollout_gives_every_step_that_was_made(where: Any) -> None:
         steps += sum(fragment.num_steps for fragment in fragments)
         assert steps == rollout.num_steps
     assert rollout.lost == {}
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+def test_a_reader_that_stalls_stops_the_environments(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    can_not_go_on, wait = threading.Event(), Waiter.wait
+
+    def waited(self: Waiter) -> None:
+        if not any(node.in_flight for node, _ in self._nodes):
+            can_not_go_on.set()
+        wait(self)
+
+    monkeypatch.setattr(Waiter, "wait", waited)
+    makers = [partial(NumberedEnv, slot) for slot in range(4)]
+    options: Any = {"lanes": 2, "fragment_length": 5, "module": NumberedModule(), "seed": 0}
+    with Rollout(makers, where=where, prefetch=2, **options) as rollout:
+        next(iter(rollout.fragments()))
+        assert can_not_go_on.wait(60)
+        assert rollout.num_steps == 3 * 4 * 5
 
 
 def test_a_filter_sees_what_it_sees_inline() -> None:

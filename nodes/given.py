@@ -1,0 +1,94 @@
+"""What a user gives a rollout, checked: modules, functions that make connector pieces, numbers."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.default_module import DefaultModule
+from rollflow.nodes.metrics_logger import MetricsLogger
+from rollflow.stream.errors import ConnectorError, ModuleError
+
+
+def pieces_given(
+    connector: Callable[..., Any] | None, name: str, *args: Any, spaces: tuple[Any, Any] | None = None
+) -> list[ConnectorV2]:
+    if connector is None:
+        return []
+    named = "env" if len(args) == 1 else "obs_space, act_space"
+    if not callable(connector) or isinstance(connector, ConnectorV2):
+        raise ConnectorError(
+            f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces, such as "
+            f"lambda {named}: MyPiece()"
+        )
+    if isinstance(connector, type) and issubclass(connector, ConnectorV2):
+        raise ConnectorError(
+            f"{name} is the class {connector.__name__}, expected lambda {named}: {connector.__name__}()"
+        )
+    signature = inspect.signature(connector)
+    # RLlib's newer pages hand an environment's builder the spaces and a device as well.
+    for given in (args, (*args, {"__env_single__": spaces}, None)):
+        try:
+            signature.bind(*given)
+        except TypeError:
+            continue
+        return pieces_of(connector(*given), name)
+    raise ConnectorError(f"{name} takes {signature}, expected ({named})")
+
+
+def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+    """The module given, with its spaces filled in, or a default one. Raises ModuleError for what is no module."""
+    if module is None:
+        return DefaultModule(observation_space, action_space, model_config=model_config)
+    if model_config is not None:
+        raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
+    if isinstance(module, type) or inspect.isfunction(module):
+        module = module(observation_space, action_space)
+    for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
+        if not callable(getattr(module, method, None)):
+            raise ModuleError(
+                f"module is {type(module).__name__}, which has no method {method}(); expected an RLModule, or a "
+                "torch.nn.Module with forward_exploration(batch) and forward_inference(batch)"
+            )
+    for name, space in (("observation_space", observation_space), ("action_space", action_space)):
+        if getattr(module, name, None) is None:
+            setattr(module, name, space)
+    _check_space(module, observation_space)
+    return module
+
+
+def _check_space(module: Any, space: gym.Space[Any]) -> None:
+    given = module.observation_space
+    if getattr(given, "shape", None) != space.shape:
+        raise ModuleError(
+            f"module '{type(module).__name__}' was made for observations in {given}, but those that come are in {space}"
+        )
+
+
+def acting_copy(module: Any) -> Any:
+    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
+    acting = copy.deepcopy(module)
+    acting.eval()
+    return acting
+
+
+def check_numbers(**numbers: tuple[float | None, int]) -> None:
+    for name, (number, least) in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{name} is {number}, expected at least {least}")
+
+
+def check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool) -> None:
+    if max_batch is not None or forward_in_thread:
+        raise ValueError(
+            "max_batch and forward_in_thread are for a forward pass over several lanes, but where='rollouts' has one "
+            "for each; expected where='threads' or where='processes'"
+        )
+    if not isinstance(metrics, MetricsLogger):
+        raise ValueError(
+            f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
+        )
