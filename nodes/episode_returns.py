@@ -17,8 +17,8 @@ class EpisodeReturns:
         lengths    their steps
 
     An episode counts from its reset on, whatever fragments it is cut into. One of which a fragment is missing, since
-    an edge dropped it, is left out. Rewards are those in the column, before a learner piece changes them. For the
-    fragments of one rollout.
+    an edge dropped it, is left out, and so is one that ended because its environment was lost. Rewards are those in
+    the column, before a learner piece changes them. For the fragments of one rollout.
     """
 
     def __init__(self, window: int = 100) -> None:
@@ -45,6 +45,8 @@ class EpisodeReturns:
         so_far[chunks.slot[~done]] = rewards[~done]
         self._open[fragments.lane] = fragments.sequence, so_far
         whole = done & ~np.isnan(rewards)
+        for loss in fragments.losses:
+            whole &= ~((chunks.stop == loss.row) & np.isin(chunks.slot, loss.cut))
         self.count += int(whole.sum())
         self.returns.extend(rewards[whole].tolist())
         self.lengths.extend((chunks.t_started + lengths)[whole].tolist())

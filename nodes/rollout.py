@@ -129,7 +129,8 @@ class Rollout:
         debug: bool = False,
     ) -> None:
         if debug:
-            prefetch, max_batch, forward_in_thread, flat_forward, where = 0, None, False, False, "inline"
+            prefetch, max_batch, forward_in_thread, flat_forward = 0, None, False, False
+            where, workers = "inline", None
         check_numbers(
             fragment_length=(fragment_length, 1),
             lookback=(lookback, 0),

@@ -24,7 +24,7 @@ from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_w
 from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import RollflowError
+from rollflow.stream.errors import ColumnError, EnvError, RollflowError
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import describe_space
 
@@ -103,7 +103,7 @@ class LaneServer:
         assert self._env is not None
         observations, infos = reset_first(self._env, self._seed, self._first_slot)
         columns[Columns.OBS].write(row, observations)
-        return frame_with(Kind.DONE, pack({"infos": infos}, "answer")) if infos else frame(Kind.DONE)
+        return _done({"infos": infos} if infos else {})
 
     def _stepped(self, columns: dict[str, Column], row: int, for_env: bool) -> bytes:
         assert self._step is not None
@@ -119,7 +119,14 @@ class LaneServer:
             for slot, item in zip(slots, final[0], strict=True):
                 columns[FINAL_OBS].write_slot(0, slot, item)
             told["final_infos"] = final[1]
-        return frame_with(Kind.DONE, pack(told, "answer")) if told else frame(Kind.DONE)
+        return _done(told)
+
+
+def _done(told: dict[str, Any]) -> bytes:
+    try:
+        return frame_with(Kind.DONE, pack(told, "the environment's answer")) if told else frame(Kind.DONE)
+    except ColumnError as error:
+        raise EnvError(str(error)) from error
 
 
 def described(error: Exception) -> dict[str, Any]:

@@ -102,6 +102,7 @@ def test_what_is_open_ends_as_truncated_and_says_why(
     ) as rollout:
         first, second = rollout.fragments()
         assert rollout.lost == {"workers": 1}
+        assert rollout.returns.count == 0  # it is no episode's return
     lost, begun = first.episodes()
     assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 3, False)
     assert [int(row[2]) for row in lost.get_observations(slice(None))] == [0, 1, 2, 3, 4, 5]
