@@ -69,9 +69,11 @@ def _check_space(module: Any, space: gym.Space[Any]) -> None:
         )
 
 
-def acting_copy(module: Any) -> Any:
-    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode."""
+def acting_copy(module: Any, device: Any = None) -> Any:
+    """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode, and on the device given."""
     acting = copy.deepcopy(module)
+    if device is not None:
+        acting.to(device)
     acting.eval()
     return acting
 

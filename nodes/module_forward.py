@@ -1,6 +1,6 @@
 """The forward pass: one lane at a time, or several ready lanes in one pass."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import anyio
@@ -25,6 +25,7 @@ class ModuleForward:
         explore    which of the two methods is called
     flat       do a pass as the flat list of operations that it comes down to: see `FlatForward`
     threads    that torch uses for a pass, and for a pass alone; None: as many as it is set to
+    compiled   do a pass by `torch.compile` with these options; None: don't
 
     The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
     is no dict.
@@ -38,6 +39,7 @@ class ModuleForward:
         explore: bool = True,
         flat: bool = False,
         threads: int | None = None,
+        compiled: Mapping[str, Any] | None = None,
     ) -> None:
         self.module = module
         self.policy_version = weights.version
@@ -48,8 +50,11 @@ class ModuleForward:
         )
         self._threads = threads
         self._passes = 0
-        self._name = forward.__name__
+        self._name = "forward_exploration" if explore else "forward_inference"
         self._flat = FlatForward(forward) if flat else None
+        self._is_compiled = compiled is not None
+        if compiled is not None:
+            forward = torch.compile(forward, **compiled)
         self._forward = self._flat or forward
 
     def __call__(self, batches: Lane) -> Lane:
@@ -116,7 +121,7 @@ class ModuleForward:
     def describe(self) -> str:
         """How a pass is done, for `explain()`, where that is not as the module has it."""
         if self._flat is None:
-            return ""
+            return "forward pass compiled" if self._is_compiled else ""
         return "forward pass flat" if self._flat.reason is None else f"forward pass not flat: {self._flat.reason}"
 
 

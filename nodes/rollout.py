@@ -13,6 +13,7 @@ import torch
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.connectors.learner.values import device_of
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
@@ -85,8 +86,10 @@ class Rollout:
         flat_forward               forward passes as flat lists of torch operations, without the cost of `nn.Module`'s
                                    calls; for a module that does the same at every call: see `FlatForward`. None: for a
                                    `DefaultModule` alone
+        compile_forward            forward passes by `torch.compile`, with these options if it is a mapping of them
         forward_threads            torch's threads for a forward pass while acting. One is best for small networks: two
                                    wait for each other, and for whatever else runs. None: as torch is set
+        device                     where forward passes while acting are done; None: where the module is
         metrics                    what pieces log into; None: a `MetricsLogger`, to be read as `rollout.metrics`
         debug                      everything inline, in the loop's thread, whatever else is asked for: a breakpoint in
                                    a piece stops right there. In a graph the graph says what runs where
@@ -124,13 +127,17 @@ class Rollout:
         max_wait: float = 0.0,
         forward_in_thread: bool = False,
         flat_forward: bool | None = None,
+        compile_forward: bool | Mapping[str, Any] = False,
         forward_threads: int | None = 1,
+        device: Any = None,
         metrics: Any = None,
         debug: bool = False,
     ) -> None:
         if debug:
             prefetch, max_batch, forward_in_thread, flat_forward = 0, None, False, False
-            where, workers = "inline", None
+            where, workers, compile_forward = "inline", None, False
+        if flat_forward and compile_forward is not False:
+            raise ValueError("flat_forward and compile_forward are two ways of doing a pass, expected one of them")
         check_numbers(
             fragment_length=(fragment_length, 1),
             lookback=(lookback, 0),
@@ -173,9 +180,11 @@ class Rollout:
             self.module = module_for(module, model_config, *spaces)
         self._makes_module = module is None
         self._compared = False
-        self._acting = acting = acting_copy(self.module)
-        stateful = is_stateful(acting)
-        self.env_to_module = EnvToModulePipeline.default(observation_space, action_space, before, stateful=stateful)
+        self._acting = acting = acting_copy(self.module, device)
+        stateful, on = is_stateful(acting), device_of(acting)
+        self.env_to_module = EnvToModulePipeline.default(
+            observation_space, action_space, before, stateful=stateful, device=None if on.type == "cpu" else on
+        )
         self.module_to_env = ModuleToEnvPipeline.default(observation_space, action_space, after, stateful=stateful)
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
@@ -191,8 +200,10 @@ class Rollout:
         self._num_fragments = num_fragments
         self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
         self.metrics = MetricsLogger() if metrics is None else metrics
-        flat = type(acting) is DefaultModule if flat_forward is None else flat_forward
+        compiled = None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
+        flat = type(acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
         self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
+        self._how_to_act["compiled"] = compiled
         self._forward = ModuleForward(acting, self._weights, **self._how_to_act)
         context = {"module": acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(

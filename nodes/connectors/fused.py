@@ -40,7 +40,7 @@ def _observations_as_tensor(
     pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
 ) -> Batch | None:
     add, _, to_tensor = pieces
-    if batch or add.as_learner_connector or to_tensor.device is not None or to_tensor.pin_memory:
+    if batch or add.as_learner_connector or to_tensor.is_elsewhere:
         return None
     observations = episodes.observations()
     if type(observations) is not np.ndarray or not observations.flags.carray:

@@ -147,9 +147,8 @@ class RolloutServer(LaneServer):
         seed_lane(self._lane, seed)
         self._weights = WeightsFrom(module, told["version"], self)
         context = {"module": module, "explore": told["explore"], "metrics": self._metrics}
-        forward = ModuleForward(
-            module, self._weights, explore=told["explore"], flat=told["flat"], threads=told["threads"]
-        )
+        how = {name: told[name] for name in ("explore", "flat", "threads", "compiled")}
+        forward = ModuleForward(module, self._weights, **how)
         prepare, act = EnvToModule(self._env_to_module, **context), ModuleToEnv(self._module_to_env, **context)
         self._run = InlineRun(ring_of(environments, prepare, forward, act, self._turns))
         self._run.__enter__()

@@ -37,6 +37,11 @@ class NumpyToTensor(ConnectorV2):
         self.pin_memory = pin_memory
         self.device = None if device is None else torch.device(device)
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the tensors are anywhere but in ordinary main memory."""
+        return self.pin_memory or not (self.device is None or self.device.type == "cpu")
+
     def __call__(
         self,
         *,

@@ -44,7 +44,7 @@ class EnvToModulePipeline(ConnectorPipelineV2):
                 *([AddTimeDimToBatchAndZeroPad(), AddStatesFromEpisodesToBatch()] if stateful else []),
                 *([AgentToModuleMapping()] if multi_agent else []),
                 BatchIndividualItems(multi_agent=multi_agent),
-                NumpyToTensor(device=device),
+                NumpyToTensor(device=device, pin_memory=str(device).startswith("cuda")),
             ],
         )
 

@@ -71,6 +71,8 @@ class GetActions(ConnectorV2):
                 f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             )
+        if not logits.is_cpu:  # the generators are in main memory, and the environments are
+            batch[Columns.ACTION_DIST_INPUTS] = logits = logits.cpu()
         distribution_type = self.distribution_type(rl_module, explore=explore)
         distribution: Any = distribution_type.from_logits(logits)
         races = shared_data.get(RACES)
