@@ -12,7 +12,8 @@ from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import FragmentLayout
-from rollflow.stream.lane import Lane, LaneMemory
+from rollflow.stream.lane import Lane
+from rollflow.stream.lane_columns import LaneMemory
 from rollflow.stream.space import is_columnar
 from rollflow.stream.tree import Tree
 

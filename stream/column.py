@@ -67,6 +67,20 @@ class Column:
         for leaf, value in zip(self._leaves, self._matched(item, ()), strict=True):
             leaf[row, slot] = value
 
+    def try_write_slot(self, row: int, slot: int, item: Tree) -> bool:
+        """Copy one slot's item into row `row` if it fits; whether it does."""
+        array = self._array
+        if array is not None and type(item) is np.ndarray and item.dtype is array.dtype:
+            if item.shape == array.shape[2:]:
+                array[row, slot] = item
+                return True
+            return False
+        if self._mismatch(item, ()) is not None:
+            return False
+        for leaf, value in zip(self._leaves, self._treespec.flatten_up_to(item), strict=True):
+            leaf[row, slot] = value
+        return True
+
     def cast(self, items: Tree, count: int) -> Tree:
         """`items`, a tree of arrays `any[count, ...]`, in this column's dtypes. Raises ColumnError."""
         leaves = zip(self._leaves, self._matched(items, (count,)), strict=True)
@@ -75,10 +89,6 @@ class Column:
     def fits_row(self, values: Tree) -> bool:
         """Whether `write` would take these values."""
         return self._mismatch(values, self._slots) is None
-
-    def fits_item(self, item: Tree) -> bool:
-        """Whether `write_slot` would take this item."""
-        return self._mismatch(item, ()) is None
 
     def copy_rows(self, source: "Column", start: int, stop: int) -> None:
         """Copy rows `start` to `stop` of `source` into the first rows of this column."""

@@ -13,32 +13,19 @@ Observations that pieces rewrite may change the type of the `obs` column: see `c
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.blocks import BlockLayout, BlockPool, PrivateBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
+from rollflow.stream.lane_columns import LaneColumns, LaneMemory
 from rollflow.stream.live_episode import EndedEpisodes, LaneEpisodes
-from rollflow.stream.space import row_of
-from rollflow.stream.tree import Tree, leaves_of, map_tree, stack_trees
-
-
-class LaneMemory(Protocol):
-    """Memory for those columns of a lane that somebody else writes to as well."""
-
-    def next_columns(self) -> dict[str, Column]:
-        """New columns for a fragment; the contents are undefined."""
-        ...
-
-    def observations(self, row: int) -> Tree:
-        """The observations that were written for a row, as the environment gave them: a tree of `any[N, ...]`."""
-        ...
+from rollflow.stream.tree import Tree, map_tree, stack_trees
 
 
 class Lane:
@@ -87,7 +74,7 @@ class Lane:
         self._rewritten = False
         self._typing = True  # until the first step the obs column may still take another type
         self._extra: tuple[str, ...] | None = None
-        self._blocks: tuple[BlockLayout, BlockPool[PrivateBlock]] | None = None  # for columns that `memory` has not
+        self._columns = LaneColumns(layout, memory)
         self.fragment = self._first_fragment()
 
     # What the environment and the module say
@@ -231,8 +218,7 @@ class Lane:
             self._ended_items[slot] = observation
             return
         if self._items is None:
-            if self._settled and not self._typing and self._column.fits_item(observation):
-                self._column.write_slot(self.row, slot, observation)
+            if self._settled and not self._typing and self._column.try_write_slot(self.row, slot, observation):
                 return
             latest = self._latest
             self._items = [map_tree(lambda leaf, i=i: leaf[i], latest) for i in range(self.layout.num_slots)]
@@ -333,7 +319,8 @@ class Lane:
         old, lookback = self.fragment, self.layout.lookback
         # The last H rows begin as many rows down as there were steps.
         rows = self.row - lookback
-        columns = self._columns_like(old)
+        are_written = self._space is self.observation_spaces[0]
+        columns = self._columns.like(old.columns, are_written=are_written)
         for name, column in columns.items():
             column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
         self.episode_start -= rows
@@ -361,49 +348,20 @@ class Lane:
 
     # Inside
 
-    def _columns_like(self, old: Fragment) -> dict[str, Column]:
-        given = {} if self.memory is None else self.memory.next_columns()
-        if self._space is not self.observation_spaces[0]:
-            given.pop(Columns.OBS, None)  # what the environments write there is no row of this column
-        if self._blocks is None:
-            rest = {name: column for name, column in old.columns.items() if name not in given}
-            layout = BlockLayout({name: (column.row(0), len(column)) for name, column in rest.items()})
-            self._blocks = layout, BlockPool(layout.size, PrivateBlock)
-        layout, pool = self._blocks
-        given |= layout.columns(pool.take()[1])
-        return {name: given[name] for name in old.columns}
-
     @property
     def _column(self) -> Column:
         return self.fragment.columns[Columns.OBS]
 
     def _first_fragment(self) -> Fragment:
-        layout = self.layout
-        slots, rows = layout.num_slots, layout.lookback + layout.num_rows
-        row_types: dict[str, Tree] = {
-            Columns.ACTIONS: row_of(layout.action_space, slots),
-            Columns.REWARDS: np.zeros(slots, np.float32),
-            Columns.TERMINATEDS: np.zeros(slots, np.bool_),
-            Columns.TRUNCATEDS: np.zeros(slots, np.bool_),
-            Columns.POLICY_VERSION: np.zeros(slots, np.int64),
-        }
-        columns = {Columns.OBS: self._observation_column(self.observation_spaces[0])}
-        columns |= {name: Column.empty(name, row, rows) for name, row in row_types.items()}
-        if self.memory is not None:
-            columns |= self.memory.next_columns()
         self._space = self.observation_spaces[0]
         return Fragment(
-            layout,
+            self.layout,
             self.index,
             0,
-            columns,
+            self._columns.first(self._space),
             episode_start=self.episode_start.copy(),
             episode_number=self.episode_number.copy(),
         )
-
-    def _observation_column(self, space: gym.Space[Any]) -> Column:
-        layout = self.layout
-        return Column.empty(Columns.OBS, row_of(space, layout.num_slots), layout.lookback + layout.num_rows + 1)
 
     def _take_written_observations(self) -> None:
         assert self.memory is not None
@@ -429,7 +387,7 @@ class Lane:
             space = self._matching_space(latest)
             if space is not None and space is not self._space:
                 self._space = space
-                self.fragment.columns[Columns.OBS] = self._observation_column(space)
+                self.fragment.columns[Columns.OBS] = self._columns.observations(space)
         column = self._column
         if column.fits_row(latest):
             column.write(self.row, latest)
@@ -438,7 +396,7 @@ class Lane:
     def _matching_space(self, observations: Tree) -> gym.Space[Any] | None:
         """The last of `observation_spaces` that these observations fit; the first where no piece wrote any."""
         spaces = self.observation_spaces if self._rewritten else self.observation_spaces[:1]
-        fitting = [space for space in spaces if self._observation_column(space).fits_row(observations)]
+        fitting = [space for space in spaces if self._columns.observations(space).fits_row(observations)]
         return fitting[-1] if fitting else None
 
     def _stacked(self) -> Tree:
@@ -453,17 +411,12 @@ class Lane:
             ) from None
 
     def _add_extra_columns(self, outputs: Mapping[str, Tree]) -> None:
-        slots, rows = self.layout.num_slots, self.layout.lookback + self.layout.num_rows
         self._extra = tuple(name for name in outputs if name != Columns.ACTIONS)
         for name in self._extra:
-            row = map_tree(np.asarray, outputs[name])
-            for leaf in leaves_of(row):
-                if leaf.shape[:1] != (slots,) or leaf.dtype.hasobject:
-                    raise ColumnError(
-                        f"lane {self.index}: output '{name}' is {leaf.dtype}{list(leaf.shape)}, "
-                        f"expected numbers with a leading axis of {slots}, one row per slot"
-                    )
-            self.fragment.columns[name] = Column.empty(name, row, rows)
+            try:
+                self.fragment.columns[name] = self._columns.extra(name, outputs[name])
+            except ColumnError as error:
+                raise ColumnError(f"lane {self.index}: {error}") from None
 
     def _refuse_outputs(self, outputs: Mapping[str, Tree]) -> None:
         expected = {Columns.ACTIONS, *(self._extra or ())}

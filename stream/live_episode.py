@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.buffer import LookbackBuffer
+from rollflow.stream.buffer import Indices, LookbackBuffer
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import EpisodeError
@@ -330,6 +330,25 @@ class _LiveObservations(_LiveColumn):
 
     def __init__(self, lane: "Lane", slot: int) -> None:
         super().__init__(lane, slot, Columns.OBS)
+
+    def get(
+        self,
+        indices: Indices = None,
+        *,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+    ) -> Any:
+        if type(indices) is int and indices == -1 and not neg_index_as_lookback and not one_hot_discrete:
+            return self._lane.observation(self._slot)  # what nearly every piece reads
+        options: Any = {"fill": fill, "one_hot_discrete": one_hot_discrete}
+        return super().get(indices, neg_index_as_lookback=neg_index_as_lookback, **options)
+
+    def set(self, new_data: Any, at_indices: Indices = None, *, neg_index_as_lookback: bool = False) -> None:
+        if type(at_indices) is int and at_indices == -1 and not neg_index_as_lookback:
+            self._lane.set_observation(self._slot, new_data)
+        else:
+            super().set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
 
     @property
     def space(self) -> gym.Space[Any] | None:

@@ -20,7 +20,8 @@ from rollflow.nodes.workers.patience import Patience
 from rollflow.nodes.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream import errors
 from rollflow.stream.errors import EnvError, RunError
-from rollflow.stream.lane import Lane, LaneMemory
+from rollflow.stream.lane import Lane
+from rollflow.stream.lane_columns import LaneMemory
 from rollflow.stream.packing import unpack
 from rollflow.stream.seeding import seed_for
 

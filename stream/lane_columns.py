@@ -1,0 +1,86 @@
+"""The columns of a lane's fragments: what types they have, and where they lie."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.stream.blocks import BlockLayout, BlockPool, PrivateBlock
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ColumnError
+from rollflow.stream.fragment import FragmentLayout
+from rollflow.stream.space import row_of
+from rollflow.stream.tree import Tree, leaves_of, map_tree
+
+
+class LaneMemory(Protocol):
+    """Memory for those columns of a lane that somebody else writes to as well."""
+
+    def next_columns(self) -> dict[str, Column]:
+        """New columns for a fragment; the contents are undefined."""
+        ...
+
+    def observations(self, row: int) -> Tree:
+        """The observations that were written for a row, as the environment gave them: a tree of `any[N, ...]`."""
+        ...
+
+
+class LaneColumns:
+    """Makes the columns of one fragment after the other; their memory is used again once nobody refers to it.
+
+    memory    where those lie that somebody else writes to; None: nobody does
+    """
+
+    def __init__(self, layout: FragmentLayout, memory: LaneMemory | None) -> None:
+        self._layout = layout
+        self._memory = memory
+        self._rows = layout.lookback + layout.num_rows
+        self._blocks: tuple[BlockLayout, BlockPool[PrivateBlock]] | None = None  # for columns that `memory` has not
+
+    def first(self, observation_space: gym.Space[Any]) -> dict[str, Column]:
+        """The columns of the first fragment, as far as they are known before the first step."""
+        slots = self._layout.num_slots
+        types: dict[str, Tree] = {
+            Columns.ACTIONS: row_of(self._layout.action_space, slots),
+            Columns.REWARDS: np.zeros(slots, np.float32),
+            Columns.TERMINATEDS: np.zeros(slots, np.bool_),
+            Columns.TRUNCATEDS: np.zeros(slots, np.bool_),
+            Columns.POLICY_VERSION: np.zeros(slots, np.int64),
+        }
+        columns = {Columns.OBS: self.observations(observation_space)}
+        columns |= {name: Column.empty(name, row, self._rows) for name, row in types.items()}
+        return columns if self._memory is None else columns | self._memory.next_columns()
+
+    def observations(self, space: gym.Space[Any]) -> Column:
+        """A column for observations in a space."""
+        return Column.empty(Columns.OBS, row_of(space, self._layout.num_slots), self._rows + 1)
+
+    def extra(self, name: str, values: Tree) -> Column:
+        """A column for an output such as these values. Raises ColumnError where they have not one row per slot."""
+        slots = self._layout.num_slots
+        row = map_tree(np.asarray, values)
+        for leaf in leaves_of(row):
+            if leaf.shape[:1] != (slots,) or leaf.dtype.hasobject:
+                raise ColumnError(
+                    f"output '{name}' is {leaf.dtype}{list(leaf.shape)}, expected numbers with a leading axis of "
+                    f"{slots}, one row per slot"
+                )
+        return Column.empty(name, row, self._rows)
+
+    def like(self, old: Mapping[str, Column], *, are_written: bool) -> dict[str, Column]:
+        """The columns of the next fragment: like the last one's.
+
+        are_written    whether observations stand in their column as the environments write them
+        """
+        given = {} if self._memory is None else self._memory.next_columns()
+        if not are_written:
+            given.pop(Columns.OBS, None)  # what the environments write there is no row of this column
+        if self._blocks is None:
+            rest = {name: column for name, column in old.items() if name not in given}
+            layout = BlockLayout({name: (column.row(0), len(column)) for name, column in rest.items()})
+            self._blocks = layout, BlockPool(layout.size, PrivateBlock)
+        layout, pool = self._blocks
+        given |= layout.columns(pool.take()[1])
+        return {name: given[name] for name in old}
