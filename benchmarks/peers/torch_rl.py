@@ -1,10 +1,10 @@
-"""TorchRL: its `SyncDataCollector` over gymnasium's `SyncVectorEnv`, one TensorDict a fragment."""
+"""TorchRL: its `Collector`, over gymnasium's `SyncVectorEnv`, one TensorDict a fragment."""
 
 from typing import Any
 
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tensordict.nn import TensorDictModule
-from torchrl.collectors import SyncDataCollector
+from torchrl.collectors import Collector
 from torchrl.envs.libs.gym import GymWrapper
 
 from benchmarks.policies import Mlp, sampled
@@ -24,7 +24,8 @@ class Runner:
         module = TensorDictModule(act, in_keys=["observation"], out_keys=["action", "logp", "value"])
         env = GymWrapper(envs, categorical_action_encoding=True)
         frames = slots * fragment_length
-        self._collector = iter(SyncDataCollector(env, module, frames_per_batch=frames, total_frames=-1))
+        options: Any = {"frames_per_batch": frames, "total_frames": -1, "auto_register_policy_transforms": False}
+        self._collector = iter(Collector(env, module, **options))
 
     def fragment(self) -> int:
         """One fragment; how many transitions it has."""
