@@ -52,6 +52,8 @@ class EnvToModule:
     ) -> None:
         self.pipeline = pipeline
         self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
+        self._module, self._explore, self._metrics = module, explore, metrics
+        self._ready: dict[int, Prepared] = {}  # what each lane comes to at nearly every vector step
         self._num_fragments = num_fragments
         self._lanes: dict[int, Lane] = {}
         self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
@@ -78,15 +80,16 @@ class EnvToModule:
         if lane.index not in self._lanes:
             self._check_lookback(lane)
             self._lanes[lane.index] = lane
+            self._ready[lane.index] = Prepared(lane, None)
             lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
         shared_data = lane.shared_data
         shared_data["step"] = lane.vector_steps
-        lane.batch = self.pipeline(batch={}, episodes=lane.episodes, shared_data=shared_data, **self._context)
+        lane.batch = self.pipeline.run(self._module, {}, lane.episodes, self._explore, shared_data, self._metrics)
         if self.observation_shapes is None:
             self.observation_shapes = shapes_of(lane.batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
         lane.commit()
         if not lane.is_full:
-            return Prepared(lane, None)
+            return self._ready[lane.index]
         fragment = lane.cut()
         if self._num_fragments is None or fragment.sequence + 1 < self._num_fragments:
             return Prepared(lane, fragment)

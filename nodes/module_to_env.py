@@ -20,14 +20,14 @@ class ModuleToEnv:
         self, pipeline: ModuleToEnvPipeline, module: Any, *, explore: bool = True, metrics: Any = None
     ) -> None:
         self.pipeline = pipeline
-        self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
+        self._module, self._explore, self._metrics = module, explore, metrics
 
     def __call__(self, outputs: Lane) -> Lane:
         """Work out the actions for the lane's environments."""
         lane = outputs
         try:
-            batch = self.pipeline(
-                batch=lane.batch, episodes=lane.episodes, shared_data=lane.shared_data, **self._context
+            batch = self.pipeline.run(
+                self._module, lane.batch, lane.episodes, self._explore, lane.shared_data, self._metrics
             )
             if not self.pipeline.columnar:
                 batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}

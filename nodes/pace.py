@@ -34,8 +34,10 @@ class FragmentCredits:
 
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step; the first of a fragment takes a credit."""
+        if not lane.at_start or self.limit is None:
+            return True
         fragment = lane.sequence
-        if self.limit is None or not lane.at_start or self._begun_by.get(lane.index) == fragment:
+        if self._begun_by.get(lane.index) == fragment:
             return True
         if self._begun >= self.limit:
             return False

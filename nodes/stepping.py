@@ -30,7 +30,7 @@ class Stepped(NamedTuple):
     final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
 
 
-Step = Callable[[Tree], Stepped]  # of actions, any[N, ...]
+Step = Callable[[Tree], Stepped]  # of actions, any[N, ...]; or what gymnasium gives, which lacks `final`
 
 
 def step_of(env: VectorEnv[Any, Any, Any], *, is_ours: bool) -> Step:
@@ -106,10 +106,7 @@ def _stacked(observations: list[Tree]) -> Tree:
 
 
 def _next_step(env: VectorEnv[Any, Any, Any]) -> Step:
-    def step(actions: Tree) -> Stepped:
-        return Stepped(*env.step(actions))
-
-    return step
+    return env.step  # type: ignore[return-value]  # without last observations
 
 
 def _same_step(env: VectorEnv[Any, Any, Any]) -> Step:

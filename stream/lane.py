@@ -37,6 +37,7 @@ class Lane:
         shared_data      what connector pieces tell each other, from env-to-module to module-to-env
         policy_version   of the weights that the last forward pass used
         num_steps        transitions recorded since the first reset
+        vector_steps     vector steps since the first reset
         memory           where columns lie that somebody else writes to; None: this lane alone does
         is_set_aside     whether its environments are gone for good: it makes no further step
 
@@ -57,6 +58,7 @@ class Lane:
         self.shared_data: dict[str, Any] = {}
         self.policy_version = 0
         self.num_steps = 0
+        self.vector_steps = 0
         self.is_set_aside = False
         self.episodes = LaneEpisodes(self)
         # Spaces that the observation may have where pieces rewrite it, the environment's first.
@@ -175,6 +177,7 @@ class Lane:
     ) -> None:
         fragment, row = self.fragment, self.row
         self.num_steps += self.layout.num_slots
+        self.vector_steps += 1
         self.row = row + 1
         self._typing = False
         fragment.infos[row + 1] = infos
@@ -299,11 +302,6 @@ class Lane:
     def sequence(self) -> int:
         """Number of the fragment in the making."""
         return self.fragment.sequence
-
-    @property
-    def vector_steps(self) -> int:
-        """Vector steps since the first reset."""
-        return self.fragment.sequence * self.layout.num_rows + self.row - self.layout.lookback
 
     @property
     def uncut_steps(self) -> int:

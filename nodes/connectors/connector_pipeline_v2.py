@@ -62,6 +62,7 @@ class ConnectorPipelineV2(ConnectorV2):
             _check_piece(piece)
         self._check_distinct(self.connectors)
         self._timers: list[Timer] = []
+        self._fused_calls = self._fused_ns = 0  # since the pieces' timers were last brought up to date
         self._enclosing: list[ConnectorPipelineV2] = []
         super().__init__(input_observation_space, input_action_space, **kwargs)
         self._arrange()
@@ -78,6 +79,19 @@ class ConnectorPipelineV2(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         shared_data = {} if shared_data is None else shared_data
+        return self.run(rl_module, batch, episodes, explore, shared_data, metrics, **kwargs)
+
+    def run(
+        self,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None,
+        shared_data: dict[str, Any],
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        """What calling it does, for whoever does it at every vector step."""
         plain = episodes
         if self._first_columnar and isinstance(episodes, LaneEpisodes | FragmentEpisodes):
             plain = list(episodes)
@@ -86,7 +100,8 @@ class ConnectorPipelineV2(ConnectorV2):
             if place == self._fused_from and self.fuses and self._fused and isinstance(episodes, LaneEpisodes):
                 fused = self._fused(self.connectors[place:], rl_module, batch, episodes, explore, shared_data)
                 if fused is not None:
-                    self._share(perf_counter_ns() - mark)
+                    self._fused_calls += 1
+                    self._fused_ns += perf_counter_ns() - mark
                     return fused
             try:
                 batch = piece(
@@ -146,6 +161,7 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def timers(self) -> dict[str, Timer]:
         """The pieces' names and timers; those that were called as one share their time."""
+        self._share_fused_time()
         return dict(zip(self.names, self._timers, strict=True))
 
     # Editing
@@ -319,15 +335,17 @@ class ConnectorPipelineV2(ConnectorV2):
         asked = name_or_class if isinstance(name_or_class, str) else name_or_class.__name__
         return f"{self.name} has no piece '{asked}'; pieces: {', '.join(self.names) or 'none'}"
 
-    def _share(self, total_ns: int) -> None:
-        timers = self._timers[self._fused_from :]
-        share = total_ns // len(timers)
+    def _share_fused_time(self) -> None:
+        """Give the pieces that were called as one their calls, and their part of the time."""
+        timers = self._timers[self._fused_from :] if self._fused_calls else []
         for timer in timers:
-            timer.calls += 1
-            timer.total_ns += share
+            timer.calls += self._fused_calls
+            timer.total_ns += self._fused_ns // len(timers)
+        self._fused_calls = self._fused_ns = 0
 
     def _arrange(self) -> None:
         """After an edit: spaces from piece to piece, and what depends on which pieces there are."""
+        self._share_fused_time()
         timers = {id(piece): timer for piece, timer in getattr(self, "_pieces", [])}
         self._timers = [timers.get(id(piece), Timer()) for piece in self.connectors]
         self._pieces = list(zip(self.connectors, self._timers, strict=True))

@@ -19,7 +19,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import LaneMaker
-from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
+from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, reset_first, step_of
 from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_with, lane_block, receive_frame
 from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
@@ -108,7 +108,7 @@ class LaneServer:
     def _stepped(self, columns: dict[str, Column], row: int, for_env: bool) -> bytes:
         assert self._step is not None
         actions = columns[Columns.ACTIONS_FOR_ENV].row(0) if for_env else columns[Columns.ACTIONS].row(row)
-        observations, rewards, terminateds, truncateds, infos, final = self._step(actions)
+        observations, rewards, terminateds, truncateds, infos, final = Stepped(*self._step(actions))
         columns[Columns.OBS].write(row + 1, observations)
         columns[Columns.REWARDS].write(row, rewards)
         columns[Columns.TERMINATEDS].write(row, terminateds)
