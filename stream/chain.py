@@ -77,6 +77,14 @@ class Chain:
         """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
         self.carry(*self.runnable.popleft())
 
+    def pump_on(self) -> None:
+        """Pump until something is pending, a gate has spoken, or nothing is runnable."""
+        runnable, pending, mark = self.runnable, self.pending, self._mark
+        while runnable and not pending and not self.reopened:
+            deliver, item = runnable.popleft()
+            mark[0] = clock()
+            deliver(item)
+
     def carry(self, deliver: Deliver, item: Any) -> None:
         """Carry one item through the chain, from where `deliver` takes it in."""
         self._mark[0] = clock()

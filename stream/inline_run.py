@@ -86,7 +86,7 @@ class InlineRun:
             if chain.reopened:
                 chain.unpark()
             if chain.runnable:
-                chain.pump()
+                chain.pump_on()
             elif chain.background and chain.collect():
                 continue
             elif chain.parked and chain.unpark():

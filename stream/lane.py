@@ -56,14 +56,15 @@ class Lane:
         self.memory = memory
         self.batch: dict[str, Any] = {}
         self.shared_data: dict[str, Any] = {}
-        self.policy_version = 0
+        self.policy_version = self._version_written = 0
         self.num_steps = 0
         self.vector_steps = 0
         self.is_set_aside = False
         self.episodes = LaneEpisodes(self)
         # Spaces that the observation may have where pieces rewrite it, the environment's first.
         self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
-        self.row = layout.lookback
+        self.row = self._first_row = layout.lookback
+        self._last_row = layout.lookback + layout.num_rows  # after which the fragment is cut
         self.episode_start = np.full(layout.num_slots, self.row)  # i64[N] row of the slot's first observation
         self.episode_number = np.zeros(layout.num_slots, np.int64)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
@@ -102,7 +103,9 @@ class Lane:
                 columns[name].write(row, outputs[name])
         except KeyError:
             self._refuse_outputs(outputs)
-        columns[Columns.POLICY_VERSION].tree[row] = self.policy_version
+        if self.policy_version != self._version_written or row == self._first_row:
+            # For the rows to come as well: versions change seldom.
+            columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
 
     def record_step(
         self,
@@ -255,7 +258,8 @@ class Lane:
         In the first row this settles the type of the `obs` column: that of the observations as the pieces left
         them, with the matching one of `observation_spaces` (known before the first step). Later rows must fit it.
         """
-        self.observations()
+        if self._items is not None or not self._settled:
+            self.observations()
         if not self._settled:
             try:
                 self._column.write(self.row, self._latest)
@@ -291,12 +295,12 @@ class Lane:
     @property
     def is_full(self) -> bool:
         """Whether the fragment has its T vector steps."""
-        return self.row == self.layout.lookback + self.layout.num_rows
+        return self.row == self._last_row
 
     @property
     def at_start(self) -> bool:
         """Whether the next step is the first of a fragment."""
-        return self.row == self.layout.lookback
+        return self.row == self._first_row
 
     @property
     def sequence(self) -> int:
