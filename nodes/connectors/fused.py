@@ -58,7 +58,13 @@ def _sampled_actions(
     logits, races = batch.get(Columns.ACTION_DIST_INPUTS), shared_data.get(RACES)
     if logits is None or races is None or not explore or clip.changes_actions or MEMORIZED in shared_data:
         return None
-    if Columns.ACTIONS in batch or Columns.ACTION_LOGP in batch or not _are_plain(batch) or logits.ndim != 2:
+    if Columns.ACTIONS in batch or Columns.ACTION_LOGP in batch:
+        return None
+    if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
+        return None
+    try:
+        arrays: Batch = {name: value.numpy() for name, value in batch.items()}
+    except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
         return None
     made = get.distribution_type(module, explore=True)
     distribution = made.from_logits(logits) if type(made) is DistributionType else None
@@ -67,22 +73,8 @@ def _sampled_actions(
     actions, logp = distribution.sample_with_logp(races)
     if not np.add.reduce(logp) > -np.inf:
         refuse_unusable(logits, shared_data)
-    arrays: Batch = {name: value.numpy() for name, value in batch.items()}
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
     return arrays
-
-
-def _are_plain(batch: Batch) -> bool:
-    """Whether all columns are f32 tensors in main memory that nobody differentiates."""
-    for value in batch.values():
-        if (
-            type(value) is not torch.Tensor
-            or value.dtype is not torch.float32
-            or not value.is_cpu
-            or value.requires_grad
-        ):
-            return False
-    return True
 
 
 _FUSED: dict[tuple[type, ...], Fused] = {
