@@ -1,8 +1,10 @@
 """A worker process that does whole rollouts, each of one lane: what runs in it."""
 
+import contextlib
 import pickle
 import select
 import socket
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +28,10 @@ from rollflow.stream.errors import RollflowError
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
+
+# Lanes of one process take their first turns one after the other: where threads call a mathematical library for the
+# first time together, one of them may get results of lower accuracy, and no two runs would be the same.
+_first_turns = threading.Lock()
 
 
 class Drained(BaseException):
@@ -92,6 +98,7 @@ class RolloutServer(LaneServer):
         self._run: InlineRun | None = None
         self._turns = Turns()
         self._metrics = MetricsLogger()
+        self._is_warm = False
 
     def step_is_done(self) -> None:
         """Say how far the lane has come, and take what has come over the socket meanwhile."""
@@ -159,7 +166,9 @@ class RolloutServer(LaneServer):
             return b""  # it could not be set up, as the other process has been told
         self._turns.want()
         try:
-            [(_, fragment)] = self._run.next_outputs()
+            with contextlib.nullcontext() if self._is_warm else _first_turns:
+                [(_, fragment)] = self._run.next_outputs()
+            self._is_warm = True
         except Drained:
             fragment = self._lane.cut()
         except Exception as error:
