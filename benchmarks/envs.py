@@ -64,7 +64,7 @@ class NoopEnv(VectorEnv[Any, Any, Any]):
         self.single_action_space = gym.spaces.Discrete(2)
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self._answer = (
+        self._answer: tuple[Any, ...] = (
             np.zeros((num_envs, observation_size), np.float32),
             np.zeros(num_envs, np.float64),
             np.zeros(num_envs, np.bool_),

@@ -9,7 +9,7 @@ when everything else is hidden behind them.
 from benchmarks.command import run
 from benchmarks.envs import PixelEnv
 from benchmarks.loop import FRAGMENT_LENGTH, Forward
-from benchmarks.pairs import Record, Sizes, paired
+from benchmarks.pairs import Record, Sizes, in_steady_state, in_turns, record, steps_per_s
 from benchmarks.policies import NatureCnn
 from rollflow.nodes import Rollout
 
@@ -22,7 +22,13 @@ def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
 
 
 def _measured(slots: int, sizes: Sizes) -> Record:
-    forward = Forward(NatureCnn(), PixelEnv.observation_space, slots)
+    forward, seconds = Forward(NatureCnn(), PixelEnv.observation_space, slots), 2 * sizes.seconds
+    steps_per_s(forward.fragment, sizes.seconds)  # warm up
+    pairs = in_turns(lambda: _ours(slots, seconds), lambda: steps_per_s(forward.fragment, seconds), sizes.rounds)
+    return record("pixels", slots, pairs, aim=0.95, where="processes", beside_name="forward passes alone")
+
+
+def _ours(slots: int, seconds: float) -> float:
     with Rollout(
         PixelEnv,
         module=NatureCnn(),
@@ -35,11 +41,7 @@ def _measured(slots: int, sizes: Sizes) -> Record:
         flat_forward=True,
         seed=0,
     ) as rollout:
-        batches = iter(rollout.batches())
-        told = {"where": "processes", "beside_name": "forward passes alone"}
-        return paired(
-            "pixels", slots, lambda: len(next(batches)["obs"]), forward.fragment, aim=0.95, sizes=sizes, **told
-        )
+        return in_steady_state(rollout, seconds)
 
 
 if __name__ == "__main__":

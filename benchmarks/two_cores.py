@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.command import run
 from benchmarks.envs import PixelEnv, plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, loops_side_by_side
-from benchmarks.pairs import Record, Sizes, record, steps_per_s
+from benchmarks.pairs import Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn
 from rollflow.nodes import Rollout
 
@@ -28,10 +28,12 @@ def measure(sizes: Sizes, cases: tuple[Any, ...] = CASES) -> list[Record]:
 
 
 def _measured(sizes: Sizes, workload: str, env: Any, policy: Any, slots: int, workers: int, aim: float) -> Record:
-    seconds, pairs = max(2 * sizes.seconds, 1.0), []
-    for _ in range(max(1, sizes.rounds // 3)):
-        beside = loops_side_by_side(env, policy, slots, copies=workers, seconds=seconds)
-        pairs.append((_rollouts(env, policy, slots, workers, seconds), beside))
+    seconds = max(2 * sizes.seconds, 1.0)
+    pairs = in_turns(
+        lambda: _rollouts(env, policy, slots, workers, seconds),
+        lambda: loops_side_by_side(env, policy, slots, copies=workers, seconds=seconds),
+        max(1, sizes.rounds // 3),
+    )
     told = {"where": "rollouts", "workers": workers, "beside_name": f"{workers} loops"}
     return record(workload, slots, pairs, aim=aim, **told)
 
@@ -48,10 +50,7 @@ def _rollouts(env: Any, policy: Any, slots: int, workers: int, seconds: float) -
         flat_forward=True,
         seed=0,
     ) as rollout:
-        batches = iter(rollout.batches())
-        for _ in range(2):
-            next(batches)  # until every worker is there
-        return steps_per_s(lambda: len(next(batches)["obs"]), seconds)
+        return in_steady_state(rollout, seconds)
 
 
 if __name__ == "__main__":
