@@ -1,6 +1,6 @@
 """Infos and other small data as bytes for another process: msgpack, with arrays, tuples and numpy's numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
@@ -21,7 +21,7 @@ def pack(value: Any, name: str = "value") -> bytes:
         return _packed(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ColumnError(
-            f"{name}{_where(value)} can't be handed to another process; expected None, bool, numbers, str, bytes, "
+            f"{name}{where_not(value, _packed)} can't be handed to another process; expected None, bool, numbers, str, bytes, "
             "list, tuple, dict, or numpy arrays"
         ) from error
 
@@ -69,8 +69,8 @@ def _packed(value: Any) -> bytes:
     return packed
 
 
-def _where(value: Any) -> str:
-    """What in a value can't be packed: the way to it, and its type."""
+def where_not(value: Any, packed: Callable[[Any], object]) -> str:
+    """What in a value `packed` can't pack: the way to it, and its type."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, SlotInfos):
         parts = [(f" of slot {slot}", info) for slot, info in enumerate(value.dicts)]
@@ -80,7 +80,7 @@ def _where(value: Any) -> str:
         parts = [(f"[{index}]", part) for index, part in enumerate(value)]
     for told, part in parts:
         try:
-            _packed(part)
+            packed(part)
         except (TypeError, ValueError, OverflowError, RecursionError):
-            return told + _where(part)
+            return told + where_not(part, packed)
     return f": {value!r:.100} of type {type(value).__name__}"
