@@ -21,8 +21,8 @@ def pack(value: Any, name: str = "value") -> bytes:
         return _packed(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ColumnError(
-            f"{name}{where_not(value, _packed)} can't be handed to another process; expected None, bool, numbers, str, bytes, "
-            "list, tuple, dict, or numpy arrays"
+            f"{name}{where_not(value, _packed)} can't be handed to another process; expected None, bool, numbers, str, "
+            "bytes, list, tuple, dict, or numpy arrays"
         ) from error
 
 

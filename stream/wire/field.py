@@ -103,6 +103,19 @@ def list_of(check: Check, most: int) -> Check:
     return check_all
 
 
+def span(least: int, most: int) -> Check:
+    """Two whole numbers, the second not below the first, as a tuple."""
+    check = list_of(whole(least, most), 2)
+
+    def check_both(value: Any, where: str) -> tuple[int, ...]:
+        both: tuple[int, ...] = check(value, where)
+        if len(both) != 2 or both[0] > both[1]:
+            raise wrong(value, where, "[lowest, highest]")
+        return both
+
+    return check_both
+
+
 def record(kind: type) -> Check:
     """A map with the fields of a dataclass, as one of these."""
 
@@ -168,11 +181,6 @@ def tree(value: Any, where: str) -> Any:
     if type(value) is dict:
         return {key: tree(part, f"{where}[{key!r}]") for key, part in mapping(value, where).items()}
     raise wrong(value, where, "an array, or a map or list of arrays")
-
-
-def anything(value: Any, where: str) -> Any:
-    """Whatever a header can say."""
-    return value
 
 
 def checks_of(kind: type) -> dict[str, Check]:

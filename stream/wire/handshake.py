@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from rollflow.stream.wire.field import flag, list_of, mapping, nullable, one_of, raw, record, seconds, text, whole
+from rollflow.stream.wire.field import flag, list_of, mapping, nullable, one_of, raw, record, seconds, span, text, whole
 
 VERSION = 1  # of the protocol, the only one that is spoken here
 NONCE_BYTES = 32
@@ -41,7 +41,7 @@ class Hello:
     """
 
     kind: ClassVar[str] = "hello"
-    versions: Annotated[tuple[int, ...], list_of(whole(1, 0xFFFF), 2)]
+    versions: Annotated[tuple[int, ...], span(1, 0xFFFF)]
     role: Role
     software: Name
     name: Name

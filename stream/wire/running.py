@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.errors import WireError
 from rollflow.stream.tree import Tree
 from rollflow.stream.wire.field import (
-    anything,
     array,
     infos,
     list_of,
@@ -160,10 +160,10 @@ class Weights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """Gateway to rollout host: the states of the connectors, to be used from the next Turn on."""
+    """Gateway to rollout host: the states of the connectors by their names, to be used from the next Turn on."""
 
     kind: ClassVar[str] = "states"
-    states: Annotated[Any, anything]
+    states: Annotated[Mapping[str, Any], mapping]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,6 +217,11 @@ class Refused:
     kind: ClassVar[str] = "refused"
     code: Annotated[str, text(64)]
     text: Told
+
+    @classmethod
+    def of(cls, error: WireError) -> "Refused":
+        """What to say to the other side of an error; its text is cut where it is too long."""
+        return cls(error.code[:64], _plain(str(error)[:4096]))
 
 
 Request = Reset | Step | Turn
