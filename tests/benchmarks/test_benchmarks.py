@@ -9,8 +9,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # they are not installed
 
-from benchmarks import beside_peers, cartpole, memory, overhead, pairs, pixels, scaling, stragglers, two_cores
 from benchmarks import __main__ as command
+from benchmarks import beside_peers, cartpole, memory, overhead, pairs, pixels, scaling, stragglers, two_cores
 from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.policies import Mlp
