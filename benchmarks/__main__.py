@@ -1,7 +1,10 @@
 """All benchmarks: python -m benchmarks [--quick] [--only name,name] [--plots FOLDER]"""
 
+import argparse
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 
 import torch
 
@@ -20,18 +23,31 @@ PROGRAMS = (
 )
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the programs one after the other, and show all figures at the end."""
+    told = _told(arguments)
     torch.set_num_threads(1)
-    wanted = sys.argv[sys.argv.index("--only") + 1].split(",") if "--only" in sys.argv else PROGRAMS
-    unknown = set(wanted) - set(PROGRAMS)
-    if unknown:
-        sys.exit(f"no such benchmark: {', '.join(sorted(unknown))}; expected {', '.join(PROGRAMS)}")
     records: list[Record] = []
-    for name in wanted:
+    for name in told.only:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
-        records += import_module(f"benchmarks.{name}").measure(QUICK if "--quick" in sys.argv else FULL)
+        options = {"plots": told.plots} if name == "scaling" else {}
+        records += import_module(f"benchmarks.{name}").measure(QUICK if told.quick else FULL, **options)
     show(records)
+
+
+def _told(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="measure less")
+    parser.add_argument("--only", type=_names, default=PROGRAMS, metavar="NAME,NAME", help=", ".join(PROGRAMS))
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="where to put the plots of scaling")
+    return parser.parse_args(arguments)
+
+
+def _names(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(PROGRAMS)):
+        raise argparse.ArgumentTypeError(f"no such benchmark: {', '.join(unknown)}; expected {', '.join(PROGRAMS)}")
+    return names
 
 
 if __name__ == "__main__":

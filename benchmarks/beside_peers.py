@@ -4,6 +4,7 @@ python -m benchmarks.beside_peers [--quick]
 """
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,7 @@ def measure(sizes: Sizes) -> list[Record]:
     lines = []
     for package, name, make, env in PEERS:
         if importlib.util.find_spec(package) is None:
-            print(f"{name}: left out, it is not installed here")
+            print(f"{name}: left out, it is not installed here", file=sys.stderr)
             continue
         lines.append(_measured(name, make(), env, sizes))
     return lines

@@ -6,6 +6,7 @@ The piece scales each observation and writes it back, at 64 slots of gymnasium's
 """
 
 import importlib.util
+import sys
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class Scale(ConnectorV2):
 def measure(sizes: Sizes) -> list[Record]:
     """One line; none without Ray."""
     if importlib.util.find_spec("ray") is None:
-        print("a connector of one's own: left out, Ray is not installed here")
+        print("a connector of one's own: left out, Ray is not installed here", file=sys.stderr)
         return []
     from benchmarks.peers.rllib import Runner
 

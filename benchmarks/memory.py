@@ -23,9 +23,9 @@ from rollflow.nodes import Rollout
 SLOTS, ALLOWED_MB, GROWTH_MB = 64, 40.0, 5.0
 
 
-def measure(sizes: Sizes) -> list[Record]:
+def measure(sizes: Sizes, steps: int | None = None) -> list[Record]:
     """A line for the peak, and one for growth over ten million steps; a million where little is measured."""
-    steps = 10_000_000 if sizes == FULL else 1_000_000
+    steps = steps or (10_000_000 if sizes == FULL else 1_000_000)
     [loop, _], [ours, grown] = _measured("loop", steps // 10), _measured("rollflow", steps)
     more = max(ours - loop, 0.1)
     told: Any = {"slots": SLOTS, "where": "inline", "steps_per_s": 0, "beside": 0, "aim": 1.0, "runs": 1}

@@ -1,10 +1,15 @@
-"""84×84×4 pixels and the network of the Nature paper: one lane steps while the other is in the forward pass.
+"""84×84×4 pixels and the network of the Nature paper, with one forward pass for all, in one thread of torch.
+
+In worker processes one lane steps while the other is in the forward pass. For few slots the whole of them at once, with
+nothing handed over, is as good: passes over half of them cost more than half.
 
 Beside forward passes alone, with sampling, over as many slots, in one torch thread: what is left of a rollout's time
 when everything else is hidden behind them.
 
     python -m benchmarks.pixels [--quick]
 """
+
+from typing import Any
 
 from benchmarks.command import run
 from benchmarks.envs import PixelEnv
@@ -14,29 +19,30 @@ from benchmarks.policies import NatureCnn
 from rollflow.nodes import Rollout
 
 SLOTS = (8, 32)
+WAYS: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "processes": {"where": "processes", "workers": 1, "lanes": 2, "prefetch": 1},
+}
 
 
 def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
     """A line for each number of slots."""
-    return [_measured(count, sizes) for count in slots]
+    return [_measured(count, way, sizes) for count in slots for way in WAYS]
 
 
-def _measured(slots: int, sizes: Sizes) -> Record:
+def _measured(slots: int, way: str, sizes: Sizes) -> Record:
     forward, seconds = Forward(NatureCnn(), PixelEnv.observation_space, slots), 2 * sizes.seconds
     steps_per_s(forward.fragment, sizes.seconds)  # warm up
-    pairs = in_turns(lambda: _ours(slots, seconds), lambda: steps_per_s(forward.fragment, seconds), sizes.rounds)
-    return record("pixels", slots, pairs, aim=0.95, where="processes", beside_name="forward passes alone")
+    pairs = in_turns(lambda: _ours(slots, way, seconds), lambda: steps_per_s(forward.fragment, seconds), sizes.rounds)
+    return record("pixels", slots, pairs, aim=0.95, where=way, beside_name="forward passes alone")
 
 
-def _ours(slots: int, seconds: float) -> float:
+def _ours(slots: int, way: str, seconds: float) -> float:
     with Rollout(
         PixelEnv,
         module=NatureCnn(),
         num_envs=slots,
-        where="processes",
-        workers=1,
-        lanes=2,
-        prefetch=1,
+        **WAYS[way],
         fragment_length=FRAGMENT_LENGTH,
         flat_forward=True,
         seed=0,

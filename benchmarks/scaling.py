@@ -3,7 +3,7 @@
 Environments and modules do nothing, so that what is seen is rollflow's own. `us` is the cost of one vector step of one
 lane, in µs.
 
-    python -m benchmarks.scaling [--quick] [--plots FOLDER]
+python -m benchmarks --only scaling [--quick] [--plots FOLDER]
 """
 
 import importlib.util
@@ -41,22 +41,22 @@ class Passing(ConnectorV2):
         return batch
 
 
-def measure(sizes: Sizes, axes: dict[str, tuple[int, ...]] = AXES) -> list[Record]:
-    """A line for each point of every plot."""
+def measure(sizes: Sizes, axes: dict[str, tuple[int, ...]] = AXES, plots: Path | None = None) -> list[Record]:
+    """A line for each point of every plot; the plots go into a folder, if one is given."""
     lines = []
     for axis, points in axes.items():
         for point in points if sizes == FULL else points[:: max(1, len(points) // 3)]:
             us = _cost_us(axis, point, sizes.seconds)
             lines.append(_line(axis, point, us))
-    if "--plots" in sys.argv:
-        draw(lines, Path(sys.argv[sys.argv.index("--plots") + 1]))
+    if plots is not None:
+        draw(lines, plots)
     return lines
 
 
 def draw(lines: list[Record], folder: Path) -> None:
     """One PNG for each axis."""
     if importlib.util.find_spec("matplotlib") is None:
-        print("plots: left out, matplotlib is not installed here")
+        print("plots: left out, matplotlib is not installed here", file=sys.stderr)
         return
     import matplotlib
 

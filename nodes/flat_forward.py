@@ -2,10 +2,12 @@
 
 A module of a few layers spends as long on `torch.nn.Module`'s calls as on its operations. Here the operations of one
 pass are written down as they happen, with the inputs that they had, and from then on done one after the other: the same
-operations on the same weights, so the same numbers. What else a pass does in Python is done when it is written down and
-not again, which is right for a module that does the same at every call.
+operations on the same weights, some of them in a faster way (`rollflow.nodes.flat_operations`), so the same numbers up
+to rounding. What else a pass does in Python is done when it is written down and not again, which is right for a module
+that does the same at every call.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import optree
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from rollflow.nodes.flat_operations import ArrangedWeights, Operation, arranged
 from rollflow.stream.tree import Tree, leaves_of
 
 Batch = dict[str, Any]
@@ -45,31 +48,33 @@ class FlatForward:
 
         forward    dict of tensors to dict of tensors; does the same at every call
 
-    A pass that can't be written down, since it asks for a tensor's numbers or gives something else than tensors, is
-    done as it is: `reason` says why, and is None as long as there is no such.
+    Called where torch records no gradients. Weights may be changed in place at any time. A pass that can't be written
+    down, since it asks for a tensor's numbers or gives something else than tensors, is done as it is: `reason` says
+    why, and is None as long as there is no such.
     """
 
     def __init__(self, forward: Callable[[Batch], Batch]) -> None:
         self.reason: str | None = None
         self._forward = forward
+        self._weights = ArrangedWeights()
         self._flat: dict[Any, Callable[..., Any] | None] = {}
-        self._of_one: dict[str, tuple[Any, Callable[..., Any]]] = {}  # by column: the shape that came last, and how
+        self._of_one: dict[str, tuple[Any, Any, Callable[..., Any]]] = {}  # by column: shape and dtype, and how
 
     def __call__(self, batch: Batch) -> Batch:
         """The module's output for a batch."""
         if len(batch) == 1:  # observations alone: nearly every module's
             [(name, leaf)] = batch.items()
             known = self._of_one.get(name)
-            if known is not None and type(leaf) is Tensor and leaf.shape == known[0]:
-                return known[1](leaf)  # type: ignore[no-any-return]
+            if known is not None and type(leaf) is Tensor and leaf.shape == known[0] and leaf.dtype is known[1]:
+                return known[2](leaf)  # type: ignore[no-any-return]
         tree: Tree = batch
         leaves: list[Any] = [*batch.values()]
         structure: Any = tuple(batch)
         try:
-            kind = (structure, *[leaf.shape for leaf in leaves])
+            kind = (structure, *[(leaf.shape, leaf.dtype) for leaf in leaves])
         except AttributeError:  # nested
             leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
-            kind = (structure, *[getattr(leaf, "shape", None) for leaf in leaves])
+            kind = (structure, *[(getattr(leaf, "shape", None), getattr(leaf, "dtype", None)) for leaf in leaves])
         try:
             flat = self._flat[kind]
         except KeyError:
@@ -77,14 +82,14 @@ class FlatForward:
         return self._forward(batch) if flat is None else flat(*leaves)
 
     def _write_down(self, kind: Any, batch: Batch, leaves: list[Any]) -> Batch:
-        writer = _Writer(leaves)
+        writer = _Writer(leaves, self._weights)
         try:
             with writer:
                 output = self._forward(batch)
             self._flat[kind] = flat = writer.written(output)
             if len(batch) == 1 and len(leaves) == 1:
                 [name] = batch
-                self._of_one[name] = leaves[0].shape, flat
+                self._of_one[name] = leaves[0].shape, leaves[0].dtype, flat
         except ValueDependent as refused:
             self.reason = str(refused)
             self._flat[kind] = None
@@ -95,14 +100,17 @@ class FlatForward:
 class _Writer(TorchFunctionMode):
     """Writes down every torch function that is called while it is entered."""
 
-    def __init__(self, inputs: list[Any]) -> None:
+    def __init__(self, inputs: list[Any], weights: ArrangedWeights) -> None:
         super().__init__()
         if not all(type(leaf) is Tensor for leaf in inputs):
             raise ValueDependent("its batch has something else than tensors")
         self._names: dict[int, str] = {}  # of tensors, by identity
         self._kept: list[Any] = []  # so that no identity is used twice
         self._constants: dict[str, Any] = {}
-        self._lines: list[str] = []
+        self._operations: dict[str, Operation] = {}
+        self._uses: Counter[int] = Counter()  # of tensors, by identity
+        self._weights = weights
+        self._arranged: list[Tensor] = []  # weights that this pass has other copies of
         self._parameters = [self._named(leaf, f"x{i}") for i, leaf in enumerate(inputs)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,8 +119,9 @@ class _Writer(TorchFunctionMode):
         if any(isinstance(leaf, Tensor) for leaf in leaves_of(result)):
             told = [self._expression(each) for each in args]
             told += [f"{name}={self._expression(value)}" for name, value in kwargs.items()]
-            name = f"v{len(self._lines)}"
-            self._lines.append(f"{name} = {self._constant(func)}({', '.join(told)})")
+            name = f"v{len(self._operations)}"
+            self._operations[name] = Operation(func, args, kwargs, result, told)
+            self._uses.update(id(leaf) for leaf in leaves_of((args, kwargs)))
             self._name_leaves(result, name)
         elif not _is_of_the_shape(func):
             raise ValueDependent(f"it calls {getattr(func, '__name__', func)}, which asks for numbers in Python")
@@ -122,12 +131,37 @@ class _Writer(TorchFunctionMode):
         """The function that does what has been written down, and gives what `output` is."""
         if not isinstance(output, dict) or not all(id(leaf) in self._names for leaf in leaves_of(output)):
             raise ValueDependent("its output is not made of tensors that its inputs went into")
+        self._uses.update(id(leaf) for leaf in leaves_of(output))
+        lines = [f"{name} = {self._called(operation)}" for name, operation in self._operations.items()]
+        lines.append(f"return {self._expression(output)}")
+        if self._arranged:
+            versions = " + ".join(f"{self._constant(weight)}._version" for weight in self._arranged)
+            seen = self._constant([-1])
+            renew = self._constant(self._weights.renew)
+            lines.insert(0, f"if {versions} != {seen}[0]: {renew}(); {seen}[0] = {versions}")
         parameters = [*self._parameters, *(f"{name}={name}" for name in self._constants)]
-        lines = [f"def flat({', '.join(parameters)}):", *self._lines, f"return {self._expression(output)}"]
         made: dict[str, Any] = {}
-        exec("\n    ".join(lines), dict(self._constants), made)
+        exec("\n    ".join([f"def flat({', '.join(parameters)}):", *lines]), dict(self._constants), made)
         flat: Callable[..., Any] = made["flat"]
         return flat
+
+    def _called(self, operation: Operation) -> str:
+        """The call that gives what an operation gives."""
+        faster = arranged(operation, self._weights)
+        if faster is not None:
+            func, arguments = faster
+            self._arranged.append(operation.args[1])
+            told = [each if type(each) is str else self._constant(each) for each in arguments]
+        elif operation.args and self._is_alone(operation.args[0]) and operation.in_place is not None:
+            func, told = operation.in_place, list(operation.told[: len(operation.args)])
+        else:
+            func, told = operation.func, list(operation.told)
+        return f"{self._constant(func)}({', '.join(told)})"
+
+    def _is_alone(self, argument: Any) -> bool:
+        """Whether a tensor is seen by one operation alone, which may write over it."""
+        operation = self._operations.get(self._names.get(id(argument), ""))
+        return operation is not None and operation.has_own_memory and self._uses[id(argument)] == 1
 
     def _name_leaves(self, result: Any, name: str) -> None:
         if isinstance(result, Tensor):

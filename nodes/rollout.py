@@ -202,6 +202,7 @@ class Rollout:
         self.metrics = MetricsLogger() if metrics is None else metrics
         compiled = None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
         flat = type(acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
+        self._acting_version = 0  # of the copy that workers are given
         self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
         self._how_to_act["compiled"] = compiled
         self._forward = ModuleForward(acting, self._weights, **self._how_to_act)
@@ -376,10 +377,11 @@ class Rollout:
         """What a worker needs for a rollout of its own, beside environments."""
         fresh = self._weights.take()
         if fresh is not None:
-            self._acting.load_state_dict(fresh[1])
+            self._acting_version, state = fresh
+            self._acting.load_state_dict(state)
         return {
             "module": self._acting,
-            "version": self._weights.version,
+            "version": self._acting_version,
             "env_to_module": self.env_to_module,
             "module_to_env": self.module_to_env,
             **self._how_to_act,

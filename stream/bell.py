@@ -12,7 +12,6 @@ class Bell:
     """A descriptor that can be read once `ring` has been called, by whatever thread, until `silence` is."""
 
     def __init__(self) -> None:
-        self._has_rung = False
         if hasattr(os, "eventfd"):
             self._in = self._out = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
@@ -28,15 +27,12 @@ class Bell:
     def ring(self) -> None:
         """Make the descriptor readable."""
         try:
-            os.write(
-                self._out, b"\1\0\0\0\0\0\0\0"
-            )  # eventfd takes eight bytes, the number one in the byte order of most machines
+            os.write(self._out, _ONE)
         except BlockingIOError:
             pass  # it has been rung often enough
 
     def silence(self) -> None:
         """Make the descriptor unreadable; what is looked at after this includes all that was rung for before it."""
-        self._has_rung = False
         with contextlib.suppress(BlockingIOError):
             os.read(self._in, 4096)
 

@@ -27,6 +27,7 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError, EnvError, RollflowError
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import describe_space
+from rollflow.stream.tree import map_tree
 
 
 class LaneServer:
@@ -108,6 +109,7 @@ class LaneServer:
     def _stepped(self, columns: dict[str, Column], row: int, for_env: bool) -> bytes:
         assert self._step is not None
         actions = columns[Columns.ACTIONS_FOR_ENV].row(0) if for_env else columns[Columns.ACTIONS].row(row)
+        actions = map_tree(np.copy, actions)  # the environment may keep what it gets, or write over it
         observations, rewards, terminateds, truncateds, infos, final = Stepped(*self._step(actions))
         columns[Columns.OBS].write(row + 1, observations)
         columns[Columns.REWARDS].write(row, rewards)

@@ -9,6 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # they are not installed
 
+from benchmarks import __main__ as command
 from benchmarks import beside_peers, cartpole, memory, overhead, pairs, pixels, scaling, stragglers, two_cores
 from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
@@ -41,7 +42,8 @@ def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_workers_and_memory_are_measured() -> None:
-    lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4, 2, 0.95),)) + memory.measure(TINY)
+    lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4, 2, 0.95),))
+    lines += memory.measure(TINY, steps=20_000)
     assert [line["workload"] for line in lines] == ["tiny", "memory, peak", "memory, growth"]
     assert all(line.keys() >= KEYS for line in lines)
 
@@ -60,10 +62,48 @@ def test_the_loop_and_rollflow_make_batches_of_one_shape() -> None:
 def test_plots_are_drawn_where_matplotlib_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scaling.draw([scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)], tmp_path)
     drawn = [path.name for path in tmp_path.iterdir()]
-    assert drawn == ["lanes.png"] or "matplotlib is not installed" in capsys.readouterr().out
+    assert drawn == ["lanes.png"] or "matplotlib is not installed" in capsys.readouterr().err
 
 
 def test_the_table_says_which_aims_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
     pairs.show([pairs.record("met", 1, [(3.0, 2.0)], aim=1.5), pairs.record("not met", 1, [(2.0, 2.0)], aim=1.5)])
     table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
-    assert [line.endswith("missed") for line in table if line.startswith(("met", "not met"))] == [False, True]
+    verdicts = [line.split()[-1] for line in table if line.startswith(("met", "not met"))]
+    assert verdicts == ["met", "missed"]
+
+
+def test_the_command_measures_what_it_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(scaling, "measure", lambda sizes, plots: asked.append((sizes, plots)) or [])
+    command.main(["--quick", "--only", "scaling", "--plots", str(tmp_path)])
+    assert asked == [(pairs.QUICK, tmp_path)]
+    with pytest.raises(SystemExit):
+        command.main(["--only", "sclaing"])
+    assert "no such benchmark: sclaing; expected cartpole" in capsys.readouterr().err
+
+
+def test_pairs_begin_with_either_one_in_turn() -> None:
+    order: list[str] = []
+
+    def rate(name: str) -> float:
+        order.append(name)
+        return 1.0
+
+    assert pairs.in_turns(lambda: rate("ours"), lambda: rate("other"), 2) == [(1.0, 1.0)] * 2
+    assert order == ["other", "ours", "ours", "other"]
+
+
+@pytest.mark.parametrize("dropped", [0, 3])
+def test_the_first_batches_of_a_rollout_are_not_counted(dropped: int) -> None:
+    given: list[int] = []
+
+    class Counted:
+        def batches(self) -> Any:
+            for number in range(100):
+                given.append(number)
+                yield {"obs": [0] * 5}
+
+    assert pairs.in_steady_state(Counted(), 0.0, dropped=dropped) == 0.0  # type: ignore[arg-type]
+    assert len(given) == dropped

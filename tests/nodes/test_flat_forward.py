@@ -1,4 +1,4 @@
-"""Forward passes as flat lists of operations: the same numbers, or none of it."""
+"""Forward passes as flat lists of operations: the same numbers up to rounding, or none of it."""
 
 from typing import Any
 
@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
 from numbered import NumberedModule, numbered_envs
 
 from rollflow.nodes import DefaultModule, RLModule, Rollout
@@ -42,7 +44,7 @@ def check_same(flat: FlatForward, module: RLModule, batch: dict[str, Any]) -> No
     ours, theirs = flat(batch), module.forward_exploration(batch)
     assert ours.keys() == theirs.keys()
     for mine, other in zip(leaves_of(ours), leaves_of(theirs), strict=True):
-        assert torch.equal(mine, other)
+        torch.testing.assert_close(mine, other)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -57,6 +59,72 @@ def test_default_modules_give_the_same_numbers(kind: str) -> None:
     module.load_state_dict(weights)
     check_same(flat, module, batch_for(module, observation_space, 3))
     assert flat.reason is None
+
+
+class Drawn(RLModule):
+    """Goes a way that was drawn: each operation takes one of the results before it, and any of them may be given."""
+
+    def __init__(self, operations: list[tuple[str, int]], given: list[int]) -> None:
+        super().__init__(BOX, TWO)
+        self.operations, self.given = operations, given
+        self.linear, self.bare = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6, bias=False)
+        self.conv = torch.nn.Conv2d(6, 6, 1)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        ways: dict[str, Any] = {
+            "linear": self.linear,
+            "bare": self.bare,
+            "conv": lambda x: self.conv(x.reshape(-1, 1, 1, 6).permute(0, 3, 1, 2)).permute(0, 2, 3, 1).reshape(-1, 6),
+            "tanh": torch.tanh,
+            "relu": torch.nn.functional.relu,
+            "sigmoid": torch.sigmoid,
+            "half": lambda x: x / 2,
+            "float": lambda x: x.float(),
+            "same": lambda x: x.view(-1, 6),
+            "twice": lambda x: x + x.tanh(),
+            "long": lambda x: x.to(torch.int64).float() / 3,
+        }
+        found = [batch["obs"]]
+        for name, index in self.operations:
+            found.append(ways[name](found[-1 - index % len(found)]))
+        return {f"column {i}": found[i % len(found)] for i in self.given}
+
+
+NAMES = ("linear", "bare", "conv", "tanh", "relu", "sigmoid", "half", "float", "same", "twice", "long")
+
+
+@given(
+    operations=st.lists(st.tuples(st.sampled_from(NAMES), st.integers(0, 2)), min_size=1, max_size=9),
+    given_out=st.lists(st.integers(-2, 9), min_size=1, max_size=3),
+    rows=st.integers(1, 5),
+)
+@torch.inference_mode()
+def test_whatever_is_done_faster_gives_the_same_and_leaves_what_others_see(
+    operations: list[tuple[str, int]], given_out: list[int], rows: int
+) -> None:
+    with torch.inference_mode(False):
+        module = Drawn(operations, given_out)
+    flat = FlatForward(module.forward_exploration)
+    for _ in range(3):
+        obs = torch.randn(rows, 6)
+        before = obs.clone()
+        check_same(flat, module, {"obs": obs})
+        assert torch.equal(obs, before)
+
+
+def test_weights_that_change_in_place_are_those_of_the_next_pass() -> None:
+    module = Drawn([("linear", 0), ("conv", 0), ("bare", 0)], [-1])
+    flat = FlatForward(module.forward_exploration)
+    obs = torch.randn(3, 6)
+    for layer in (module.linear, module.conv, module.bare, module.linear):
+        with torch.inference_mode():
+            check_same(flat, module, {"obs": obs})
+            check_same(flat, module, {"obs": obs[:2]})
+        with torch.no_grad():
+            layer.weight.add_(1)
+    with torch.inference_mode():
+        check_same(flat, module, {"obs": obs[:2]})
+        check_same(flat, module, {"obs": obs})
 
 
 class Counts(RLModule):
