@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.environments import Environments
+from rollflow.nodes.remote.remote_environments import RemoteEnvironments
+from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
 from rollflow.nodes.workers.rollout_processes import RolloutProcesses
 from rollflow.nodes.workers.thread_environments import ThreadEnvironments
@@ -14,7 +16,7 @@ Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 
 def environments_for(
     where: Where,
-    env: EnvSource,
+    env: EnvSource | RemoteEnvs,
     *,
     num_envs: int | None,
     lanes: int | None,
@@ -32,9 +34,13 @@ def environments_for(
     if workers is not None and where not in ("processes", "rollouts"):
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
     options |= {"num_envs": num_envs}
+    timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
+    if isinstance(env, RemoteEnvs):
+        if where != "inline":
+            raise ValueError(f"where is '{where}', but remote environments are where their hosts are; leave it out")
+        return RemoteEnvironments(env, lanes=lanes, **timeouts, **options)
     if where == "inline":
         return Environments(env, lanes=lanes, **options)
-    timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
     slots = count_of(env, num_envs)
     if where == "threads":
         return ThreadEnvironments(env, lanes=lanes if lanes or is_ready(env) else slots, **timeouts, **options)

@@ -30,6 +30,8 @@ from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.probe import placed
+from rollflow.nodes.remote.remote_environments import RemoteEnvironments
+from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rounds import Rounds
 from rollflow.nodes.workers.rollout_link import packed_states
@@ -39,6 +41,7 @@ from rollflow.stream.errors import GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import can_run_inline
+from rollflow.stream.lane import Lane
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.report import CALLER, Report
 from rollflow.stream.run import Run
@@ -102,7 +105,7 @@ class Rollout:
 
     def __init__(
         self,
-        env: EnvSource,
+        env: EnvSource | RemoteEnvs,
         *,
         module: Any = None,
         model_config: Any = None,
@@ -155,7 +158,7 @@ class Rollout:
         self.seed = fresh_seed() if seed is None else seed
         self.returns = EpisodeReturns()
         self.placement = ""  # why it goes where it goes, where that was left to it
-        if where == "auto":
+        if where == "auto" and not isinstance(env, RemoteEnvs):
             where, lanes, workers, self.placement = placed(env, num_envs, lanes, workers, module, model_config)
         self.environments = environments_for(
             where,
@@ -198,7 +201,8 @@ class Rollout:
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = self.environments.num_lanes
         self._num_fragments = num_fragments
-        self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
+        self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
+        self._credits = FragmentCredits(self._lanes_count * self._fragments_per_lane)
         self.metrics = MetricsLogger() if metrics is None else metrics
         compiled = None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
         flat = type(acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
@@ -215,6 +219,8 @@ class Rollout:
         if isinstance(self.environments, RolloutProcesses):
             check_for_rollouts(self.metrics, max_batch, forward_in_thread)
             self.environments.replica, self.environments.heard = self._replica, self._heard
+        if isinstance(self.environments, RemoteEnvironments):
+            self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
         self._drive: Drive | None = None
@@ -386,6 +392,19 @@ class Rollout:
             "module_to_env": self.module_to_env,
             **self._how_to_act,
         }
+
+    def _lane_joined(self, lane: Lane, fills_a_vacancy: bool) -> None:
+        """Make room for a lane that has come while the rollout runs."""
+        seed_lane(lane, self.seed)
+        self._prepare.expect(int(not fills_a_vacancy))
+        self._credits.add(self._fragments_per_lane)
+        self._rounds.size += int(not fills_a_vacancy)
+
+    def _lane_left(self, lane: Lane, was_the_last: bool) -> None:
+        """A lane goes round for the last time; where it is the last, others are waited for."""
+        self._credits.add(-self._fragments_per_lane)
+        self._prepare.expect(int(was_the_last))
+        self._rounds.size -= int(not was_the_last)
 
     def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
         """Take in what a worker's connectors have learnt and logged."""
