@@ -26,6 +26,7 @@ def taken_from(connection: Connection) -> bytes:
 class Ends:
     """Both ends of one connection.
 
+    session                    the gateway's, once the host was welcomed
     from_host, from_gateway    bytes on their way
     """
 
@@ -47,6 +48,7 @@ class Ends:
         self.gateway = GatewayConnection(
             software="rollflow 0.1", nonce=GATEWAY_NONCE, secret=gateway_secret, limits=limits, now=now
         )
+        self.session: GatewaySession | None = None
         self.from_host = self.from_gateway = b""
 
     def to_gateway(self, count: int | None = None) -> list[Event]:
@@ -78,8 +80,8 @@ def running(*, credits: int = 0, **given: Any) -> Ends:
     assert ends.gateway.hello is not None
     slots = ends.gateway.hello.slots
     first_slots = [sum(slots[:lane]) for lane in range(len(slots))]
-    session = GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
-    ends.gateway.welcome(session, credits=credits)
+    ends.session = GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
+    ends.gateway.welcome(ends.session, credits=credits)
     ends.to_host()
     return ends
 
