@@ -10,6 +10,7 @@ from rollflow.stream.errors import ColumnError
 from rollflow.stream.infos import SlotInfos
 
 _ARRAY, _NUMBER, _TUPLE, _OBJECTS, _SLOT_INFOS = range(1, 6)
+_FAR = 16  # steps into a value: it may be inside itself
 
 
 def pack(value: Any, name: str = "value") -> bytes:
@@ -69,8 +70,8 @@ def _packed(value: Any) -> bytes:
     return packed
 
 
-def where_not(value: Any, packed: Callable[[Any], object]) -> str:
-    """What in a value `packed` can't pack: the way to it, and its type."""
+def where_not(value: Any, packed: Callable[[Any], object], depth: int = _FAR) -> str:
+    """What in a value `packed` can't pack: the way to it, at most so many steps long, and its type."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, SlotInfos):
         parts = [(f" of slot {slot}", info) for slot, info in enumerate(value.dicts)]
@@ -78,9 +79,9 @@ def where_not(value: Any, packed: Callable[[Any], object]) -> str:
         parts = [(f"[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
         parts = [(f"[{index}]", part) for index, part in enumerate(value)]
-    for told, part in parts:
+    for told, part in parts if depth else ():
         try:
             packed(part)
         except (TypeError, ValueError, OverflowError, RecursionError):
-            return told + where_not(part, packed)
+            return told + where_not(part, packed, depth - 1)
     return f": {value!r:.100} of type {type(value).__name__}"

@@ -103,8 +103,8 @@ class FrameDecoder:
         self._lent.release()
         if self._total:
             if self._filled == len(self._large):
-                more = min(self._total, 2 * self._filled) - self._filled
-                self._large += bytes(more)
+                size = self._total if self._total < 3 * self._filled else 2 * self._filled
+                self._large += bytes(size - self._filled)
             self._lent = memoryview(self._large)[self._filled :]
         else:
             if self._begin:

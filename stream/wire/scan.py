@@ -9,6 +9,8 @@ from rollflow.stream.errors import WireError
 from rollflow.stream.wire.limits import MAX_DEPTH, MAX_EXT_DEPTH, MAX_OTHER_KEYS, MAX_VALUES
 
 EXT_CODES = range(1, 6)
+ARRAY = 1  # code of an array's description
+SHORT = 64  # bytes of one that are safe to unpack whatever they are
 
 # First byte -> bytes of the whole value, where that is all it takes; 0 otherwise.
 _FIXED = [1] * 0x80 + [0] * 0x20 + [1 + length for length in range(32)] + [0] * 0x20 + [1] * 0x20
@@ -102,6 +104,8 @@ class _Scan:
         if code not in EXT_CODES:
             raise WireError(f"header: ext code {code}, expected {EXT_CODES[0]} to {EXT_CODES[-1]}", "frame")
         end = at + 1 + length
+        if code == ARRAY and length <= SHORT:
+            return end
         if self.values(at + 1, 1, False, depth + 1, exts + 1) != end:
             raise WireError(f"header: an ext value of {length} bytes does not hold one value", "frame")
         return end

@@ -100,8 +100,8 @@ def _multi_discrete(told: Mapping[str, Any], where: str) -> None:
 
 
 def _multi_binary(told: Mapping[str, Any], where: str) -> None:
-    if 0 in _shape(told["shape"], f"{where}.shape", 1):
-        raise _wrong(f"{where}.shape", told["shape"], "numbers of 1 or more")
+    if 0 in (_shape(told["shape"], f"{where}.shape", 1) or [0]):
+        raise _wrong(f"{where}.shape", told["shape"], "a list of numbers of 1 or more")
 
 
 _CHECKS = {

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from rollflow.stream.errors import ColumnError, WireError
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.packing import where_not
-from rollflow.stream.wire.scan import scan
+from rollflow.stream.wire.scan import ARRAY, SHORT, scan
 
-_ARRAY, _NUMBER, _TUPLE, _OBJECTS, _SLOT_INFOS = range(1, 6)
+_NUMBER, _TUPLE, _OBJECTS, _SLOT_INFOS = range(ARRAY + 1, ARRAY + 5)
 _MOST_DIMENSIONS = 32
-_KEPT = 64  # bytes of an array's description up to which it is remembered
 
 DTYPES = {
     name: np.dtype(name)
@@ -99,7 +98,7 @@ class _Writer:
         told = _told(_name_of(plain.dtype), array.shape, self._offset)
         self.arrays.append(plain.reshape(-1).view(np.uint8))
         self._offset += plain.nbytes + -plain.nbytes % 8
-        return msgpack.ExtType(_ARRAY, told)
+        return msgpack.ExtType(ARRAY, told)
 
 
 class _Reader:
@@ -108,13 +107,13 @@ class _Reader:
         self._read = 0
 
     def restored(self, code: int, data: bytes) -> Any:
-        if code == _ARRAY:
+        if code == ARRAY:
             return self._array(data)
         value = msgpack.unpackb(data, ext_hook=self.restored, strict_map_key=False)
         return _KINDS[code](self, _list_of(value, code))
 
     def _array(self, told: bytes) -> NDArray[Any]:
-        dtype, shape, offset = _place_of(told) if len(told) <= _KEPT else _place_of.__wrapped__(told)
+        dtype, shape, offset = _place_of(told) if len(told) <= SHORT else _place_of.__wrapped__(told)
         size = math.prod(shape) * dtype.itemsize
         if offset + size > len(self._body):
             raise WireError(
@@ -171,7 +170,7 @@ def _told(name: str, shape: tuple[int, ...], offset: int) -> bytes:
 @lru_cache
 def _place_of(told: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     value = msgpack.unpackb(told, ext_hook=_no_ext, strict_map_key=False)
-    name, shape, offset = _exactly(_list_of(value, _ARRAY), 3, "[dtype, shape, offset]")
+    name, shape, offset = _exactly(_list_of(value, ARRAY), 3, "[dtype, shape, offset]")
     dtype, _ = _dtype_of(name), _count_of(shape)
     if type(offset) is not int or offset < 0 or offset % 8:
         raise WireError(f"array at {offset!r:.40}, expected a multiple of 8", "frame")
