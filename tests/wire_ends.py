@@ -42,7 +42,7 @@ class Ends:
     ) -> None:
         limits = limits or Limits()
         self.now = now
-        self.host_session = host_session or HostSession()
+        self.host_session = host_session or HostSession(TOKEN)
         said = said or hello(session=self.host_session.token)
         self.host = HostConnection(said, self.host_session, secret=host_secret, limits=limits, now=now)
         self.gateway = GatewayConnection(

@@ -45,7 +45,7 @@ def hello(**changed: Any) -> Hello:
         "software": "example 1.0",
         "name": "sim-1",
         "nonce": HOST_NONCE,
-        "session": None,
+        "session": TOKEN,
         "max_frame": 1 << 26,
         "slots": (2, 2),
         "observation_space": describe_space(OBSERVATION_SPACE),

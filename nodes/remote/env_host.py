@@ -21,6 +21,7 @@ from rollflow.stream.errors import ColumnError, EnvError, WireError
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
+    SESSION_BYTES,
     VERSION,
     Address,
     Broken,
@@ -81,7 +82,7 @@ class EnvHost:
         self._check_lanes()
         self._metadata = {"env": env} if isinstance(env, str) else {}
         self._by_id: dict[int, SimpleQueue[Job | None]] = {}
-        self._session = HostSession()
+        self._session = HostSession(secrets.token_bytes(SESSION_BYTES))
         self._transport: Transport | None = None
         self._lock = threading.Lock()  # of the session, its connections, and the transport
         self._bell = Bell()
@@ -115,7 +116,7 @@ class EnvHost:
                     if error.code not in _COMES_BACK:
                         raise
                     problem = str(error)
-                if self._session.token is not None:  # it was taken in
+                if self._session.send is not None:  # it was taken in
                     since, delay = monotonic(), _FIRST_RETRY_S
                 logger.warning("%s", problem)
             if retry_s is not None and monotonic() - since >= retry_s:
@@ -252,7 +253,7 @@ class EnvHost:
             case Reset() | Step():
                 self._by_id[event.lane].put((connection, event))
             case Goodbye():
-                self._session = HostSession()
+                self._session = HostSession(secrets.token_bytes(SESSION_BYTES))  # of another rollout
                 return event.reason
             case Broken():
                 raise event.error

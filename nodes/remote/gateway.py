@@ -19,7 +19,6 @@ from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
     NONCE_BYTES,
-    SESSION_BYTES,
     Address,
     Answer,
     Broken,
@@ -396,14 +395,14 @@ class Gateway:
     def _take_in(self, peer: _Peer, hello: Hello, now: float) -> None:
         """A host has proved itself: it comes back, or is new, or is turned away."""
         try:
-            known = None if hello.session is None else self.hosts.get(hello.session)
+            known = self.hosts.get(hello.session)
             if known is not None:
                 self._take_back(peer, known)
                 return
             self._check_new(hello)
             lanes = range(self._next_lane, self._next_lane + len(hello.slots))
             firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
-            session = GatewaySession(secrets.token_bytes(SESSION_BYTES), hello, lanes, firsts)
+            session = GatewaySession(hello.session, hello, lanes, firsts)
             peer.connection.welcome(session, credits=self._credits, settings=self._settings)
         except WireError as error:
             peer.connection.refuse(error.code, str(error))

@@ -50,14 +50,16 @@ class GatewayConnection(Connection):
         self._session: GatewaySession | None = None
 
     def welcome(self, session: GatewaySession, *, credits: int = 0, settings: Mapping[str, Any] | None = None) -> None:
-        """Take the host in, with a new session or with that which its Hello names.
+        """Take the host in, with the session that its Hello names, which is new or was there before.
 
         What was under way in the session is asked again. Raises WireError where there is no Hello to answer, or the
         host is not what it was when the session began.
         """
         if self.phase is not Phase.HANDSHAKE or self.hello is None:
             raise WireError("welcome: no host waits for it", "order")
-        resumed = self.hello.session == session.token
+        resumed = session.is_welcomed
+        if self.hello.session != session.token:
+            raise WireError("welcome: the session is not the one that the host named", "session")
         if resumed:
             session.check_same(self.hello)
         mac = prove(self._secret, GATEWAY, self._transcript)
@@ -66,6 +68,7 @@ class GatewayConnection(Connection):
         self.credits = credits
         self._decoder.max_frame = self.limits.max_frame
         self._session = session
+        session.is_welcomed = True
         session.send = self._queue_if_running
         for request in session.under_way:
             self._send(request)

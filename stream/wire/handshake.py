@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from rollflow.stream.wire.field import flag, list_of, mapping, nullable, one_of, raw, record, seconds, span, text, whole
+from rollflow.stream.wire.field import flag, list_of, mapping, one_of, raw, record, seconds, span, text, whole
 
 VERSION = 1  # of the protocol, the only one that is spoken here
 NONCE_BYTES = 32
@@ -31,7 +31,7 @@ class Hello:
     role                 "env": it steps environments; "rollout": it runs whole rollouts
     software, name       of what runs there, and of the host, for people
     nonce                32 random bytes, new for every connection
-    session              16 bytes that it got with an earlier Welcome and wants to go on with; None: none
+    session              16 random bytes that it has chosen: the same for as long as it remembers its lanes
     max_frame            bytes of a frame that it takes, behind the length itself
     slots                environments of each of its lanes
     observation_space,   of one environment, as `describe_space` describes it
@@ -46,7 +46,7 @@ class Hello:
     software: Name
     name: Name
     nonce: Nonce
-    session: Annotated[bytes | None, nullable(raw(SESSION_BYTES))]
+    session: Annotated[bytes, raw(SESSION_BYTES)]
     max_frame: FrameSize
     slots: Annotated[tuple[int, ...], list_of(whole(1, MOST_SLOTS), MOST_LANES)]
     observation_space: Annotated[Mapping[str, Any], mapping]
@@ -115,8 +115,8 @@ class Welcome:
     """A gateway proves that it knows the secret as well, and takes the host in.
 
     mac         32 bytes, `proof.prove`; none where there is no secret
-    session     16 bytes to come back with after the connection was lost
-    resumed     whether this goes on with the session that the Hello named
+    session     the host's own, to come back with after the connection was lost
+    resumed     whether the gateway knows it from an earlier Welcome, which may not have arrived
     credits     messages that nobody asked for which the host may send
     lanes       the host's lanes, in the order of the Hello's `slots`
     settings    what a rollout host needs to know of the rollout; empty for one of environments

@@ -35,13 +35,13 @@ class _HostLane:
 class HostSession:
     """A host's memory of its lanes, from the first Welcome on.
 
-    token        to come back with; None before the first Welcome
+    token        16 random bytes to come back with
     max_frame    bytes of a frame that the gateway takes
     send         sends a frame through the connection that was welcomed last; None before the first
     """
 
-    def __init__(self) -> None:
-        self.token: bytes | None = None
+    def __init__(self, token: bytes) -> None:
+        self.token = token
         self.max_frame = 0xFFFFFFFF
         self.send: Callable[[Sequence[Buffer]], None] | None = None
         self._lanes: dict[int, _HostLane] = {}
@@ -56,7 +56,9 @@ class HostSession:
                 "slots as in the hello",
                 "session",
             )
-        if welcome.resumed:
+        if welcome.session != self.token:
+            raise WireError("welcome.session is not the one in the hello", "session")
+        if welcome.resumed and self._lanes:
             self._check_resumed(welcome)
             return
         for grant in welcome.lanes:
@@ -66,7 +68,6 @@ class HostSession:
                 )
         is_env = hello.role == "env"
         self._lanes = {grant.lane: _HostLane(grant.slots, needs_reset=is_env) for grant in welcome.lanes}
-        self.token = welcome.session
 
     def slots_of(self, lane: int) -> int:
         """Environments in a lane. Raises WireError for a lane that there is not."""
@@ -116,8 +117,8 @@ class HostSession:
             raise _no_lane(lane, list(self._lanes)) from None
 
     def _check_resumed(self, welcome: Welcome) -> None:
-        if welcome.session != self.token or {grant.lane for grant in welcome.lanes} != self._lanes.keys():
-            raise WireError("welcome: resumes another session, or other lanes, than this host's", "session")
+        if {grant.lane for grant in welcome.lanes} != self._lanes.keys():
+            raise WireError("welcome.lanes: resumes other lanes than this host's", "session")
         for grant in welcome.lanes:
             number = self._lanes[grant.lane].number
             if grant.number not in (number, number - 1):
@@ -139,17 +140,19 @@ class _GatewayLane:
 class GatewaySession:
     """A gateway's memory of one host, from its first Welcome on.
 
-    token           16 random bytes, which the host comes back with
+    token           16 random bytes of the host's, which it comes back with
     hello           the host's first
     lanes           id of each of its lanes, in the order of the Hello's `slots`
     first_slots     number of the first slot of each
     send            sends a frame through the connection that was welcomed last; None before the first
+    is_welcomed     whether there was such a connection
     """
 
     def __init__(self, token: bytes, hello: Hello, lanes: Sequence[int], first_slots: Sequence[int]) -> None:
         self.token = token
         self.hello = hello
         self.send: Callable[[Sequence[Buffer]], None] | None = None
+        self.is_welcomed = False
         is_env = hello.role == "env"
         self._lanes = {
             lane: _GatewayLane(slots, first, needs_reset=is_env)

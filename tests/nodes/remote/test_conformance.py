@@ -10,7 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, dialled_host, hosting, listening
@@ -80,7 +80,7 @@ def assert_alike(ours: list[Fragment], others: list[Fragment]) -> None:
 
 
 @given(drawn=drawn_settings)
-@settings(max_examples=25)
+@settings(max_examples=25, phases=[Phase.explicit, Phase.generate])
 def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Setting) -> None:
     envs = listening()
     with hosting(envs.addresses[0], makers_of(drawn), lanes=drawn.lanes):
@@ -89,7 +89,7 @@ def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Setting) -> None:
 
 
 @given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 6000), max_size=30))
-@settings(max_examples=15)
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
     envs = listening()
     left = list(cuts)

@@ -104,7 +104,7 @@ def test_a_gateway_that_does_not_know_the_secret_is_refused_by_the_host() -> Non
     lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
     events = ends.host.receive(frame_as(Welcome(bytes(32), TOKEN, False, 0, lanes, {})), 0.0)
     assert "welcome.mac: the gateway does not know the secret" in str(error_of(events))
-    assert ends.host_session.token is None
+    assert ends.host_session.send is None
     assert told_by(ends.host).code == "secret"
 
 
@@ -207,20 +207,18 @@ def test_a_host_comes_back_to_its_session_and_a_stranger_does_not() -> None:
     again = greeted(host_session=ends.host_session)
     assert again.gateway.hello is not None
     assert again.gateway.hello.session == token == TOKEN
-    again.gateway.welcome(GatewaySession(bytes(16), again.gateway.hello, (5, 6), (0, 2)))
+    with pytest.raises(WireError, match="the session is not the one that the host named"):
+        again.gateway.welcome(GatewaySession(bytes(16), again.gateway.hello, (5, 6), (0, 2)))
+    again.gateway.welcome(GatewaySession(TOKEN, again.gateway.hello, (5, 6), (0, 2)))
     (welcome,) = again.to_host()
     assert isinstance(welcome, Welcome)
     assert not welcome.resumed
-    assert ends.host_session.token == bytes(16)
 
 
 def test_a_host_that_changed_is_not_welcomed_to_its_session() -> None:
-    ends = greeted(said=hello(autoreset="DISABLED", session=None))
-    session = GatewaySession(TOKEN, hello(), (0, 1), (0, 2))
-    ends.gateway.welcome(session)  # not its session: a new one
-    other = HostSession()
-    other.token = TOKEN
-    again = greeted(host_session=other, said=hello(autoreset="DISABLED", session=TOKEN))
+    session = running().session
+    assert session is not None
+    again = greeted(said=hello(autoreset="DISABLED"))
     with pytest.raises(WireError, match=r"hello.autoreset is not what it was"):
         again.gateway.welcome(session)
     again.gateway.refuse("session", "hello.autoreset is not what it was")
@@ -229,7 +227,7 @@ def test_a_host_that_changed_is_not_welcomed_to_its_session() -> None:
 
 def test_a_host_says_the_token_of_its_session_and_no_other() -> None:
     with pytest.raises(WireError, match=r"hello\.session is not the token of the session"):
-        HostConnection(hello(session=TOKEN), HostSession(), secret=None, limits=Limits(), now=0.0)
+        HostConnection(hello(session=bytes(16)), HostSession(TOKEN), secret=None, limits=Limits(), now=0.0)
 
 
 def test_a_gateway_that_is_not_asked_in_can_not_welcome() -> None:

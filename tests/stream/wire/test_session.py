@@ -42,7 +42,7 @@ class TwoEnds(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        self.host_session = HostSession()
+        self.host_session = HostSession(TOKEN)
         self.session: GatewaySession | None = None
         self.taken: dict[int, list[int]] = {lane: [] for lane in LANES}
         self.given: dict[int, list[tuple[int, float]]] = {lane: [] for lane in LANES}
@@ -170,7 +170,7 @@ TestTwoEnds.settings = settings(max_examples=200, stateful_step_count=50, deadli
 
 
 def session_of_host(**changed: Any) -> HostSession:
-    session = HostSession()
+    session = HostSession(TOKEN)
     session.begin(welcome(**changed), hello())
     return session
 
@@ -236,7 +236,7 @@ def test_an_answer_of_a_session_that_is_over_is_not_waited_for() -> None:
     session = session_of_host()
     old, new = reset(1), reset(1)
     session.take(old)
-    session.begin(welcome(session=bytes(16)), hello())  # the gateway was started again
+    session.begin(welcome(), hello())  # the gateway was started again
     session.take(new)
     assert not session.waits_for(old)
     assert session.waits_for(new)
@@ -251,7 +251,7 @@ def test_an_answer_of_a_session_that_is_over_is_not_waited_for() -> None:
         ),
         ({"lanes": (LaneGrant(0, 2, 0, 0), LaneGrant(0, 2, 2, 0))}, "expected different ids"),
         ({"lanes": (LaneGrant(0, 2, 0, 1), LaneGrant(1, 2, 2, 0))}, "lane 0 at number 1, expected 0 in a new session"),
-        ({"resumed": True}, "resumes another session"),
+        ({"session": bytes(16)}, "welcome.session is not the one in the hello"),
     ],
 )
 def test_a_welcome_that_does_not_fit_is_refused(changed: dict[str, Any], told: str) -> None:
@@ -274,8 +274,14 @@ def test_a_session_goes_on_only_where_both_ends_stood() -> None:
     for number in (1, 4):
         with pytest.raises(WireError, match=f"lane 0 at number {number}, expected 3 or 2"):
             resumed(number)
-    with pytest.raises(WireError, match="resumes another session"):
-        resumed(3, session=bytes(16))
+    with pytest.raises(WireError, match="resumes other lanes than this host's"):
+        resumed(3, lanes=(LaneGrant(0, 2, 0, 3), LaneGrant(5, 2, 2, 0)))
+
+
+def test_a_host_that_never_got_its_first_welcome_begins_with_the_second() -> None:
+    session = HostSession(TOKEN)
+    session.begin(welcome(resumed=True), hello())
+    assert session.take(reset(1)) is Taken.NEW
 
 
 @pytest.mark.parametrize("name", ["slots", "autoreset", "role", "observation_space"])
