@@ -39,7 +39,7 @@ class SlotInfos(Mapping[str, Any]):
 
 
 def copied(value: Any) -> Any:
-    """A value of infos with copies of what it holds, arrays, dicts, lists and tuples: environments may write over theirs."""
+    """A value of infos with copies of its arrays, dicts, lists and tuples: environments may write over theirs."""
     if isinstance(value, np.ndarray):
         taken = value.copy()
         if value.dtype.hasobject:
