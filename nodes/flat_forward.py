@@ -95,7 +95,7 @@ class FlatForward:
             self._flat[kind] = None
             return self._forward(batch)
         # Rounded as in every pass to come: lanes take turns in any order.
-        return flat(*leaves) if writer.rounds_otherwise else output  # type: ignore[no-any-return]
+        return flat(*leaves) if writer.rounds_otherwise else output
 
 
 class _Writer(TorchFunctionMode):
