@@ -5,17 +5,18 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from doomed import rewards_by_slot
 from numbered_env import NumberedEnv
 
 from rollflow.nodes import EnvHost, RemoteEnvs
-from rollflow.stream import Fragment
-from rollflow.stream.wire import Limits
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import Broken, HostConnection, HostSession, Limits, Rows, Step, encode
 
 SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
 _PROGRAM = """
@@ -183,13 +184,64 @@ def listening(**options: Any) -> RemoteEnvs:
     return RemoteEnvs.listen("tcp://127.0.0.1:0", **{"limits": SHORT, "join_timeout": 60.0, **options})
 
 
-def check_conserved(fragments: list[Fragment], lost: dict[str, int], made: dict[int, int]) -> None:
-    """Every step of a NumberedEnv's life stands in one chunk, but for `lost` in all; `made` by slot."""
-    missing = 0
-    rewards = rewards_by_slot(fragments)
-    for slot, steps in made.items():
-        found = sorted(rewards.get(slot, []))
-        assert len(set(found)) == len(found)
-        assert set(found) <= set(np.arange(1.0, steps + 1))
-        missing += steps - len(found)
-    assert missing <= sum(lost.values())
+class RawHost:
+    """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its first lane has two slots."""
+
+    def __init__(self, address: Any, *, secret: bytes | None = None, **said: Any) -> None:
+        makers = [lambda slot=slot: NumberedEnv(900 + slot) for slot in range(2)]
+        with EnvHost(makers, secret=secret, name="raw") as pattern:  # type: ignore[arg-type]
+            self.hello = replace(pattern._hello(), **said)
+        self.sock = socket.create_connection((address.host, address.port))
+        self.session = HostSession(self.hello.session)
+        self.connection = HostConnection(self.hello, self.session, secret=secret, limits=SHORT, now=0.0)
+        self._events: deque[Any] = deque()
+
+    def flush(self) -> None:
+        """Send what the connection has to send."""
+        for buffer in self.connection.outgoing():
+            self.sock.sendall(buffer)
+
+    def next_event(self) -> Any:
+        """Wait for the connection's next event; None when the gateway has hung up."""
+        while not self._events:
+            self.flush()
+            data = self.sock.recv(1 << 16)
+            if not data:
+                self.connection.ended()
+                return None
+            self._events += self.connection.receive(data, 0.0)
+        return self._events.popleft()
+
+    def next_of(self, kind: type[Any]) -> Any:
+        """Wait for the next event of a kind."""
+        while not isinstance(event := self.next_event(), kind):
+            assert event is not None
+        return event
+
+    def rows(self, request: Any, **changed: Any) -> Rows:
+        """An answer with two slots of zeros, but for what is changed."""
+        is_step = isinstance(request, Step)
+        fields: dict[str, Any] = {
+            "lane": request.lane,
+            "number": request.number,
+            "obs": np.zeros((2, 3), np.int64),
+            "rewards": np.zeros(2) if is_step else None,
+            "terminateds": np.zeros(2, bool) if is_step else None,
+            "truncateds": np.zeros(2, bool) if is_step else None,
+            "final_slots": (),
+            "final_obs": None,
+            "infos": {},
+            "final_infos": {},
+        }
+        return Rows(**fields | changed)
+
+    def send(self, message: Any) -> None:
+        """Send a message, whatever the protocol says of it."""
+        for buffer in encode(message):
+            self.sock.sendall(buffer)
+
+    def refusal(self) -> WireError:
+        """Wait until the gateway refuses this host: what it says."""
+        error: WireError = self.next_of(Broken).error
+        assert self.sock.recv(1) == b""
+        return error
