@@ -37,6 +37,7 @@ def environments_for(
     timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
     if isinstance(env, RemoteEnvs):
         if where != "inline":
+            env.close()
             raise ValueError(f"where is '{where}', but remote environments are where their hosts are; leave it out")
         return RemoteEnvironments(env, lanes=lanes, **timeouts, **options)
     if where == "inline":

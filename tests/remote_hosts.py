@@ -22,6 +22,7 @@ SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
 _PROGRAM = """
 import sys; sys.path[:] = {path!r}
 from functools import partial
+from pathlib import PosixPath
 import {module}
 from rollflow.nodes import EnvHost
 makers = [partial({module}.{name}, *args, **kwargs) for args, kwargs in {makers!r}]
@@ -185,7 +186,7 @@ def listening(**options: Any) -> RemoteEnvs:
 
 
 class RawHost:
-    """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its first lane has two slots."""
+    """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its one lane has two slots."""
 
     def __init__(self, address: Any, *, secret: bytes | None = None, **said: Any) -> None:
         makers = [lambda slot=slot: NumberedEnv(900 + slot) for slot in range(2)]
@@ -215,7 +216,7 @@ class RawHost:
     def next_of(self, kind: type[Any]) -> Any:
         """Wait for the next event of a kind."""
         while not isinstance(event := self.next_event(), kind):
-            assert event is not None
+            assert not isinstance(event, Broken | None), event
         return event
 
     def rows(self, request: Any, **changed: Any) -> Rows:
@@ -235,6 +236,11 @@ class RawHost:
         }
         return Rows(**fields | changed)
 
+    def answer(self, request: Any) -> None:
+        """Answer as the protocol wants it."""
+        self.connection.answer(request, self.rows(request))
+        self.flush()
+
     def send(self, message: Any) -> None:
         """Send a message, whatever the protocol says of it."""
         for buffer in encode(message):
@@ -244,4 +250,5 @@ class RawHost:
         """Wait until the gateway refuses this host: what it says."""
         error: WireError = self.next_of(Broken).error
         assert self.sock.recv(1) == b""
+        self.sock.close()
         return error
