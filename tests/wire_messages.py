@@ -1,5 +1,7 @@
 """One message of every kind, as the protocol's documentation has them."""
 
+import hashlib
+import hmac
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from rollflow.stream.wire import (
     Turn,
     Weights,
     Welcome,
+    encode,
 )
 
 SECRET = b"correct horse battery staple"
@@ -79,11 +82,23 @@ def first_rows(**changed: Any) -> Rows:
     return rows(**{"number": 1, "final_slots": (), "final_infos": {}} | nothing | changed)
 
 
+HELLO = hello()
+CHALLENGE = Challenge(1, "rollflow 0.1", GATEWAY_NONCE, True, 1 << 26, 10.0, 60.0)
+
+
+def proof_of(who: bytes) -> bytes:
+    """What the documentation says that a host or a gateway proves after this Hello and this Challenge."""
+    transcript = hashlib.sha256(b"".join([*encode(HELLO), *encode(CHALLENGE)])).digest()
+    return hmac.new(SECRET, who + transcript, hashlib.sha256).digest()
+
+
 EXAMPLES: dict[str, Message] = {
-    "hello": hello(),
-    "challenge": Challenge(1, "rollflow 0.1", GATEWAY_NONCE, True, 1 << 26, 10.0, 60.0),
-    "proof": Proof(bytes(32)),  # the right ones depend on the two above: see `proofs` of the test
-    "welcome": Welcome(bytes(32), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {}),
+    "hello": HELLO,
+    "challenge": CHALLENGE,
+    "proof": Proof(proof_of(b"rollflow host")),
+    "welcome": Welcome(
+        proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {}
+    ),
     "reset": Reset(0, 1, (11, 12), None),
     "step": Step(0, 2, np.array([1, 0])),
     "rows": rows(),

@@ -145,6 +145,7 @@ class GatewayConnection(Connection):
                 if self._secret is not None and message.mac:
                     told = "has another secret, or somebody has changed what it said"
                 raise WireError(f"proof.mac: the host {told}", "secret")
+            self._form = RowForm.of(self._said)  # not before: a space may take more memory than its description
             self.hello = self._said
             return [self.hello]
         expected = "hello" if self._said is None else "proof" if self.hello is None else "nothing before the welcome"
@@ -157,7 +158,6 @@ class GatewayConnection(Connection):
             raise WireError(f"hello.versions is {lowest} to {highest}, expected some with {VERSION}", "version")
         if not hello.slots:
             raise WireError("hello.slots is empty, expected the environments of at least one lane", "message")
-        self._form = RowForm.of(hello)
         self._said = hello
         self._peer_max_frame = hello.max_frame
         challenge = Challenge(

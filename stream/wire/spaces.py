@@ -16,7 +16,8 @@ from rollflow.stream.wire.value import DTYPES
 
 _INTS = ("|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8")
 _NUMBERS = (*_INTS, "|b1", "<f2", "<f4", "<f8")
-_MOST_ITEM = 64 << 20  # bytes of one item
+_MOST_ITEM = 64 << 20  # bytes of one item, and as many of a space's limits
+_SPACE = 1 << 10  # bytes, about, of a space itself
 _MOST_DIMENSIONS = 16
 
 
@@ -51,8 +52,11 @@ def placed(tree: Tree, space: gym.Space[Any], count: int, where: str, code: str 
     return tree
 
 
-def _check(told: Any, where: str) -> None:
-    """Raise WireError for what `space_of` must not be given from outside: it trusts what it gets."""
+def _check(told: Any, where: str) -> int:
+    """How many bytes the space will take, about.
+
+    Raises WireError for what `space_of` must not be given from outside: it trusts what it gets.
+    """
     kind = told.get("kind") if isinstance(told, Mapping) else None
     if not isinstance(kind, str) or kind not in _CHECKS:
         raise _wrong(where, told, f"a space: one of {', '.join(_CHECKS)}")
@@ -60,30 +64,40 @@ def _check(told: Any, where: str) -> None:
     missing = [name for name in _FIELDS[kind] if name not in told]
     if missing:
         raise _wrong(where, told, f"{', '.join(_FIELDS[kind])} of a {kind}")
-    _CHECKS[kind](told, where)
+    return _SPACE + _CHECKS[kind](told, where)
 
 
-def _dict(told: Mapping[str, Any], where: str) -> None:
-    keys = set()
+def _dict(told: Mapping[str, Any], where: str) -> int:
+    keys, size = set(), 0
     for part in _list(told["parts"], f"{where}.parts"):
         if type(part) is not list or len(part) != 2 or type(part[0]) is not str or part[0] in keys:
             raise _wrong(f"{where}.parts", part, "[key, space], each key once")
         keys.add(part[0])
-        _check(part[1], f"{where}[{part[0]!r}]")
+        size = _sum(size, _check(part[1], f"{where}[{part[0]!r}]"), where)
+    return size
 
 
-def _tuple(told: Mapping[str, Any], where: str) -> None:
+def _tuple(told: Mapping[str, Any], where: str) -> int:
+    size = 0
     for index, part in enumerate(_list(told["parts"], f"{where}.parts")):
-        _check(part, f"{where}[{index}]")
+        size = _sum(size, _check(part, f"{where}[{index}]"), where)
+    return size
 
 
-def _box(told: Mapping[str, Any], where: str) -> None:
+def _sum(size: int, more: int, where: str) -> int:
+    if size + more > _MOST_ITEM:
+        raise WireError(f"{where} takes more than {_MOST_ITEM} bytes, expected less", "spaces")
+    return size + more
+
+
+def _box(told: Mapping[str, Any], where: str) -> int:
     low, high = (_array(told[name], f"{where}.{name}", _NUMBERS) for name in ("low", "high"))
     if low != high:
         raise _wrong(f"{where}.high", told["high"][:2], "the dtype and shape of low")
+    return _bytes(low)
 
 
-def _discrete(told: Mapping[str, Any], where: str) -> None:
+def _discrete(told: Mapping[str, Any], where: str) -> int:
     limits = _dtype(told["dtype"], f"{where}.dtype", _INTS)
     n, start = told["n"], told["start"]
     if type(n) is not int or type(start) is not int or n < 1:
@@ -91,17 +105,21 @@ def _discrete(told: Mapping[str, Any], where: str) -> None:
     most = np.iinfo(limits)
     if not most.min <= start <= start + n - 1 <= most.max:
         raise _wrong(where, [n, start], f"start and start + n - 1 from {most.min} to {most.max}")
+    return 0
 
 
-def _multi_discrete(told: Mapping[str, Any], where: str) -> None:
+def _multi_discrete(told: Mapping[str, Any], where: str) -> int:
     nvec, start = (_array(told[name], f"{where}.{name}", _INTS) for name in ("nvec", "start"))
     if nvec != start:
         raise _wrong(f"{where}.start", told["start"][:2], "the dtype and shape of nvec")
+    return _bytes(nvec)
 
 
-def _multi_binary(told: Mapping[str, Any], where: str) -> None:
-    if 0 in (_shape(told["shape"], f"{where}.shape", 1) or [0]):
+def _multi_binary(told: Mapping[str, Any], where: str) -> int:
+    shape = _shape(told["shape"], f"{where}.shape", 1)
+    if not shape or 0 in shape:
         raise _wrong(f"{where}.shape", told["shape"], "a list of numbers of 1 or more")
+    return math.prod(shape)
 
 
 _CHECKS = {
@@ -133,6 +151,11 @@ def _array(told: Any, where: str, dtypes: tuple[str, ...]) -> tuple[str, list[in
     if told[0] == "|b1" and any(byte > 1 for byte in told[2]):
         raise _wrong(where, told, "bytes of 0 or 1")
     return told[0], shape
+
+
+def _bytes(array: tuple[str, list[int]]) -> int:
+    dtype, shape = array
+    return DTYPES[dtype].itemsize * math.prod(shape)
 
 
 def _dtype(told: Any, where: str, dtypes: tuple[str, ...]) -> np.dtype[Any]:

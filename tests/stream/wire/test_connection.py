@@ -373,9 +373,10 @@ def test_nothing_is_sent_through_a_connection_that_is_not_running() -> None:
     ends = running(said=hello(role="rollout"))
     ends.host.ended()
     ends.gateway.ended()
-    for send in (lambda: ends.host.tell(Metrics({})), lambda: ends.gateway.give(1)):
-        with pytest.raises(WireError, match="the connection is broken, expected running"):
-            send()
+    with pytest.raises(WireError, match="metrics: the connection is broken, expected running"):
+        ends.host.tell(Metrics({}))
+    with pytest.raises(WireError, match="credit: the connection is broken, expected running"):
+        ends.gateway.give(1)
 
 
 def test_bytes_may_be_received_in_place() -> None:

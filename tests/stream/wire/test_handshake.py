@@ -138,7 +138,6 @@ def test_whoever_changes_the_hello_or_the_challenge_on_its_way_is_found_out(data
     [
         ({"versions": (2, 3)}, "version", "hello.versions is 2 to 3, expected some with 1"),
         ({"slots": ()}, "message", "hello.slots is empty"),
-        ({"observation_space": {"kind": "Text"}}, "spaces", "hello.observation_space is .*, expected a space"),
     ],
 )
 def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
@@ -155,6 +154,17 @@ def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
     assert isinstance(broken, Broken)
     assert broken.error.code == code
     assert str(broken.error).startswith(f"gateway: refuses: {refused.text}")
+
+
+def test_spaces_are_read_once_their_host_has_proved_itself() -> None:
+    said = hello(observation_space={"kind": "Text"})
+    with pytest.raises(WireError, match=r"hello.observation_space is .*, expected a space"):
+        Ends(said=said)
+    gateway = Ends(gateway_secret=None).gateway
+    assert gateway.receive(frame_as(said), 0.0) == []
+    error = error_of(gateway.receive(frame_as(Proof(b"")), 0.0))
+    assert error.code == "spaces"
+    assert str(error).startswith("host 'sim-1': hello.observation_space is ")
 
 
 def test_a_gateway_of_another_version_is_refused() -> None:

@@ -130,9 +130,10 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name(name: str
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_would_be_refused_is_not_sent(name: str) -> None:
-    for field in checks_of(type(EXAMPLES[name])):
-        with pytest.raises(WireError, match=rf"{EXAMPLES[name].kind}\.{field}"):
-            encode(dataclasses.replace(EXAMPLES[name], **{field: -1.5}))
+    message: Any = EXAMPLES[name]
+    for field in checks_of(type(message)):
+        with pytest.raises(WireError, match=rf"{message.kind}\.{field}"):
+            encode(dataclasses.replace(message, **{field: -1.5}))
 
 
 @pytest.mark.parametrize(

@@ -108,3 +108,12 @@ ONE = np.float32(1).tobytes()
 def test_what_is_no_space_is_refused(told: Any, expected: str) -> None:
     with pytest.raises(WireError, match=expected.replace("{}", r"\{\}")):
         read_space(told, "space")
+
+
+def test_spaces_that_take_too_much_together_are_refused_before_they_are_made() -> None:
+    box = {"kind": "Box", "low": ["<f4", [1 << 20], ONE], "high": ["<f4", [1 << 20], ONE]}  # 4 MiB
+    assert isinstance(read_space({"kind": "Tuple", "parts": [box]}, "space"), spaces.Tuple)
+    with pytest.raises(WireError, match="space takes more than 67108864 bytes"):
+        read_space({"kind": "Tuple", "parts": [box] * 20}, "space")
+    with pytest.raises(WireError, match=r"space\['a'\] takes more than 67108864 bytes"):
+        read_space({"kind": "Dict", "parts": [["a", {"kind": "Tuple", "parts": [box] * 20}]]}, "space")
