@@ -428,7 +428,7 @@ class Gateway:
         if hello.role != self._role:
             raise WireError(f"hello.role is '{hello.role}', expected '{self._role}'", "role")
         if len(self.hosts) >= self._envs.max_hosts:
-            raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "full")
+            raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
         first = self._first
         if first is None:
             self._first = hello
