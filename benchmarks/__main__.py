@@ -17,6 +17,7 @@ PROGRAMS = (
     "two_cores",
     "stragglers",
     "connector",
+    "remote",
     "beside_peers",
     "memory",
     "scaling",
