@@ -2,7 +2,7 @@
 
 A round trip is from the moment when actions are handed to a lane to the moment when its rows have come; beside it, a
 bare socket that echoes as many bytes, in a process of its own as well. With a link that takes 20 ms longer, four lanes
-keep a host busy whose every step takes 5 ms of work; beside it, 200 steps a second.
+keep a host busy whose every step takes 8 ms of work; beside it, 125 steps a second.
 
     python -m benchmarks.remote [--quick]
 """
@@ -29,7 +29,7 @@ from rollflow.nodes.remote.remote_environments import RemoteEnvironments
 
 HOSTS, HOSTS_A_PROCESS = 200, 50
 REQUEST_BYTES, ANSWER_BYTES = 64, 200  # of a step of one slot with four numbers
-LINK_S, WORK_S, LANES = 20e-3, 5e-3, 4
+LINK_S, WORK_S, LANES = 20e-3, 8e-3, 4
 
 _PROGRAM = """
 import sys; sys.path[:] = {path!r}
@@ -155,7 +155,9 @@ def _slow_link(sizes: Sizes) -> Record:
             seconds = max(2.0, sizes.seconds)
             rates = [steps_per_s(lambda: next(fragments).num_steps, seconds) for _ in range(3 if sizes == FULL else 1)]
     pairs = [(rate, 1 / WORK_S) for rate in rates]
-    return record("a link of 20 ms, 4 lanes", LANES, pairs, aim=0.9, where="remote", beside_name="a host always at work")
+    return record(
+        "a link of 20 ms, 4 lanes", LANES, pairs, aim=0.9, where="remote", beside_name="a host always at work"
+    )
 
 
 def working_host(address: str) -> None:
