@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from wire_ends import Ends, greeted, running, taken_from
-from wire_messages import EXAMPLES, TOKEN, first_rows, hello
+from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
@@ -22,10 +23,13 @@ from rollflow.stream.wire import (
     GatewaySession,
     Hello,
     HostConnection,
+    LaneGrant,
     Phase,
+    Proof,
     Reset,
     Step,
     Turn,
+    Welcome,
     decode,
     encode,
 )
@@ -47,6 +51,11 @@ def stream_of(*names: str) -> bytes:
 
 FRAMES = [frame_as(name) for name in EXAMPLES]
 
+# Without a secret, so that what follows a changed hello or challenge is looked at.
+OPEN_PROOF = b"".join(encode(Proof(b"")))
+OPEN_CHALLENGE = b"".join(encode(replace(CHALLENGE, secret=False)))
+OPEN_WELCOME = b"".join(encode(Welcome(b"", TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {})))
+
 
 def _at_first_gateway() -> Connection:
     return greeted().gateway
@@ -54,12 +63,12 @@ def _at_first_gateway() -> Connection:
 
 def _new_gateway() -> Connection:
 
-    return Ends().gateway
+    return Ends(gateway_secret=None).gateway
 
 
 def _new_host() -> Connection:
 
-    return Ends().host
+    return Ends(host_secret=None).host
 
 
 def _gateway_stepping() -> Connection:
@@ -98,8 +107,8 @@ def _host_of_rollouts() -> Connection:
 
 # Ends, each with streams that it takes.
 ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
-    (_new_gateway, [frame_as("hello"), stream_of("hello", "proof")]),
-    (_new_host, [frame_as("challenge"), stream_of("challenge", "welcome", "reset")]),
+    (_new_gateway, [frame_as("hello"), frame_as("hello") + OPEN_PROOF]),
+    (_new_host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + frame_as("reset")]),
     (_at_first_gateway, [frame_as("goodbye"), frame_as("refused")]),
     (_gateway_stepping, [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")]),
     (_gateway_of_rollouts, [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")]),

@@ -52,8 +52,9 @@ class GatewayConnection(Connection):
     def welcome(self, session: GatewaySession, *, credits: int = 0, settings: Mapping[str, Any] | None = None) -> None:
         """Take the host in, with the session that its Hello names, which is new or was there before.
 
-        What was under way in the session is asked again. Raises WireError where there is no Hello to answer, or the
-        host is not what it was when the session began.
+        What was under way in the session is asked again, and its connection before this one is asked nothing more: it
+        may be closed. Raises WireError where there is no Hello to answer, or the host is not what it was when the
+        session began.
         """
         if self.phase is not Phase.HANDSHAKE or self.hello is None:
             raise WireError("welcome: no host waits for it", "order")
