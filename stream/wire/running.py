@@ -221,7 +221,7 @@ class Refused:
     @classmethod
     def of(cls, error: WireError) -> "Refused":
         """What to say to the other side of an error; its text is cut where it is too long."""
-        return cls(error.code[:64], _plain(str(error)[:4096]))
+        return cls(_plain(error.code[:64]), _plain(str(error)[:4096]))
 
 
 Request = Reset | Step | Turn

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from wire_messages import EXAMPLES, hello, rows
 from wire_values import ARRAYS, VALUES, same
@@ -225,6 +225,7 @@ def test_a_failure_says_what_was_raised_and_where() -> None:
 
 
 @given(st.text(st.characters(), max_size=20))
+@example("\ud800")
 def test_whatever_was_raised_can_be_told(text: str) -> None:
     error = WireError(text * 1000, text)
     assert isinstance(decode(frame_as(Failed.of(Reset(0, 1, None, None), error))), Failed)
