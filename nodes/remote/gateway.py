@@ -6,6 +6,7 @@ import secrets
 import select
 import socket
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -153,7 +154,11 @@ class Gateway:
             self._epoll.register(fd, select.EPOLLIN)
         self._serviced = self._ticked = monotonic()
         self._closing = threading.Event()
-        self._tender = threading.Thread(target=self._tend, name="rollflow gateway", daemon=True)
+        open_now = self._closing, envs, self._peers, self._calling, self._epoll, self._bell
+        self._ending = weakref.finalize(self, _end, *open_now)  # also where nobody ever closes it
+        self._tender = threading.Thread(
+            target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
+        )
         self._tender.start()
 
     def fileno(self) -> int:
@@ -208,10 +213,9 @@ class Gateway:
     def close(self, reason: str = "the rollout has ended") -> None:
         """Say goodbye to all hosts, and close every socket."""
         self._closing.set()
-        if self._tender is not threading.current_thread():
-            self._tender.join()
+        self._tender.join()
         with self._lock:
-            if self._epoll.closed:
+            if not self._ending.alive:
                 return
             for peer in list(self._peers.values()):
                 peer.connection.goodbye(reason)
@@ -219,11 +223,7 @@ class Gateway:
             self._await_goodbyes(monotonic() + _GOODBYE_S)
             for peer in list(self._peers.values()):
                 self._drop(peer)
-            for calling in self._calling.values():
-                calling.sock.close()
-            self._envs.close()
-            self._epoll.close()
-            self._bell.close()
+            self._ending()
 
     def describe(self) -> str:
         """Who is there, for `explain()`."""
@@ -271,12 +271,12 @@ class Gateway:
             if not dialled.is_busy and dialled.due <= now:
                 self._dial(dialled, now)
 
-    def _tend(self) -> None:
-        while not self._closing.wait(_TEND_S):
-            if monotonic() - self._serviced >= _TEND_S:
-                self.service()
-                if self._news:
-                    self._bell.ring()
+    def tend(self) -> None:
+        """Look after the sockets if nobody has for a while."""
+        if monotonic() - self._serviced >= _TEND_S:
+            self.service()
+            if self._news:
+                self._bell.ring()
 
     def _accept(self, listener: socket.socket, now: float) -> None:
         try:
@@ -458,6 +458,35 @@ class Gateway:
         if self.hosts.pop(host.session.token, None) is not None:
             logger.warning("host %s has left: %s", host.name, reason)
             self._news.append(Left(host, reason))
+
+
+def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
+    """Look after a gateway's sockets for as long as there is one."""
+    while not closing.wait(_TEND_S):
+        there = gateway()
+        if there is None:
+            return
+        there.tend()
+        del there
+
+
+def _end(
+    closing: threading.Event,
+    envs: RemoteEnvs,
+    peers: Mapping[int, _Peer],
+    calling: Mapping[int, _Calling],
+    epoll: select.epoll,
+    bell: Bell,
+) -> None:
+    """Close what is open."""
+    closing.set()
+    for peer in peers.values():
+        peer.transport.close()
+    for each in calling.values():
+        each.sock.close()
+    envs.close()
+    epoll.close()
+    bell.close()
 
 
 def _software() -> str:

@@ -175,8 +175,12 @@ def dial(address: Address) -> socket.socket:
         )
         sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
-    with suppress(BlockingIOError):
-        sock.connect(target)
+    try:
+        with suppress(BlockingIOError):
+            sock.connect(target)
+    except OSError:
+        sock.close()
+        raise
     return sock
 
 

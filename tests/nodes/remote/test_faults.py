@@ -1,6 +1,8 @@
 """Hosts that are killed, frozen, cut off, or misbehave: every transition is accounted for, and the others go on."""
 
+import gc
 import logging
+import os
 import random
 import signal
 import socket
@@ -405,6 +407,27 @@ def test_goodbyes_leave_nothing_behind() -> None:
     raw[0].sock.close()
     assert raw[1].reason == "the rollout has ended"  # type: ignore[attr-defined]
     assert set(threading.enumerate()) == before
+
+
+def test_a_rollout_that_is_never_entered_leaves_nothing_behind() -> None:
+    before, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    envs = listening()
+    raw = RawHost(envs.addresses[0])
+
+    def greet_until_hung_up() -> None:
+        while raw.next_event() is not None:
+            pass
+
+    greeting = threading.Thread(target=greet_until_hung_up)
+    greeting.start()
+    rollout = rollout_over(envs)
+    del rollout, envs
+    gc.collect()
+    greeting.join()
+    raw.sock.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(
