@@ -189,6 +189,7 @@ class Rollout:
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
         self._weights = PolicyWeights(acting)
+        self._acting_version = 0
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
             *spaces, pieces_given(learner_connector, "learner_connector", *spaces), stateful=stateful
@@ -376,10 +377,11 @@ class Rollout:
         """What a worker needs for a rollout of its own, beside environments."""
         fresh = self._weights.take()
         if fresh is not None:
-            self._acting.load_state_dict(fresh[1])
+            self._acting_version, state = fresh
+            self._acting.load_state_dict(state)
         return {
             "module": self._acting,
-            "version": self._weights.version,
+            "version": self._acting_version,
             "env_to_module": self.env_to_module,
             "module_to_env": self.module_to_env,
             **self._how_to_act,
@@ -395,7 +397,7 @@ class Rollout:
             for pipeline, states in zip(pipelines, zip(*self._states.values(), strict=True), strict=True):
                 pipeline.set_state(pipeline.merge_states(list(states)))
             assert isinstance(self.environments, RolloutProcesses)
-            self.environments.states = packed_states([pipeline.get_state() for pipeline in pipelines])
+            self.environments.hand_on(packed_states([pipeline.get_state() for pipeline in pipelines]))
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"

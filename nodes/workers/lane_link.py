@@ -1,7 +1,7 @@
 """One lane whose environments step in a worker process, seen from here."""
 
+import selectors
 import socket
-import threading
 from collections.abc import Mapping
 from enum import Enum, auto
 from time import monotonic
@@ -13,7 +13,8 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.environments import actions_of
-from rollflow.nodes.workers.frames import FINAL_OBS, RECORDED, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.nodes.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.nodes.workers.outbox import Outbox
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
@@ -40,7 +41,7 @@ class LaneBlocks:
         """Columns in a block of their own, which becomes the current one."""
         self.index, block = self.pool.take()
         self.columns = self._layout.columns(block)
-        return {name: self.columns[name] for name in RECORDED}
+        return {name: self.columns[name] for name in SHARED_COLUMNS}
 
     def observations(self, row: int) -> Tree:
         """What the environments wrote for a row of the current block."""
@@ -99,15 +100,23 @@ class LaneLink:
         self._steps = 0  # since the last failure
         self.sock: socket.socket | None = None
         self._reader = FrameReader()
+        self._outbox: Outbox | None = None
         self._blocks_sent = 0
-        self._lock = threading.Lock()
 
     # What is asked for
 
-    def connect(self, sock: socket.socket) -> None:
-        """Take the socket to a new process."""
+    def connect(self, sock: socket.socket, selector: selectors.BaseSelector, told: Any) -> None:
+        """Take the socket to a new process, and have it watched; `told` is what the selector tells of it."""
         sock.setblocking(False)
-        self.sock, self._reader = sock, FrameReader()
+        selector.register(sock, selectors.EVENT_READ, told)
+        self.sock, self._reader, self._outbox = sock, FrameReader(), Outbox(sock, selector)
+
+    def disconnect(self, selector: selectors.BaseSelector) -> None:
+        """Have the socket watched no more, and drop what is still to be sent."""
+        if self.sock is not None and self._outbox is not None:
+            selector.unregister(self.sock)
+            self._outbox.close()
+            self.sock = self._outbox = None
 
     def make(self) -> None:
         """Have the environments made."""
@@ -138,11 +147,22 @@ class LaneLink:
         self.send(frame(kind, blocks.index, lane.row))
         self.state = State.STEPPING
 
+    def send(self, data: bytes, fd: int = -1) -> None:
+        """Send a frame, and a descriptor with it, as soon as there is room."""
+        assert self._outbox is not None
+        self._outbox.put(data, fd)
+
+    def send_kept(self) -> None:
+        """Send of what is kept as much as there is room for now."""
+        if self._outbox is not None:
+            self._outbox.flush()
+
     # What is answered
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
-        assert self.sock is not None
+        if self.sock is None:
+            return None
         try:
             data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MOST_FDS)
         except BlockingIOError:
@@ -193,15 +213,3 @@ class LaneLink:
             block = blocks.pool.blocks[index]
             self.send(frame(Kind.BLOCK, index, block.size), block.fd)
         self._blocks_sent = len(blocks.pool.blocks)
-
-    def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame. They are few and small, and most are answered: there is always room for them."""
-        assert self.sock is not None
-        try:
-            with self._lock:
-                if fd >= 0:
-                    socket.send_fds(self.sock, [data], [fd])
-                else:
-                    self.sock.send(data)
-        except OSError:
-            pass  # the process has gone, as `receive` will tell

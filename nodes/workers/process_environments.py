@@ -6,6 +6,7 @@ import selectors
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -114,8 +115,8 @@ class ProcessEnvironments(Environments):
         """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
         while self._came_aside:
             yield from self._set_aside(self._links[self._came_aside.popleft().index])
-        for key, _ in self._selector.select(0):
-            yield from self._heard(key.data)
+        for key, events in self._selector.select(0):
+            yield from key.data(events)
         for index, told in self._patience.overdue().items():
             if self._is_late(self._links[index]):
                 yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
@@ -133,6 +134,8 @@ class ProcessEnvironments(Environments):
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
         self.is_closed = True
+        for link in self._links:
+            link.disconnect(self._selector)
         self._ending()
         for lane in self.lanes:
             if isinstance(lane.memory, LaneBlocks):
@@ -177,7 +180,11 @@ class ProcessEnvironments(Environments):
 
     # Answers
 
-    def _heard(self, link: LaneLink) -> Iterator[Lane]:
+    def _heard(self, link: LaneLink, events: int) -> Iterator[Lane]:
+        if events & selectors.EVENT_WRITE:
+            link.send_kept()
+        if not events & selectors.EVENT_READ:
+            return
         frames = link.receive()
         if frames is None:
             worker = self._workers[self._first_of[link.index]]
@@ -207,11 +214,13 @@ class ProcessEnvironments(Environments):
 
     def _process_lost(self, first: int, reason: str) -> Iterator[Lane]:
         worker, self._workers[first] = self._workers[first], None
+        links = [link for link in self._links if self._first_of[link.index] == first]
         if worker is not None:
-            self._forget(worker)
+            for link in links:
+                link.disconnect(self._selector)
             worker.kill()
-        for link in self._links:
-            if self._first_of[link.index] == first and link.state not in (State.LOST, State.ASIDE):
+        for link in links:
+            if link.state not in (State.LOST, State.ASIDE):
                 yield from self._lane_lost(link, reason)
 
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Lane]:
@@ -270,13 +279,8 @@ class ProcessEnvironments(Environments):
         links = [link for link in self._links if self._first_of[link.index] == first and link.state is not State.ASIDE]
         worker = self._workers[first] = WorkerProcess(self.program, len(links))
         for link, sock in zip(links, worker.sockets, strict=True):
-            link.connect(sock)
-            self._selector.register(sock, selectors.EVENT_READ, link)
+            link.connect(sock, self._selector, partial(self._heard, link))
             link.make()
-
-    def _forget(self, worker: WorkerProcess) -> None:
-        for sock in worker.sockets:
-            self._selector.unregister(sock)
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
         """What a lane's worker says of the environments that it has made. Raises EnvError when it could not."""

@@ -109,7 +109,9 @@ class RolloutServer(LaneServer):
                 raise Drained
             if asked.kind is Kind.CLOSE:
                 raise EOFError
-            self._do(asked)
+            answer = self._do(asked)
+            if answer:
+                self._sock.sendall(answer)
 
     def _do(self, asked: Frame) -> bytes:
         kind = asked.kind
@@ -120,9 +122,10 @@ class RolloutServer(LaneServer):
             return b""
         if kind is Kind.WEIGHTS:
             self._weights.put(*unpack_weights(SharedBlock(asked.number, asked.fd).taken().tobytes()))
-            return b""
+            return frame(Kind.TAKEN)
         if kind is Kind.STATES:
-            for pipeline, state in zip((self._env_to_module, self._module_to_env), unpack(asked.payload), strict=True):
+            states = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
+            for pipeline, state in zip((self._env_to_module, self._module_to_env), states, strict=True):
                 pipeline.set_state(state)
             return b""
         if kind is Kind.SET_UP:

@@ -1,5 +1,6 @@
 """A worker process, seen from the one that started it."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -74,10 +75,10 @@ def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
     """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard."""
     for worker in workers:
         for sock in worker.sockets:
-            try:
+            with contextlib.suppress(OSError):  # closed, or gone, or full: then the end of it all has to do
                 sock.send(last_words)
-            except OSError:
-                pass  # closed, or gone, or stuck
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
     left = CLOSE_TIMEOUT_S
     for worker in workers:
         try:
