@@ -1,6 +1,7 @@
 """Environments that come to a place and wait there, until they are let go."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,35 @@ LONGEST_S = 60.0
 
 
 class Held(NumberedEnv):
-    """Waits in step number `step` of its life, or in its reset number `reset`, both from 0 on; says when it is closed.
+    """Waits in these steps of its life and in these resets, both numbered from 0 on; says when it is closed.
 
-    Each slot is held once, be it made again or not.
+    lives    only so many lives of a slot are held
     """
 
     def __init__(
-        self, slot: int, folder: Path, *, step: int | None = None, reset: int | None = None, **kwargs: Any
+        self,
+        slot: int,
+        folder: Path,
+        *,
+        steps: Sequence[int] = (),
+        resets: Sequence[int] = (),
+        lives: int = 1,
+        **kwargs: Any,
     ) -> None:
         super().__init__(slot, **kwargs)
-        self.folder, self.held_step, self.held_reset = folder, step, reset
+        self.folder = folder
+        with (folder / f"lives {slot}").open("a") as file:
+            file.write("life\n")
+        is_held = lives_of(folder, slot) <= lives
+        self.held_steps, self.held_resets = (steps, resets) if is_held else ((), ())
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        if self.episode + 1 == self.held_reset:
+        if self.episode + 1 in self.held_resets:
             self._wait()
         return super().reset(**kwargs)
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        if self.life == self.held_step:
+        if self.life in self.held_steps:
             self._wait()
         return super().step(action)
 
@@ -36,20 +48,24 @@ class Held(NumberedEnv):
         (self.folder / f"closed {self.slot}").touch()
 
     def _wait(self) -> None:
-        held = self.folder / f"held {self.slot}"
-        if not held.exists():
-            held.touch()
-            await_file(self.folder / f"go {self.slot}")
+        times = len(list(self.folder.glob(f"held {self.slot} *")))
+        (self.folder / f"held {self.slot} {times}").touch()
+        await_file(self.folder / f"go {self.slot} {times}")
 
 
-def await_held(folder: Path, slot: int) -> None:
-    """Wait until this slot has come to where it waits."""
-    await_file(folder / f"held {slot}")
+def await_held(folder: Path, slot: int, times: int = 0) -> None:
+    """Wait until this slot waits, after it has done so already so many times."""
+    await_file(folder / f"held {slot} {times}")
 
 
-def let_go(folder: Path, slot: int) -> None:
+def let_go(folder: Path, slot: int, times: int = 0) -> None:
     """Have it go on."""
-    (folder / f"go {slot}").touch()
+    (folder / f"go {slot} {times}").touch()
+
+
+def lives_of(folder: Path, slot: int) -> int:
+    """How often this slot has been made."""
+    return len((folder / f"lives {slot}").read_text().split())
 
 
 def is_closed(folder: Path, slot: int) -> bool:

@@ -12,7 +12,9 @@ from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.packing import pack, unpack
 
-PROGRESS_BYTES = 64  # at the head of what a worker is set up with: how many transitions it has made, i64
+# At the head of what a worker is set up with, i64 each: how many transitions it has made, and how often it has got on
+# with something, which is what tells it from one that hangs.
+PROGRESS_BYTES = 64
 
 
 class News(NamedTuple):
@@ -67,8 +69,8 @@ class RolloutLink(LaneLink):
         """Have the rollout built out of what was pickled, weights of this version among it."""
         block = SharedBlock(PROGRESS_BYTES + len(told))
         block.write(told, PROGRESS_BYTES)
-        self._progress = block.array()[:8].view(np.int64)
-        self._reported = self._seen = 0
+        self._progress = block.array()[:16].view(np.int64)
+        self._reported = 0
         self._reader_of_fragments = FragmentReader(layout, self.index)
         self.version, self.untaken = version, 0
         self.send(frame(Kind.SET_UP, number=block.size), block.fd)
@@ -84,6 +86,7 @@ class RolloutLink(LaneLink):
         if states is not None:
             self.send(frame(Kind.STATES, number=states.size), states.fd)
         self._send_news(news)
+        self._seen = self._pulse
         self.send(frame(Kind.TURN))
         self.state = State.STEPPING
 
@@ -132,11 +135,14 @@ class RolloutLink(LaneLink):
         """What the worker has made and not given is not counted any more."""
         self._progress = None
 
-    @property
     def has_moved(self) -> bool:
-        """Whether the worker has made steps since this was asked last."""
-        seen, self._seen = self._seen, self.unreported
+        """Whether the worker has got on with its turn since this was asked last."""
+        seen, self._seen = self._seen, self._pulse
         return seen != self._seen
+
+    @property
+    def _pulse(self) -> int:
+        return 0 if self._progress is None else int(self._progress[1])
 
 
 def packed_states(states: Any) -> bytes:

@@ -194,7 +194,7 @@ class RolloutProcesses(ProcessEnvironments):
 
     def _is_late(self, link: LaneLink) -> bool:
         assert isinstance(link, RolloutLink)
-        return not link.has_moved
+        return not link.has_moved()
 
     def _replica_for(self, link: RolloutLink, seed: int) -> dict[str, Any]:
         assert link.remote is not None

@@ -103,6 +103,7 @@ class RolloutServer(LaneServer):
     def step_is_done(self) -> None:
         """Say how far the lane has come, and take what has come over the socket meanwhile."""
         self._progress[0] = self._lane.num_steps
+        self._progress[1] += 1
         while self._poll.poll(0):
             asked = receive_frame(self._sock)
             if asked.kind is Kind.DRAIN:
@@ -130,7 +131,7 @@ class RolloutServer(LaneServer):
             return b""
         if kind is Kind.SET_UP:
             block = SharedBlock(asked.number, asked.fd).taken()
-            self._progress = block[:8].view(np.int64)
+            self._progress = block[:16].view(np.int64)
             try:
                 return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
             except Exception as error:

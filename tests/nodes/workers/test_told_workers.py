@@ -15,7 +15,7 @@ from rollflow.nodes import MeanStdFilter, RLModule, Rollout
 
 def test_the_newest_of_many_weights_published_during_one_step_is_used(tmp_path: Path) -> None:
     options: Any = {"module": NumberedModule(), "fragment_length": 5, "num_fragments": 4, "seed": 0}
-    with Rollout(partial(Held, 0, tmp_path, step=7), where="rollouts", prefetch=1, **options) as rollout:
+    with Rollout(partial(Held, 0, tmp_path, steps=[7]), where="rollouts", prefetch=1, **options) as rollout:
         fragments = iter(rollout.fragments())
         assert next(fragments).policy_version == 0
         await_held(tmp_path, 0)
