@@ -30,7 +30,7 @@ class Held(NumberedEnv):
         self.folder = folder
         with (folder / f"lives {slot}").open("a") as file:
             file.write("life\n")
-        is_held = lives_of(folder, slot) <= lives
+        is_held = times_made(folder, slot) <= lives
         self.held_steps, self.held_resets = (steps, resets) if is_held else ((), ())
 
     def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -63,7 +63,7 @@ def let_go(folder: Path, slot: int, times: int = 0) -> None:
     (folder / f"go {slot} {times}").touch()
 
 
-def lives_of(folder: Path, slot: int) -> int:
+def times_made(folder: Path, slot: int) -> int:
     """How often this slot has been made."""
     return len((folder / f"lives {slot}").read_text().split())
 

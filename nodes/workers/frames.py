@@ -47,6 +47,7 @@ class Kind(IntEnum):
     FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
     NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
     TAKEN = 19  # weights have been taken over
+    BEGUN = 20  # the first step of a rollout is being made: its environments have been reset
 
 
 class Frame(NamedTuple):

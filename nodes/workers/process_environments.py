@@ -118,10 +118,11 @@ class ProcessEnvironments(Environments):
         for key, events in self._selector.select(0):
             yield from key.data(events)
         for index, told in self._patience.overdue().items():
-            if self._is_late(self._links[index]):
+            link = self._links[index]
+            if self._is_late(link):
                 yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
             else:
-                self._patience.begin(index)
+                self._patience.begin(index, resets=link.state is not State.STEPPING)
         now = monotonic()
         for link in self._links:
             if link.state is State.LOST and link.due <= now:
@@ -169,8 +170,10 @@ class ProcessEnvironments(Environments):
         """What goes round for a lane."""
         return link.lane
 
-    def _lost_with(self, link: LaneLink, reason: str) -> int:
-        """How many transitions were lost with a worker that was making some."""
+    def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
+        """How many transitions were lost with a lane's worker, and what it was at."""
+        if was is not State.STEPPING:
+            return 0
         assert link.lane is not None
         return link.lane.lose(reason)
 
@@ -234,8 +237,7 @@ class ProcessEnvironments(Environments):
         if not link.is_waited:
             return
         self._patience.end(link.index)
-        if was is State.STEPPING:
-            self.lost_steps += self._lost_with(link, reason)
+        self.lost_steps += self._lost_with(link, reason, was)
         if link.state is State.ASIDE:
             yield from self._set_aside(link)
 
@@ -251,7 +253,10 @@ class ProcessEnvironments(Environments):
         if self._workers[first] is None:
             self._start_process(first)
         else:
-            link.make()
+            self._make(link)
+
+    def _make(self, link: LaneLink) -> None:
+        link.make()
         if link.is_waited:
             self._patience.begin(link.index, resets=True)
 
@@ -280,7 +285,7 @@ class ProcessEnvironments(Environments):
         worker = self._workers[first] = WorkerProcess(self.program, len(links))
         for link, sock in zip(links, worker.sockets, strict=True):
             link.connect(sock, self._selector, partial(self._heard, link))
-            link.make()
+            self._make(link)
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
         """What a lane's worker says of the environments that it has made. Raises EnvError when it could not."""

@@ -86,13 +86,17 @@ class RolloutLink(LaneLink):
         if states is not None:
             self.send(frame(Kind.STATES, number=states.size), states.fd)
         self._send_news(news)
-        self._seen = self._pulse
+        self._seen = self.pulse
         self.send(frame(Kind.TURN))
-        self.state = State.STEPPING
+        self.state = State.RESETTING if self.state is State.MADE else State.STEPPING
+
+    def begin(self) -> None:
+        """The environments have been reset: from now on they make steps."""
+        self.state, self._seen = State.STEPPING, self.pulse
 
     def offer(self, news: News | None) -> None:
         """Have weights used in the fragment that is being made, unless some are under way: then those come first."""
-        if self.state is State.STEPPING and not self.untaken:
+        if self.state in (State.RESETTING, State.STEPPING) and not self.untaken:
             self._send_news(news)
 
     def _send_news(self, news: News | None) -> None:
@@ -127,7 +131,7 @@ class RolloutLink(LaneLink):
         assert self.remote is not None
         if self._progress is None:
             return 0
-        lost = self.unreported + self.remote.num_slots
+        lost = self.unreported + (self.remote.num_slots if self.pulse else 0)
         self.forget_progress()
         return lost
 
@@ -137,11 +141,12 @@ class RolloutLink(LaneLink):
 
     def has_moved(self) -> bool:
         """Whether the worker has got on with its turn since this was asked last."""
-        seen, self._seen = self._seen, self._pulse
+        seen, self._seen = self._seen, self.pulse
         return seen != self._seen
 
     @property
-    def _pulse(self) -> int:
+    def pulse(self) -> int:
+        """How often the worker has got on with something: first when its environments have been reset."""
         return 0 if self._progress is None else int(self._progress[1])
 
 

@@ -94,7 +94,7 @@ class RolloutProcesses(ProcessEnvironments):
     def hasten(self) -> None:
         """Have every worker give what there is of the fragment that it is making."""
         for link in self._links:
-            if link.state is State.STEPPING:
+            if link.state in (State.RESETTING, State.STEPPING):
                 link.send(frame(Kind.DRAIN))
 
     @property
@@ -169,6 +169,9 @@ class RolloutProcesses(ProcessEnvironments):
         elif answer.kind is Kind.TAKEN:
             link.untaken -= 1
             link.offer(self._news)
+        elif answer.kind is Kind.BEGUN:
+            link.begin()
+            self._patience.begin(link.index)
         elif answer.kind is Kind.FRAGMENT:
             told = link.read(answer)
             self.heard(link.index, told)
@@ -188,7 +191,7 @@ class RolloutProcesses(ProcessEnvironments):
         assert isinstance(link, RolloutLink)
         return link.remote
 
-    def _lost_with(self, link: LaneLink, reason: str) -> int:
+    def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
         assert isinstance(link, RolloutLink)
         return link.give_up()  # nothing where it has said itself what is lost
 

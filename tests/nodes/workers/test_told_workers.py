@@ -7,7 +7,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
-from held import Held, await_held, let_go
+from held import Held, await_held, is_closed, let_go
 from numbered import NumberedModule
 
 from rollflow.nodes import MeanStdFilter, RLModule, Rollout
@@ -58,3 +58,13 @@ def test_large_statistics_of_connectors_reach_every_worker() -> None:
     assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
         (lane, sequence) for lane in range(2) for sequence in range(3)
     ]
+
+
+def test_a_worker_in_the_middle_of_a_fragment_closes_its_environment(tmp_path: Path) -> None:
+    maker = partial(Held, 0, tmp_path, steps=[3])
+    options: Any = {"module": NumberedModule(), "fragment_length": 100_000, "prefetch": 1, "seed": 0}
+    with Rollout(maker, where="rollouts", **options) as rollout:
+        await_held(tmp_path, 0)
+        let_go(tmp_path, 0)
+    assert is_closed(tmp_path, 0)
+    assert rollout.lost == {"closed": rollout.num_steps}
