@@ -222,7 +222,9 @@ def test_one_that_waits_for_the_first_pass_of_another_is_alive(tmp_path: Path, f
     assert sorted(lane.index for lane in come_back(node, 2)) == [0, 1]
 
 
-def test_one_that_waits_for_the_first_pass_of_another_hears_that_it_is_to_end(tmp_path: Path, closing: Any) -> None:
+def test_one_that_waits_for_the_first_pass_of_another_hears_that_it_is_to_end(
+    tmp_path: Path, forward: Forward, closing: Any
+) -> None:
     node, lanes = held_in_first_pass(tmp_path, closing)
     node.hasten()
     assert come_back(node) == [lanes[1]]

@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from held import LONGEST_S, Held, await_held
+from numbered import NumberedModule
 
 from rollflow.nodes import Rollout
 
@@ -57,6 +61,21 @@ def test_nothing_is_left_in_this_process(where: str, ending: str) -> None:
         except ZeroDivisionError:
             pass
     assert counted() == before
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_leaving_waits_for_no_environment_that_hangs(
+    tmp_path: Path, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)
+    options: Any = {"module": NumberedModule(), "fragment_length": 2, "step_timeout": None, "seed": 0}
+    with Rollout(partial(Held, 0, tmp_path, steps=[2]), where="processes", prefetch=1, **options) as rollout:
+        next(iter(rollout.fragments()))
+        await_held(tmp_path, 0)
+        if drains:
+            rollout.drain()
+        began = time.monotonic()
+    assert time.monotonic() - began < LONGEST_S / 2
 
 
 def shared_memory() -> set[str]:
