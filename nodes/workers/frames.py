@@ -4,6 +4,7 @@ Every frame begins with eight bytes: its kind, the index of a block, and a numbe
 follows. Rows themselves lie in blocks of shared memory that both ends know by their index.
 """
 
+import os
 import socket
 import struct
 from collections import deque
@@ -58,6 +59,11 @@ class Frame(NamedTuple):
     number: int
     payload: bytes = b""
     fd: int = -1
+
+    def discard(self) -> None:
+        """Give back what came with a frame that nobody wants."""
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def frame(kind: Kind, block: int = 0, number: int = 0) -> bytes:

@@ -77,7 +77,7 @@ class State(Enum):
     READY = auto()
     STEPPING = auto()
     LOST = auto()  # to be made again at `due`
-    ASIDE = auto()  # for good
+    ASIDE = auto()  # for good; what its worker still says is not heard
 
 
 class LaneLink:

@@ -67,7 +67,8 @@ class ProcessEnvironments(Environments):
         self._links: list[LaneLink] = []
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
-        self._came_aside: deque[Lane] = deque()
+        self._came_aside: deque[LaneLink] = deque()
+        self._is_draining = False
         self._selector = selectors.DefaultSelector()
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
         try:
@@ -94,11 +95,19 @@ class ProcessEnvironments(Environments):
             return None
         # The worker was lost while the lane was somewhere else: no step is under way.
         actions.lose(link.reason)
-        if link.state is State.ASIDE:
-            self._came_aside.append(actions)
+        if link.state is State.ASIDE or self._is_draining:
+            self._came_aside.append(link)
         else:
             self._go_on(link)
         return None
+
+    def hasten(self) -> None:
+        """Have those lanes come back at once that have no environments to step; from now on none is made again."""
+        self._is_draining = True
+        for link in self._links:
+            if link.is_waited and self._has_no_step(link):
+                link.state = State.ASIDE
+                self._came_aside.append(link)
 
     def fileno(self) -> int:
         """Can be read once a worker has something to say."""
@@ -114,7 +123,7 @@ class ProcessEnvironments(Environments):
     def completed(self) -> Iterator[Lane]:
         """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
         while self._came_aside:
-            yield from self._set_aside(self._links[self._came_aside.popleft().index])
+            yield from self._set_aside(self._came_aside.popleft())
         for key, events in self._selector.select(0):
             yield from key.data(events)
         for index, told in self._patience.overdue().items():
@@ -125,7 +134,7 @@ class ProcessEnvironments(Environments):
                 self._patience.begin(index, resets=link.state is not State.STEPPING)
         now = monotonic()
         for link in self._links:
-            if link.state is State.LOST and link.due <= now:
+            if link.state is State.LOST and link.due <= now and not self._is_draining:
                 self._make_again(link)
 
     def describe(self) -> str:
@@ -177,6 +186,10 @@ class ProcessEnvironments(Environments):
         assert link.lane is not None
         return link.lane.lose(reason)
 
+    def _has_no_step(self, link: LaneLink) -> bool:
+        """Whether a lane that is waited for would have to be made or reset before it could come back with a step."""
+        return link.state in (State.LOST, State.MAKING, State.MADE, State.RESETTING)
+
     def _is_late(self, link: LaneLink) -> bool:
         """Whether a lane whose time is up has indeed made nothing."""
         return True
@@ -195,7 +208,10 @@ class ProcessEnvironments(Environments):
                 yield from self._process_lost(self._first_of[link.index], f"process {worker.pid} {worker.ended()}")
             return
         for answer in frames:
-            yield from self._answered(link, answer)
+            if link.state is State.ASIDE:
+                answer.discard()
+            else:
+                yield from self._answered(link, answer)
 
     def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Lane]:
         if answer.kind is Kind.FAILED:
@@ -228,8 +244,10 @@ class ProcessEnvironments(Environments):
 
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Lane]:
         was = link.state
-        link.fail(reason, self._max_failures)
-        if link.state is State.ASIDE:
+        link.fail(reason, 0 if self._is_draining else self._max_failures)
+        if self._is_draining:
+            logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, told)
+        elif link.state is State.ASIDE:
             logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, link.failures, reason)
         else:
             again = max(0.0, link.due - monotonic())
@@ -244,7 +262,7 @@ class ProcessEnvironments(Environments):
     def _set_aside(self, link: LaneLink) -> Iterator[Lane]:
         self._lane_of(link).is_set_aside = True
         yield self._come_back(link)
-        if all(each.state is State.ASIDE for each in self._links):
+        if not self._is_draining and all(each.state is State.ASIDE for each in self._links):
             reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self._links)
             raise EnvError(f"every lane was lost {self._max_failures + 1} times in a row, the last time by: {reasons}")
 

@@ -67,8 +67,8 @@ class RolloutProcesses(ProcessEnvironments):
         link = self._links[turns.index]
         turns.fragment = None
         self._await(link)
-        if link.state is State.ASIDE:
-            self._came_aside.append(turns)  # type: ignore[arg-type]
+        if link.state is State.ASIDE or self._is_draining:
+            self._came_aside.append(link)
         elif link.state in (State.MADE, State.READY):
             self._go_on(link)
         return None
@@ -92,10 +92,11 @@ class RolloutProcesses(ProcessEnvironments):
         self._states.write(states)
 
     def hasten(self) -> None:
-        """Have every worker give what there is of the fragment that it is making."""
+        """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
         for link in self._links:
             if link.state in (State.RESETTING, State.STEPPING):
                 link.send(frame(Kind.DRAIN))
+        super().hasten()
 
     @property
     def num_steps(self) -> int:
@@ -194,6 +195,12 @@ class RolloutProcesses(ProcessEnvironments):
     def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
         assert isinstance(link, RolloutLink)
         return link.give_up()  # nothing where it has said itself what is lost
+
+    def _has_no_step(self, link: LaneLink) -> bool:
+        assert isinstance(link, RolloutLink)
+        # A worker says that it gets on with something before it looks for what it has been told: one that has not said
+        # so by now will find that it is to end, and make no step.
+        return super()._has_no_step(link) and not (link.state is State.RESETTING and link.pulse)
 
     def _is_late(self, link: LaneLink) -> bool:
         assert isinstance(link, RolloutLink)
