@@ -69,7 +69,7 @@ class ProcessEnvironments(Environments):
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._came_aside: deque[LaneLink] = deque()
         self._is_draining = False
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()  # with what of this class to call; not with this node itself
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
         try:
             super().__init__(env, **options)
@@ -125,7 +125,7 @@ class ProcessEnvironments(Environments):
         while self._came_aside:
             yield from self._set_aside(self._came_aside.popleft())
         for key, events in self._selector.select(0):
-            yield from key.data(events)
+            yield from key.data(self, events=events)
         for index, told in self._patience.overdue().items():
             link = self._links[index]
             if self._is_late(link):
@@ -203,10 +203,11 @@ class ProcessEnvironments(Environments):
             return
         frames = link.receive()
         if frames is None:
-            worker = self._workers[self._first_of[link.index]]
-            if worker is not None:
-                yield from self._process_lost(self._first_of[link.index], f"process {worker.pid} {worker.ended()}")
-            return
+            yield from self._process_lost(self._first_of[link.index])
+        else:
+            yield from self._all_answered(link, frames)
+
+    def _all_answered(self, link: LaneLink, frames: Sequence[Frame]) -> Iterator[Lane]:
         for answer in frames:
             if link.state is State.ASIDE:
                 answer.discard()
@@ -224,6 +225,14 @@ class ProcessEnvironments(Environments):
             link.take(answer)
             yield self._come_back(link)
 
+    def _has_ended(self, first: int, worker: WorkerProcess, events: int) -> Iterator[Lane]:
+        """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
+        for link in self._links_of(first):
+            while self._workers[first] is worker and (frames := link.receive()):
+                yield from self._all_answered(link, frames)
+        if self._workers[first] is worker:
+            yield from self._process_lost(first)
+
     # Losses
 
     def _failed(self, link: LaneLink, told: Mapping[str, Any]) -> Iterator[Any]:
@@ -231,14 +240,18 @@ class ProcessEnvironments(Environments):
             raise refusal(told, link)
         yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
 
-    def _process_lost(self, first: int, reason: str) -> Iterator[Lane]:
+    def _process_lost(self, first: int, reason: str = "") -> Iterator[Lane]:
+        """Give up a process, for a reason or because it has ended."""
         worker, self._workers[first] = self._workers[first], None
-        links = [link for link in self._links if self._first_of[link.index] == first]
-        if worker is not None:
-            for link in links:
-                link.disconnect(self._selector)
-            worker.kill()
-        for link in links:
+        if worker is None:
+            return
+        for link in self._links_of(first):
+            link.disconnect(self._selector)
+        if worker.fileno() >= 0:
+            self._selector.unregister(worker)
+        reason = reason or f"process {worker.pid} {worker.ended()}"
+        worker.kill()
+        for link in self._links_of(first):
             if link.state not in (State.LOST, State.ASIDE):
                 yield from self._lane_lost(link, reason)
 
@@ -298,11 +311,18 @@ class ProcessEnvironments(Environments):
             seed = self.seed if not link.starts else seed_for(self.seed, "restart", link.starts)
             link.reset(seed, self.first_slots()[link.index])
 
+    def _links_of(self, first: int) -> list[LaneLink]:
+        """The lanes of a process, by the index of the first."""
+        return [link for link in self._links if self._first_of[link.index] == first]
+
     def _start_process(self, first: int) -> None:
-        links = [link for link in self._links if self._first_of[link.index] == first and link.state is not State.ASIDE]
+        links = [link for link in self._links_of(first) if link.state is not State.ASIDE]
         worker = self._workers[first] = WorkerProcess(self.program, len(links))
+        if worker.fileno() >= 0:
+            told = partial(ProcessEnvironments._has_ended, first=first, worker=worker)
+            self._selector.register(worker, selectors.EVENT_READ, told)
         for link, sock in zip(links, worker.sockets, strict=True):
-            link.connect(sock, self._selector, partial(self._heard, link))
+            link.connect(sock, self._selector, partial(ProcessEnvironments._heard, link=link))
             self._make(link)
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
@@ -312,12 +332,13 @@ class ProcessEnvironments(Environments):
             left = None if until is None else until - monotonic()
             if left is not None and left <= 0:
                 raise EnvError(f"lane {link.index}: the environments were not made within {self._reset_timeout:g} s")
-            if not _can_be_read(link, left):
+            worker = self._workers[self._first_of[link.index]]
+            assert worker is not None
+            if not _can_be_read(link, worker, left):
                 continue
             frames = link.receive()
-            if frames is None:
-                worker = self._workers[self._first_of[link.index]]
-                ended = "ended" if worker is None else f"{worker.pid} {worker.ended()}"
+            if frames is None or (not frames and worker.has_ended(0)):
+                ended = f"{worker.pid} {worker.ended()}"
                 raise EnvError(f"lane {link.index}: process {ended} before it had made the environments")
             for answer in frames:
                 told: dict[str, Any] = unpack(answer.payload)
@@ -333,10 +354,12 @@ def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelec
     selector.close()
 
 
-def _can_be_read(link: LaneLink, timeout: float | None) -> bool:
+def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:
     assert link.sock is not None
     with selectors.DefaultSelector() as selector:
         selector.register(link.sock, selectors.EVENT_READ)
+        if worker.fileno() >= 0:
+            selector.register(worker, selectors.EVENT_READ)
         return bool(selector.select(timeout))
 
 

@@ -52,7 +52,7 @@ class RolloutProcesses(ProcessEnvironments):
         self._publishing = threading.Lock()
         self._bell = Bell()  # rung when there are new weights
         super().__init__(env, **options)
-        self._selector.register(self._bell, selectors.EVENT_READ, self._spread)
+        self._selector.register(self._bell, selectors.EVENT_READ, RolloutProcesses._spread)
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
