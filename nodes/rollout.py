@@ -73,7 +73,9 @@ class Rollout:
                                    connector pieces need, and at least 1
         seed                       of environments and sampling; None: a fresh one, to be read from `seed`
         explore                    whether actions are sampled, by `forward_exploration`, or taken at their likeliest
-        env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones
+        env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones. `env` is the
+                                   first lane's vector environment, or, where that is in another process, what is
+                                   known of it here: its spaces, `num_envs` and autoreset mode
         module_to_env_connector    `lambda env: piece or list of pieces`, put among the default ones
         learner_connector          `lambda obs_space, act_space: piece or list of pieces`, before the default ones
         num_fragments              after so many fragments a lane stops; None: it never does

@@ -9,7 +9,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.environments import actions_of
@@ -18,7 +18,6 @@ from rollflow.nodes.workers.outbox import Outbox
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import space_of
@@ -48,8 +47,8 @@ class LaneBlocks:
         return self.columns[Columns.OBS].row(row)
 
 
-class Elsewhere(VectorEnv[Any, Any, Any]):
-    """What is known here of environments that are in another process: their spaces, and how many they are."""
+class Elsewhere:
+    """What is known here of a vector environment that is in another process; it has the names that it has there."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.num_envs = told["num_envs"]
@@ -59,13 +58,16 @@ class Elsewhere(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
-    def reset(self, **_: Any) -> Any:
-        """Refused: the worker does it."""
-        raise EnvError("these environments are in another process, where the rollout alone resets and steps them")
+    @property
+    def unwrapped(self) -> "Elsewhere":
+        """The same: wrappers are where the environments are."""
+        return self
 
-    def step(self, actions: Any) -> Any:
-        """Refused: the worker does it."""
-        self.reset()
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"these environments are in another process, where '{name}' can't be asked for; known here: num_envs, "
+            "metadata['autoreset_mode'], single_observation_space, single_action_space, observation_space, action_space"
+        )
 
 
 class State(Enum):

@@ -11,7 +11,6 @@ from time import monotonic
 from typing import Any
 
 import cloudpickle
-from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import EnvSource, LaneMaker, lane_makers, sizes_of
 from rollflow.nodes.environments import Environments
@@ -153,7 +152,7 @@ class ProcessEnvironments(Environments):
 
     # What Environments does otherwise
 
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         makers = lane_makers(env, num_envs, lanes)
         if not all(maker.can_travel for maker in makers):
             raise EnvError(
