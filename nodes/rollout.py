@@ -73,7 +73,9 @@ class Rollout:
                                    connector pieces need, and at least 1
         seed                       of environments and sampling; None: a fresh one, to be read from `seed`
         explore                    whether actions are sampled, by `forward_exploration`, or taken at their likeliest
-        env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones
+        env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones. `env` is the
+                                   first lane's vector environment, or, where that is in another process, what is
+                                   known of it here: its spaces, `num_envs` and autoreset mode
         module_to_env_connector    `lambda env: piece or list of pieces`, put among the default ones
         learner_connector          `lambda obs_space, act_space: piece or list of pieces`, before the default ones
         num_fragments              after so many fragments a lane stops; None: it never does
@@ -189,6 +191,7 @@ class Rollout:
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
         self._weights = PolicyWeights(acting)
+        self._acting_version = 0
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
             *spaces, pieces_given(learner_connector, "learner_connector", *spaces), stateful=stateful
@@ -397,7 +400,7 @@ class Rollout:
             for pipeline, states in zip(pipelines, zip(*self._states.values(), strict=True), strict=True):
                 pipeline.set_state(pipeline.merge_states(list(states)))
             assert isinstance(self.environments, RolloutProcesses)
-            self.environments.states = packed_states([pipeline.get_state() for pipeline in pipelines])
+            self.environments.hand_on(packed_states([pipeline.get_state() for pipeline in pipelines]))
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"
