@@ -1,5 +1,6 @@
 """The benchmarks run, and say what they promise to say; how fast anything is is not looked at."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -59,10 +60,27 @@ def test_the_loop_and_rollflow_make_batches_of_one_shape() -> None:
         assert (ours.shape, ours.dtype) == (column.shape, column.dtype), name
 
 
+LINES = [scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)]
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib, of the extra bench, is not installed")
 def test_plots_are_drawn_where_matplotlib_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scaling.draw([scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)], tmp_path)
-    drawn = [path.name for path in tmp_path.iterdir()]
-    assert drawn == ["lanes.png"] or "matplotlib is not installed" in capsys.readouterr().err
+    scaling.draw(LINES, tmp_path / "plots")
+    [drawn] = (tmp_path / "plots").iterdir()
+    assert drawn.name == "lanes.png"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().err == ""
+
+
+def test_without_matplotlib_the_plots_are_left_out_and_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    scaling.draw(LINES, tmp_path / "plots")
+    assert capsys.readouterr().err == "plots: left out, matplotlib is not installed here\n"
+    assert not (tmp_path / "plots").exists()
 
 
 def test_the_table_says_which_aims_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +88,14 @@ def test_the_table_says_which_aims_are_missed(capsys: pytest.CaptureFixture[str]
     table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
     verdicts = [line.split()[-1] for line in table if line.startswith(("met", "not met"))]
     assert verdicts == ["met", "missed"]
+
+
+def test_a_line_without_an_aim_has_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs.show(LINES)
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("scaling")]
+    assert table == [
+        ["scaling:", "lanes", str(lanes), "64", "inline", f"{1e6 / (20 + lanes):,.0f}"] for lanes in (1, 2, 4)
+    ]
 
 
 def test_the_command_measures_what_it_is_asked_for(
