@@ -11,7 +11,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # they are not installed
 
 from benchmarks import __main__ as command
-from benchmarks import beside_peers, cartpole, memory, overhead, pairs, pixels, scaling, stragglers, two_cores
+from benchmarks import (
+    beside_peers,
+    cartpole,
+    memory,
+    overhead,
+    pairs,
+    pixels,
+    placement,
+    scaling,
+    stragglers,
+    two_cores,
+)
 from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.policies import Mlp
@@ -29,9 +40,10 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
         lambda: pixels.measure(TINY, slots=(2,)),
         lambda: stragglers.measure(pairs.Sizes(1, 0.1), places=("threads",)),
         lambda: scaling.measure(TINY, axes={"lanes": (1, 2), "pieces": (1,), "sinks": (2,)}),
+        lambda: placement.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 2, 16, ("inline", "threads")),)),
         lambda: beside_peers.measure(TINY),
     ],
-    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "beside_peers"],
+    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "placement", "beside_peers"],
 )
 def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = measure()
