@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,6 +11,7 @@ import anyio
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.choice import Asked
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
@@ -21,15 +23,22 @@ from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
-from rollflow.nodes.given import acting_copy, check_for_rollouts, check_numbers, module_for, pieces_given
+from rollflow.nodes.given import (
+    acting_copy,
+    check_for_rollouts,
+    check_numbers,
+    copied_module,
+    copied_pieces,
+    module_for,
+    pieces_given,
+)
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
-from rollflow.nodes.placement import Where, environments_for
+from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.probe import placed
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rounds import Rounds
 from rollflow.nodes.workers.rollout_link import packed_states
@@ -58,8 +67,9 @@ class Rollout:
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
                                    for those that are costly; forward passes stay here. "rollouts": each lane's whole
                                    rollout in a worker process, with connectors and a copy of the module: for policies
-                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, which
-                                   makes one environment more; `explain()` says why
+                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, for
+                                   which one environment more is made, and copies of the module and of what the
+                                   connector functions give; `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
         reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
@@ -158,7 +168,21 @@ class Rollout:
         self.returns = EpisodeReturns()
         self.placement = ""  # why it goes where it goes, where that was left to it
         if where == "auto":
-            where, lanes, workers, self.placement = placed(env, num_envs, lanes, workers, module, model_config)
+            trial = partial(
+                Rollout,
+                module=copied_module(module),
+                model_config=model_config,
+                lookback=lookback,
+                seed=self.seed,
+                explore=explore,
+                env_to_module_connector=copied_pieces(env_to_module_connector),
+                module_to_env_connector=copied_pieces(module_to_env_connector),
+                flat_forward=flat_forward,
+                forward_threads=forward_threads,
+                device=device,
+            )
+            asked = Asked(lanes, workers, max_batch, forward_in_thread, fragment_length, metrics, device)
+            where, lanes, workers, self.placement = placed(env, num_envs, asked, trial)
         self.environments = environments_for(
             where,
             env,
