@@ -16,6 +16,7 @@ PROGRAMS = (
     "pixels",
     "two_cores",
     "stragglers",
+    "placement",
     "connector",
     "remote",
     "beside_peers",

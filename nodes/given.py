@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import gymnasium as gym
@@ -46,7 +47,7 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
         return DefaultModule(observation_space, action_space, model_config=model_config)
     if model_config is not None:
         raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
-    if isinstance(module, type) or inspect.isfunction(module):
+    if _makes_modules(module):
         module = module(observation_space, action_space)
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
@@ -59,6 +60,33 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
             setattr(module, name, space)
     _check_space(module, observation_space)
     return module
+
+
+def copied_module(module: Any) -> Any:
+    """What to give instead of `module`, where that is to stay as it is."""
+    if not _makes_modules(module):
+        return copy.deepcopy(module)
+
+    def made(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+        return copy.deepcopy(module(observation_space, action_space))
+
+    return made
+
+
+def copied_pieces(connector: Any) -> Any:
+    """What to give instead of a function that makes connector pieces, where those that it may keep stay as they are."""
+    if not callable(connector):
+        return connector
+
+    @wraps(connector)
+    def made(*args: Any) -> Any:
+        return copy.deepcopy(connector(*args))
+
+    return made
+
+
+def _makes_modules(module: Any) -> bool:
+    return isinstance(module, type) or inspect.isfunction(module)
 
 
 def _check_space(module: Any, space: gym.Space[Any]) -> None:

@@ -2,8 +2,10 @@
 
 from typing import Any, Literal
 
+from rollflow.nodes.choice import Asked, choose
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.environments import Environments
+from rollflow.nodes.probe import Trial, probe
 from rollflow.nodes.remote.remote_environments import RemoteEnvironments
 from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
@@ -52,3 +54,23 @@ def environments_for(
         # One lane at the least steps while another is in the forward pass.
         lanes = min(slots, max(2, workers or core_count()))
     return ProcessEnvironments(env, lanes=lanes, workers=workers, **timeouts, **options)
+
+
+def placed(
+    env: EnvSource, num_envs: int | None, asked: Asked, trial: Trial
+) -> tuple[Where, int | None, int | None, str]:
+    """For `where="auto"`: where to go, with how many lanes and workers, and why; inline if that can't be measured.
+
+    trial    makes an inline Rollout of some environments, to be tried
+    """
+    if is_ready(env):
+        return "inline", asked.lanes, None, "where='inline': these vector environments are here already"
+    cores = core_count()
+    parts = asked.lanes or asked.workers or cores
+    try:
+        measured, ruled_out = probe(env, num_envs, trial, parts=parts, device=asked.device)
+    except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
+        told = f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
+        return "inline", asked.lanes, None, told
+    choice, why = choose(measured, asked, cores, ruled_out)
+    return choice.where, choice.lanes, choice.workers, why

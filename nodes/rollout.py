@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,6 +11,7 @@ import anyio
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.choice import Asked
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
@@ -21,15 +23,22 @@ from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
-from rollflow.nodes.given import acting_copy, check_for_rollouts, check_numbers, module_for, pieces_given
+from rollflow.nodes.given import (
+    acting_copy,
+    check_for_rollouts,
+    check_numbers,
+    copied_module,
+    copied_pieces,
+    module_for,
+    pieces_given,
+)
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
-from rollflow.nodes.placement import Where, environments_for
+from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.probe import placed
 from rollflow.nodes.remote.remote_environments import RemoteEnvironments
 from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.ring import ring_of, seed_lane
@@ -61,8 +70,9 @@ class Rollout:
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
                                    for those that are costly; forward passes stay here. "rollouts": each lane's whole
                                    rollout in a worker process, with connectors and a copy of the module: for policies
-                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, which
-                                   makes one environment more; `explain()` says why
+                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, for
+                                   which one environment more is made, and copies of the module and of what the
+                                   connector functions give; `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
         reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
@@ -76,7 +86,9 @@ class Rollout:
                                    connector pieces need, and at least 1
         seed                       of environments and sampling; None: a fresh one, to be read from `seed`
         explore                    whether actions are sampled, by `forward_exploration`, or taken at their likeliest
-        env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones
+        env_to_module_connector    `lambda env: piece or list of pieces`, put before the default ones. `env` is the
+                                   first lane's vector environment, or, where that is in another process, what is
+                                   known of it here: its spaces, `num_envs` and autoreset mode
         module_to_env_connector    `lambda env: piece or list of pieces`, put among the default ones
         learner_connector          `lambda obs_space, act_space: piece or list of pieces`, before the default ones
         num_fragments              after so many fragments a lane stops; None: it never does
@@ -159,7 +171,21 @@ class Rollout:
         self.returns = EpisodeReturns()
         self.placement = ""  # why it goes where it goes, where that was left to it
         if where == "auto" and not isinstance(env, RemoteEnvs):
-            where, lanes, workers, self.placement = placed(env, num_envs, lanes, workers, module, model_config)
+            trial = partial(
+                Rollout,
+                module=copied_module(module),
+                model_config=model_config,
+                lookback=lookback,
+                seed=self.seed,
+                explore=explore,
+                env_to_module_connector=copied_pieces(env_to_module_connector),
+                module_to_env_connector=copied_pieces(module_to_env_connector),
+                flat_forward=flat_forward,
+                forward_threads=forward_threads,
+                device=device,
+            )
+            asked = Asked(lanes, workers, max_batch, forward_in_thread, fragment_length, metrics, device)
+            where, lanes, workers, self.placement = placed(env, num_envs, asked, trial)
         self.environments = environments_for(
             where,
             env,
@@ -192,6 +218,7 @@ class Rollout:
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
         self._weights = PolicyWeights(acting)
+        self._acting_version = 0
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
             *spaces, pieces_given(learner_connector, "learner_connector", *spaces), stateful=stateful
@@ -416,7 +443,7 @@ class Rollout:
             for pipeline, states in zip(pipelines, zip(*self._states.values(), strict=True), strict=True):
                 pipeline.set_state(pipeline.merge_states(list(states)))
             assert isinstance(self.environments, RolloutProcesses)
-            self.environments.states = packed_states([pipeline.get_state() for pipeline in pipelines])
+            self.environments.hand_on(packed_states([pipeline.get_state() for pipeline in pipelines]))
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"

@@ -43,7 +43,7 @@ def is_background(node: Any) -> bool:
 
 
 class Waiter:
-    """Waits for background nodes, in a thread that has nothing else to do.
+    """Waits for background nodes that have items in flight, in a thread that has nothing else to do.
 
     nodes    the nodes and their meters: the time is theirs who have items in flight
     bell     ends a wait as well, and is silenced
@@ -53,11 +53,15 @@ class Waiter:
         self._nodes = nodes
         self._bell = bell
         self._poll = select.poll()
-        for told in [node for node, _ in nodes if node.fileno() >= 0] + ([] if bell is None else [bell]):
-            self._poll.register(told.fileno(), select.POLLIN)
+        self._listens = {node.fileno(): False for node, _ in nodes if node.fileno() >= 0}
+        if bell is not None:
+            self._poll.register(bell.fileno(), select.POLLIN)
 
     def wait(self) -> None:
         """Block until one of the nodes has something to say, or the bell rings."""
+        # What the others have to say nobody asks for now: their descriptors would only end every wait at once.
+        for node, _ in self._nodes:
+            self._listen(node.fileno(), bool(node.in_flight))
         patience = [node.patience for node, _ in self._nodes if node.in_flight]
         least = min((seconds for seconds in patience if seconds is not None), default=None)
         began = clock()
@@ -68,3 +72,12 @@ class Waiter:
                 meter.busy_ns += waited
         if self._bell is not None and any(fd == self._bell.fileno() for fd, _ in told):
             self._bell.silence()
+
+    def _listen(self, fd: int, listens: bool) -> None:
+        if self._listens.get(fd, listens) == listens:
+            return
+        self._listens[fd] = listens
+        if listens:
+            self._poll.register(fd, select.POLLIN)
+        else:
+            self._poll.unregister(fd)

@@ -82,6 +82,8 @@ class InlineRun:
         chain = self._chain
         while not chain.pending:
             if self._steps is not None and self._step():
+                if self._bell is not None:
+                    break  # whoever rings it is to be heard between two steps
                 continue
             if chain.reopened:
                 chain.unpark()
@@ -126,7 +128,7 @@ class InlineRun:
         chain.give_up()
         chain.hasten()
         while chain.in_flight:
-            if not chain.collect():
+            if not chain.collect() and chain.in_flight:
                 self._waiter.wait()
             chain.give_up()
             yield

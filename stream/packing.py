@@ -5,6 +5,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.infos import SlotInfos
@@ -55,14 +56,20 @@ def _restored(code: int, data: bytes) -> Any:
     if code == _SLOT_INFOS:
         return SlotInfos(value)
     if code == _NUMBER:
-        return np.frombuffer(value[1], value[0])[0]
+        return _array(value[0], [], value[1])[()]
     if code == _ARRAY:
-        return np.frombuffer(value[2], value[0]).reshape(value[1])
+        return _array(value[0], value[1], value[2])
     if code != _OBJECTS:
         raise ColumnError(f"packed data of kind {code}, expected 1 to {_SLOT_INFOS}")
     array = np.empty(len(value[1]), object)
     array[:] = value[1]
     return array.reshape(value[0])
+
+
+def _array(dtype: str, shape: list[int], data: bytes) -> NDArray[Any]:
+    if not np.dtype(dtype).itemsize:
+        return np.zeros(shape, dtype)  # np.str_("") and such: frombuffer takes no dtype without bytes
+    return np.frombuffer(data, dtype).reshape(shape)
 
 
 def _packed(value: Any) -> bytes:

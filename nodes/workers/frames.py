@@ -4,6 +4,7 @@ Every frame begins with eight bytes: its kind, the index of a block, and a numbe
 follows. Rows themselves lie in blocks of shared memory that both ends know by their index.
 """
 
+import os
 import socket
 import struct
 from collections import deque
@@ -19,7 +20,7 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.space import row_of
 
 _HEADER = struct.Struct("<BxHI")
-RECORDED = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 FINAL_OBS = "final_obs"
 
 
@@ -37,15 +38,17 @@ class Kind(IntEnum):
     SET_UP = 8  # a descriptor, and the bytes behind it: what else a whole rollout is made of
     TURN = 9  # a fragment is wanted
     WEIGHTS = 10  # a descriptor, and the bytes behind it: a policy version and its weights
-    FREE = 11  # (the block) nobody reads it any more
-    DRAIN = 12  # what there is of the fragment is wanted now
-    STATES = 18  # length of packed states: what the connectors of all workers have learnt
+    STATES = 11  # a descriptor, and the bytes behind it: what the connectors of all workers have learnt
+    FREE = 12  # (the block) nobody reads it any more
+    DRAIN = 13  # what there is of the fragment is wanted now
     # From the worker
-    READY = 13  # length of a packed dict: spaces, slots, autoreset mode
-    DONE = 14  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
-    FAILED = 15  # length of a packed dict: what was raised
-    FRAGMENT = 16  # length of a packed dict: what there is to say of the fragment in the block
-    NEW_BLOCK = 17  # a descriptor, and the bytes behind it: a block
+    READY = 14  # length of a packed dict: spaces, slots, autoreset mode
+    DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
+    FAILED = 16  # length of a packed dict: what was raised
+    FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
+    NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
+    TAKEN = 19  # weights have been taken over
+    BEGUN = 20  # the first step of a rollout is being made: its environments have been reset
 
 
 class Frame(NamedTuple):
@@ -56,6 +59,11 @@ class Frame(NamedTuple):
     number: int
     payload: bytes = b""
     fd: int = -1
+
+    def discard(self) -> None:
+        """Give back what came with a frame that nobody wants."""
+        if self.fd >= 0:
+            os.close(self.fd)
 
 
 def frame(kind: Kind, block: int = 0, number: int = 0) -> bytes:
@@ -105,7 +113,7 @@ def receive_frame(sock: socket.socket) -> Frame:
     if not header:
         raise EOFError
     kind, block, number = _HEADER.unpack(header)
-    payload = _exactly(sock, number) if kind in (Kind.LAYOUT, Kind.STATES) else b""
+    payload = _exactly(sock, number) if kind == Kind.LAYOUT else b""
     return Frame(Kind(kind), block, number, payload, fds[0] if fds else -1)
 
 

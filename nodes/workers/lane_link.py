@@ -1,7 +1,7 @@
 """One lane whose environments step in a worker process, seen from here."""
 
+import selectors
 import socket
-import threading
 from collections.abc import Mapping
 from enum import Enum, auto
 from time import monotonic
@@ -9,15 +9,15 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.environments import actions_of
-from rollflow.nodes.workers.frames import FINAL_OBS, RECORDED, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.nodes.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.nodes.workers.outbox import Outbox
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import space_of
@@ -40,15 +40,15 @@ class LaneBlocks:
         """Columns in a block of their own, which becomes the current one."""
         self.index, block = self.pool.take()
         self.columns = self._layout.columns(block)
-        return {name: self.columns[name] for name in RECORDED}
+        return {name: self.columns[name] for name in SHARED_COLUMNS}
 
     def observations(self, row: int) -> Tree:
         """What the environments wrote for a row of the current block."""
         return self.columns[Columns.OBS].row(row)
 
 
-class Elsewhere(VectorEnv[Any, Any, Any]):
-    """What is known here of environments that are in another process: their spaces, and how many they are."""
+class Elsewhere:
+    """What is known here of a vector environment that is in another process; it has the names that it has there."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.num_envs = told["num_envs"]
@@ -58,13 +58,16 @@ class Elsewhere(VectorEnv[Any, Any, Any]):
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
-    def reset(self, **_: Any) -> Any:
-        """Refused: the worker does it."""
-        raise EnvError("these environments are in another process, where the rollout alone resets and steps them")
+    @property
+    def unwrapped(self) -> "Elsewhere":
+        """The same: wrappers are where the environments are."""
+        return self
 
-    def step(self, actions: Any) -> Any:
-        """Refused: the worker does it."""
-        self.reset()
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"these environments are in another process, where '{name}' can't be asked for; known here: num_envs, "
+            "metadata['autoreset_mode'], single_observation_space, single_action_space, observation_space, action_space"
+        )
 
 
 class State(Enum):
@@ -76,7 +79,7 @@ class State(Enum):
     READY = auto()
     STEPPING = auto()
     LOST = auto()  # to be made again at `due`
-    ASIDE = auto()  # for good
+    ASIDE = auto()  # for good; what its worker still says is not heard
 
 
 class LaneLink:
@@ -99,15 +102,23 @@ class LaneLink:
         self._steps = 0  # since the last failure
         self.sock: socket.socket | None = None
         self._reader = FrameReader()
+        self._outbox: Outbox | None = None
         self._blocks_sent = 0
-        self._lock = threading.Lock()
 
     # What is asked for
 
-    def connect(self, sock: socket.socket) -> None:
-        """Take the socket to a new process."""
+    def connect(self, sock: socket.socket, selector: selectors.BaseSelector, told: Any) -> None:
+        """Take the socket to a new process, and have it watched; `told` is what the selector tells of it."""
         sock.setblocking(False)
-        self.sock, self._reader = sock, FrameReader()
+        selector.register(sock, selectors.EVENT_READ, told)
+        self.sock, self._reader, self._outbox = sock, FrameReader(), Outbox(sock, selector)
+
+    def disconnect(self, selector: selectors.BaseSelector) -> None:
+        """Have the socket watched no more, and drop what is still to be sent."""
+        if self.sock is not None and self._outbox is not None:
+            selector.unregister(self.sock)
+            self._outbox.close()
+            self.sock = self._outbox = None
 
     def make(self) -> None:
         """Have the environments made."""
@@ -138,11 +149,22 @@ class LaneLink:
         self.send(frame(kind, blocks.index, lane.row))
         self.state = State.STEPPING
 
+    def send(self, data: bytes, fd: int = -1) -> None:
+        """Send a frame, and a descriptor with it, as soon as there is room."""
+        assert self._outbox is not None
+        self._outbox.put(data, fd)
+
+    def send_kept(self) -> None:
+        """Send of what is kept as much as there is room for now."""
+        if self._outbox is not None:
+            self._outbox.flush()
+
     # What is answered
 
     def receive(self) -> list[Frame] | None:
         """The frames that have come; None when the process has gone."""
-        assert self.sock is not None
+        if self.sock is None:
+            return None
         try:
             data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MOST_FDS)
         except BlockingIOError:
@@ -193,15 +215,3 @@ class LaneLink:
             block = blocks.pool.blocks[index]
             self.send(frame(Kind.BLOCK, index, block.size), block.fd)
         self._blocks_sent = len(blocks.pool.blocks)
-
-    def send(self, data: bytes, fd: int = -1) -> None:
-        """Send a frame. They are few and small, and most are answered: there is always room for them."""
-        assert self.sock is not None
-        try:
-            with self._lock:
-                if fd >= 0:
-                    socket.send_fds(self.sock, [data], [fd])
-                else:
-                    self.sock.send(data)
-        except OSError:
-            pass  # the process has gone, as `receive` will tell

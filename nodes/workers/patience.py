@@ -19,7 +19,9 @@ class Patience:
     def begin(self, lane: int, *, resets: bool = False) -> None:
         """The lane's environments have been asked for something."""
         seconds = self.reset_timeout if resets else self.step_timeout
-        if seconds is not None:
+        if seconds is None:
+            self.end(lane)
+        else:
             self._deadlines[lane] = monotonic() + seconds, resets
 
     def end(self, lane: int) -> None:

@@ -6,11 +6,11 @@ import selectors
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any
 
 import cloudpickle
-from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import EnvSource, LaneMaker, lane_makers, sizes_of
 from rollflow.nodes.environments import Environments
@@ -66,8 +66,9 @@ class ProcessEnvironments(Environments):
         self._links: list[LaneLink] = []
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
-        self._came_aside: deque[Lane] = deque()
-        self._selector = selectors.DefaultSelector()
+        self._came_aside: deque[LaneLink] = deque()
+        self._is_draining = False
+        self._selector = selectors.DefaultSelector()  # with what of this class to call; not with this node itself
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
         try:
             super().__init__(env, **options)
@@ -93,11 +94,19 @@ class ProcessEnvironments(Environments):
             return None
         # The worker was lost while the lane was somewhere else: no step is under way.
         actions.lose(link.reason)
-        if link.state is State.ASIDE:
-            self._came_aside.append(actions)
+        if link.state is State.ASIDE or self._is_draining:
+            self._came_aside.append(link)
         else:
             self._go_on(link)
         return None
+
+    def hasten(self) -> None:
+        """Have those lanes come back at once that have no environments to step; from now on none is made again."""
+        self._is_draining = True
+        for link in self._links:
+            if link.is_waited and self._has_no_step(link):
+                link.state = State.ASIDE
+                self._came_aside.append(link)
 
     def fileno(self) -> int:
         """Can be read once a worker has something to say."""
@@ -113,17 +122,18 @@ class ProcessEnvironments(Environments):
     def completed(self) -> Iterator[Lane]:
         """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
         while self._came_aside:
-            yield from self._set_aside(self._links[self._came_aside.popleft().index])
-        for key, _ in self._selector.select(0):
-            yield from self._heard(key.data)
+            yield from self._set_aside(self._came_aside.popleft())
+        for key, events in self._selector.select(0):
+            yield from key.data(self, events=events)
         for index, told in self._patience.overdue().items():
-            if self._is_late(self._links[index]):
+            link = self._links[index]
+            if self._is_late(link):
                 yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
             else:
-                self._patience.begin(index)
+                self._patience.begin(index, resets=link.state is not State.STEPPING)
         now = monotonic()
         for link in self._links:
-            if link.state is State.LOST and link.due <= now:
+            if link.state is State.LOST and link.due <= now and not self._is_draining:
                 self._make_again(link)
 
     def describe(self) -> str:
@@ -133,6 +143,8 @@ class ProcessEnvironments(Environments):
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
         self.is_closed = True
+        for link in self._links:
+            link.disconnect(self._selector)
         self._ending()
         for lane in self.lanes:
             if isinstance(lane.memory, LaneBlocks):
@@ -140,7 +152,7 @@ class ProcessEnvironments(Environments):
 
     # What Environments does otherwise
 
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         makers = lane_makers(env, num_envs, lanes)
         if not all(maker.can_travel for maker in makers):
             raise EnvError(
@@ -166,10 +178,16 @@ class ProcessEnvironments(Environments):
         """What goes round for a lane."""
         return link.lane
 
-    def _lost_with(self, link: LaneLink, reason: str) -> int:
-        """How many transitions were lost with a worker that was making some."""
+    def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
+        """How many transitions were lost with a lane's worker, and what it was at."""
+        if was is not State.STEPPING:
+            return 0
         assert link.lane is not None
         return link.lane.lose(reason)
+
+    def _has_no_step(self, link: LaneLink) -> bool:
+        """Whether a lane that is waited for would have to be made or reset before it could come back with a step."""
+        return link.state in (State.LOST, State.MAKING, State.MADE, State.RESETTING)
 
     def _is_late(self, link: LaneLink) -> bool:
         """Whether a lane whose time is up has indeed made nothing."""
@@ -177,15 +195,23 @@ class ProcessEnvironments(Environments):
 
     # Answers
 
-    def _heard(self, link: LaneLink) -> Iterator[Lane]:
+    def _heard(self, link: LaneLink, events: int) -> Iterator[Lane]:
+        if events & selectors.EVENT_WRITE:
+            link.send_kept()
+        if not events & selectors.EVENT_READ:
+            return
         frames = link.receive()
         if frames is None:
-            worker = self._workers[self._first_of[link.index]]
-            if worker is not None:
-                yield from self._process_lost(self._first_of[link.index], f"process {worker.pid} {worker.ended()}")
-            return
+            yield from self._process_lost(self._first_of[link.index])
+        else:
+            yield from self._all_answered(link, frames)
+
+    def _all_answered(self, link: LaneLink, frames: Sequence[Frame]) -> Iterator[Lane]:
         for answer in frames:
-            yield from self._answered(link, answer)
+            if link.state is State.ASIDE:
+                answer.discard()
+            else:
+                yield from self._answered(link, answer)
 
     def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Lane]:
         if answer.kind is Kind.FAILED:
@@ -198,6 +224,14 @@ class ProcessEnvironments(Environments):
             link.take(answer)
             yield self._come_back(link)
 
+    def _has_ended(self, first: int, worker: WorkerProcess, events: int) -> Iterator[Lane]:
+        """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
+        for link in self._links_of(first):
+            while self._workers[first] is worker and (frames := link.receive()):
+                yield from self._all_answered(link, frames)
+        if self._workers[first] is worker:
+            yield from self._process_lost(first)
+
     # Losses
 
     def _failed(self, link: LaneLink, told: Mapping[str, Any]) -> Iterator[Any]:
@@ -205,19 +239,27 @@ class ProcessEnvironments(Environments):
             raise refusal(told, link)
         yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
 
-    def _process_lost(self, first: int, reason: str) -> Iterator[Lane]:
+    def _process_lost(self, first: int, reason: str = "") -> Iterator[Lane]:
+        """Give up a process, for a reason or because it has ended."""
         worker, self._workers[first] = self._workers[first], None
-        if worker is not None:
-            self._forget(worker)
-            worker.kill()
-        for link in self._links:
-            if self._first_of[link.index] == first and link.state not in (State.LOST, State.ASIDE):
+        if worker is None:
+            return
+        for link in self._links_of(first):
+            link.disconnect(self._selector)
+        if worker.fileno() >= 0:
+            self._selector.unregister(worker)
+        reason = reason or f"process {worker.pid} {worker.ended()}"
+        worker.kill()
+        for link in self._links_of(first):
+            if link.state not in (State.LOST, State.ASIDE):
                 yield from self._lane_lost(link, reason)
 
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Lane]:
         was = link.state
-        link.fail(reason, self._max_failures)
-        if link.state is State.ASIDE:
+        link.fail(reason, 0 if self._is_draining else self._max_failures)
+        if self._is_draining:
+            logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, told)
+        elif link.state is State.ASIDE:
             logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, link.failures, reason)
         else:
             again = max(0.0, link.due - monotonic())
@@ -225,15 +267,14 @@ class ProcessEnvironments(Environments):
         if not link.is_waited:
             return
         self._patience.end(link.index)
-        if was is State.STEPPING:
-            self.lost_steps += self._lost_with(link, reason)
+        self.lost_steps += self._lost_with(link, reason, was)
         if link.state is State.ASIDE:
             yield from self._set_aside(link)
 
     def _set_aside(self, link: LaneLink) -> Iterator[Lane]:
         self._lane_of(link).is_set_aside = True
         yield self._come_back(link)
-        if all(each.state is State.ASIDE for each in self._links):
+        if not self._is_draining and all(each.state is State.ASIDE for each in self._links):
             reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self._links)
             raise EnvError(f"every lane was lost {self._max_failures + 1} times in a row, the last time by: {reasons}")
 
@@ -242,7 +283,10 @@ class ProcessEnvironments(Environments):
         if self._workers[first] is None:
             self._start_process(first)
         else:
-            link.make()
+            self._make(link)
+
+    def _make(self, link: LaneLink) -> None:
+        link.make()
         if link.is_waited:
             self._patience.begin(link.index, resets=True)
 
@@ -266,17 +310,19 @@ class ProcessEnvironments(Environments):
             seed = self.seed if not link.starts else seed_for(self.seed, "restart", link.starts)
             link.reset(seed, self.first_slots()[link.index])
 
-    def _start_process(self, first: int) -> None:
-        links = [link for link in self._links if self._first_of[link.index] == first and link.state is not State.ASIDE]
-        worker = self._workers[first] = WorkerProcess(self.program, len(links))
-        for link, sock in zip(links, worker.sockets, strict=True):
-            link.connect(sock)
-            self._selector.register(sock, selectors.EVENT_READ, link)
-            link.make()
+    def _links_of(self, first: int) -> list[LaneLink]:
+        """The lanes of a process, by the index of the first."""
+        return [link for link in self._links if self._first_of[link.index] == first]
 
-    def _forget(self, worker: WorkerProcess) -> None:
-        for sock in worker.sockets:
-            self._selector.unregister(sock)
+    def _start_process(self, first: int) -> None:
+        links = [link for link in self._links_of(first) if link.state is not State.ASIDE]
+        worker = self._workers[first] = WorkerProcess(self.program, len(links))
+        if worker.fileno() >= 0:
+            told = partial(ProcessEnvironments._has_ended, first=first, worker=worker)
+            self._selector.register(worker, selectors.EVENT_READ, told)
+        for link, sock in zip(links, worker.sockets, strict=True):
+            link.connect(sock, self._selector, partial(ProcessEnvironments._heard, link=link))
+            self._make(link)
 
     def _first_answer(self, link: LaneLink) -> dict[str, Any]:
         """What a lane's worker says of the environments that it has made. Raises EnvError when it could not."""
@@ -285,12 +331,13 @@ class ProcessEnvironments(Environments):
             left = None if until is None else until - monotonic()
             if left is not None and left <= 0:
                 raise EnvError(f"lane {link.index}: the environments were not made within {self._reset_timeout:g} s")
-            if not _can_be_read(link, left):
+            worker = self._workers[self._first_of[link.index]]
+            assert worker is not None
+            if not _can_be_read(link, worker, left):
                 continue
             frames = link.receive()
-            if frames is None:
-                worker = self._workers[self._first_of[link.index]]
-                ended = "ended" if worker is None else f"{worker.pid} {worker.ended()}"
+            if frames is None or (not frames and worker.has_ended(0)):
+                ended = f"{worker.pid} {worker.ended()}"
                 raise EnvError(f"lane {link.index}: process {ended} before it had made the environments")
             for answer in frames:
                 told: dict[str, Any] = unpack(answer.payload)
@@ -306,10 +353,12 @@ def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelec
     selector.close()
 
 
-def _can_be_read(link: LaneLink, timeout: float | None) -> bool:
+def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:
     assert link.sock is not None
     with selectors.DefaultSelector() as selector:
         selector.register(link.sock, selectors.EVENT_READ)
+        if worker.fileno() >= 0:
+            selector.register(worker, selectors.EVENT_READ)
         return bool(selector.select(timeout))
 
 

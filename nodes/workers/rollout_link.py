@@ -1,18 +1,27 @@
 """One lane whose whole rollout is in a worker process, seen from here."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.workers.fragment_codec import FragmentReader
-from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with
+from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.packing import pack, unpack
 
-PROGRESS_BYTES = 64  # at the head of what a worker is set up with: how many transitions it has made, i64
+# At the head of what a worker is set up with, i64 each: how many transitions it has made, and how often it has got on
+# with something, which is what tells it from one that hangs.
+PROGRESS_BYTES = 64
+
+
+class News(NamedTuple):
+    """Published weights, packed."""
+
+    version: int
+    block: SharedBlock
 
 
 class RemoteLane:
@@ -41,39 +50,59 @@ class RolloutLink(LaneLink):
 
     steps      transitions in the fragments that have come
     stages     what the worker's stages have counted: [name, items, busy seconds]
+    version    of the weights that were sent last
+    untaken    weights that were sent and that the worker has not taken over yet
     """
 
     def __init__(self, index: int, maker: bytes) -> None:
         super().__init__(index, maker)
         self.remote: RemoteLane | None = None
         self.steps = 0
+        self.version = self.untaken = 0
         self.stages: list[list[Any]] = []
         self._reported = 0  # by the worker as it is now
         self._seen = 0
         self._progress: NDArray[np.int64] | None = None
         self._reader_of_fragments: FragmentReader | None = None
 
-    def set_up(self, told: bytes, layout: FragmentLayout) -> None:
-        """Have the rollout built out of what was pickled."""
+    def set_up(self, told: bytes, version: int, layout: FragmentLayout) -> None:
+        """Have the rollout built out of what was pickled, weights of this version among it."""
         block = SharedBlock(PROGRESS_BYTES + len(told))
         block.write(told, PROGRESS_BYTES)
-        self._progress = block.array()[:8].view(np.int64)
-        self._reported = self._seen = 0
+        self._progress = block.array()[:16].view(np.int64)
+        self._reported = 0
         self._reader_of_fragments = FragmentReader(layout, self.index)
+        self.version, self.untaken = version, 0
         self.send(frame(Kind.SET_UP, number=block.size), block.fd)
         block.close()
         self.starts += 1
 
-    def turn(self, states: bytes | None) -> None:
-        """Have the next fragment made; first, the connectors are told what those of other workers have learnt."""
+    def turn(self, news: News | None, states: SharedBlock | None) -> None:
+        """Have the next fragment made, with these weights, and with what connectors elsewhere have learnt."""
         assert self._reader_of_fragments is not None
         freed = self._reader_of_fragments.freed
         while freed:
             self.send(frame(Kind.FREE, freed.popleft()))
         if states is not None:
-            self.send(frame_with(Kind.STATES, states))
+            self.send(frame(Kind.STATES, number=states.size), states.fd)
+        self._send_news(news)
+        self._seen = self.pulse
         self.send(frame(Kind.TURN))
-        self.state = State.STEPPING
+        self.state = State.RESETTING if self.state is State.MADE else State.STEPPING
+
+    def begin(self) -> None:
+        """The environments have been reset: from now on they make steps."""
+        self.state, self._seen = State.STEPPING, self.pulse
+
+    def offer(self, news: News | None) -> None:
+        """Have weights used in the fragment that is being made, unless some are under way: then those come first."""
+        if self.state in (State.RESETTING, State.STEPPING) and not self.untaken:
+            self._send_news(news)
+
+    def _send_news(self, news: News | None) -> None:
+        if news is not None and news.version > self.version:
+            self.send(frame(Kind.WEIGHTS, number=news.block.size), news.block.fd)
+            self.version, self.untaken = news.version, self.untaken + 1
 
     def map(self, answer: Frame) -> None:
         """Take a block that the worker has made."""
@@ -102,7 +131,7 @@ class RolloutLink(LaneLink):
         assert self.remote is not None
         if self._progress is None:
             return 0
-        lost = self.unreported + self.remote.num_slots
+        lost = self.unreported + (self.remote.num_slots if self.pulse else 0)
         self.forget_progress()
         return lost
 
@@ -110,11 +139,15 @@ class RolloutLink(LaneLink):
         """What the worker has made and not given is not counted any more."""
         self._progress = None
 
-    @property
     def has_moved(self) -> bool:
-        """Whether the worker has made steps since this was asked last."""
-        seen, self._seen = self._seen, self.unreported
+        """Whether the worker has got on with its turn since this was asked last."""
+        seen, self._seen = self._seen, self.pulse
         return seen != self._seen
+
+    @property
+    def pulse(self) -> int:
+        """How often the worker has got on with something: first when its environments have been reset."""
+        return 0 if self._progress is None else int(self._progress[1])
 
 
 def packed_states(states: Any) -> bytes:

@@ -1,5 +1,7 @@
 """Whole rollouts in worker processes: environments, connectors and a copy of the module in each."""
 
+import selectors
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -10,7 +12,8 @@ from rollflow.nodes.weights_codec import pack_weights
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
-from rollflow.nodes.workers.rollout_link import RemoteLane, RolloutLink
+from rollflow.nodes.workers.rollout_link import News, RemoteLane, RolloutLink
+from rollflow.stream.bell import Bell
 from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import Fragment
@@ -43,9 +46,13 @@ class RolloutProcesses(ProcessEnvironments):
     def __init__(self, env: EnvSource, **options: Any) -> None:
         self.replica: Callable[[], dict[str, Any]] = dict
         self.heard: Callable[[int, Mapping[str, Any]], None] = lambda lane, told: None
-        self.states: bytes | None = None  # of connectors, for workers to take over
-        self._states_of: dict[int, bytes | None] = {}
+        self._states: SharedBlock | None = None  # of connectors, for workers to take over
+        self._states_of: dict[int, SharedBlock | None] = {}
+        self._news: News | None = None
+        self._publishing = threading.Lock()
+        self._bell = Bell()  # rung when there are new weights
         super().__init__(env, **options)
+        self._selector.register(self._bell, selectors.EVENT_READ, RolloutProcesses._spread)
 
     def start(self) -> Iterator[Any]:
         """The lanes, each of which may take its first turn."""
@@ -60,27 +67,36 @@ class RolloutProcesses(ProcessEnvironments):
         link = self._links[turns.index]
         turns.fragment = None
         self._await(link)
-        if link.state is State.ASIDE:
-            self._came_aside.append(turns)  # type: ignore[arg-type]
+        if link.state is State.ASIDE or self._is_draining:
+            self._came_aside.append(link)
         elif link.state in (State.MADE, State.READY):
             self._go_on(link)
         return None
 
     def broadcast(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Have every worker use these weights from its next forward pass on. From any thread."""
+        """Have every worker use these weights from its next forward pass on. From any thread; waits for no worker.
+
+        One that is slower than they are published is given the newest whenever it is done with those before.
+        """
         data = pack_weights(version, weights)
         block = SharedBlock(len(data))
         block.write(data)
-        for link in self._links:
-            if link.state in (State.READY, State.STEPPING):
-                link.send(frame(Kind.WEIGHTS, number=block.size), block.fd)
-        block.close()
+        with self._publishing:
+            if not self.is_closed and (self._news is None or version > self._news.version):
+                self._news = News(version, block)
+                self._bell.ring()
+
+    def hand_on(self, states: bytes) -> None:
+        """Have every worker's connectors take over packed states before its next turn."""
+        self._states = SharedBlock(len(states))
+        self._states.write(states)
 
     def hasten(self) -> None:
-        """Have every worker give what there is of the fragment that it is making."""
+        """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
         for link in self._links:
-            if link.state is State.STEPPING:
+            if link.state in (State.RESETTING, State.STEPPING):
                 link.send(frame(Kind.DRAIN))
+        super().hasten()
 
     @property
     def num_steps(self) -> int:
@@ -109,6 +125,14 @@ class RolloutProcesses(ProcessEnvironments):
         """Lanes, slots and processes, for `explain()`."""
         return f"{super().describe()}, each with connectors and a copy of the module"
 
+    def close(self) -> None:
+        """End the worker processes and give back the shared memory."""
+        with self._publishing:
+            super().close()
+            self._news = self._states = None
+            self._states_of.clear()
+            self._bell.close()
+
     # What ProcessEnvironments does otherwise
 
     def set_lookback(self, lookback: int) -> None:
@@ -125,16 +149,30 @@ class RolloutProcesses(ProcessEnvironments):
         assert isinstance(link, RolloutLink)
         if link.state is State.MADE:
             seed = seed_for(self.seed, "restart", link.starts) if link.starts else self.seed
-            link.set_up(self._pickled_replica(link, seed), self._layout(link.index, self.envs[link.index], seed))
+            replica = self._replica_for(link, seed)
+            layout = self._layout(link.index, self.envs[link.index], seed)
+            link.set_up(_pickled(replica), replica["version"], layout)
         if link.state in (State.MADE, State.READY):
-            news = self.states if self._states_of.get(link.index) != self.states else None
-            link.turn(news)
-            self._states_of[link.index] = self.states
+            link.turn(self._news, self._states if self._states_of.get(link.index) is not self._states else None)
+            self._states_of[link.index] = self._states
+
+    def _spread(self, events: int) -> Iterator[Any]:
+        """Offer every worker the newest weights."""
+        self._bell.silence()
+        for link in self._rollout_links:
+            link.offer(self._news)
+        return iter(())
 
     def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Any]:
         assert isinstance(link, RolloutLink)
         if answer.kind is Kind.NEW_BLOCK:
             link.map(answer)
+        elif answer.kind is Kind.TAKEN:
+            link.untaken -= 1
+            link.offer(self._news)
+        elif answer.kind is Kind.BEGUN:
+            link.begin()
+            self._patience.begin(link.index)
         elif answer.kind is Kind.FRAGMENT:
             told = link.read(answer)
             self.heard(link.index, told)
@@ -154,17 +192,23 @@ class RolloutProcesses(ProcessEnvironments):
         assert isinstance(link, RolloutLink)
         return link.remote
 
-    def _lost_with(self, link: LaneLink, reason: str) -> int:
+    def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
         assert isinstance(link, RolloutLink)
         return link.give_up()  # nothing where it has said itself what is lost
 
+    def _has_no_step(self, link: LaneLink) -> bool:
+        assert isinstance(link, RolloutLink)
+        # A worker says that it gets on with something before it looks for what it has been told: one that has not said
+        # so by now will find that it is to end, and make no step.
+        return super()._has_no_step(link) and not (link.state is State.RESETTING and link.pulse)
+
     def _is_late(self, link: LaneLink) -> bool:
         assert isinstance(link, RolloutLink)
-        return not link.has_moved
+        return not link.has_moved()
 
-    def _pickled_replica(self, link: RolloutLink, seed: int) -> bytes:
+    def _replica_for(self, link: RolloutLink, seed: int) -> dict[str, Any]:
         assert link.remote is not None
-        told = self.replica() | {
+        return self.replica() | {
             "lane": link.index,
             "first_slot": self.first_slots()[link.index],
             "first_sequence": link.remote.sequence,
@@ -172,14 +216,6 @@ class RolloutProcesses(ProcessEnvironments):
             "lookback": self.lookback,
             "seed": seed,
         }
-        try:
-            pickled: bytes = cloudpickle.dumps(told)
-        except Exception as error:
-            raise EnvError(
-                f"the module and the connectors can't be handed to a worker process: {error}; expected them to hold "
-                "nothing that can't be pickled"
-            ) from error
-        return pickled
 
 
 class Deal:
@@ -225,3 +261,14 @@ def ring_of_turns(rollouts: RolloutProcesses, deal: Deal, gate: Gate | None) -> 
 
 def _passed_on(turns: RemoteLane) -> RemoteLane:
     return turns
+
+
+def _pickled(replica: dict[str, Any]) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(replica)
+    except Exception as error:
+        raise EnvError(
+            f"the module and the connectors can't be handed to a worker process: {error}; expected them to hold "
+            "nothing that can't be pickled"
+        ) from error
+    return pickled

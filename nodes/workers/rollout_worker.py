@@ -5,7 +5,7 @@ import pickle
 import select
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,14 @@ from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.lane import Lane
 from rollflow.stream.packing import pack, unpack
 
-# Lanes of one process take their first turns one after the other: where threads call a mathematical library for the
-# first time together, one of them may get results of lower accuracy, and no two runs would be the same.
-_first_turns = threading.Lock()
+# Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
+# the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
+_first_passes = threading.Lock()
+_BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
+
+
+class Closed(BaseException):
+    """Raised, in the middle of a fragment, when the other process wants no more of this lane, or has gone."""
 
 
 class Drained(BaseException):
@@ -88,6 +93,23 @@ class WeightsFrom(PolicyWeights):
         self._version, self._unused = version, (version, state)
 
 
+class WorkerForward(ModuleForward):
+    """Forward passes, the first of which waits for that of another lane in this process."""
+
+    def __init__(self, module: Any, weights: PolicyWeights, server: "RolloutServer", **how: Any) -> None:
+        super().__init__(module, weights, **how)
+        self._server: RolloutServer | None = server
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One pass with one version of the weights."""
+        if self._server is None:
+            return super().forward(batch)
+        with self._server.first_pass():
+            output = super().forward(batch)
+        self._server = None
+        return output
+
+
 class RolloutServer(LaneServer):
     """Serves one lane's socket: gives a fragment for every turn."""
 
@@ -98,18 +120,40 @@ class RolloutServer(LaneServer):
         self._run: InlineRun | None = None
         self._turns = Turns()
         self._metrics = MetricsLogger()
-        self._is_warm = False
+
+    def serve(self) -> None:
+        """Answer frame after frame."""
+        with contextlib.suppress(Closed):
+            super().serve()
+
+    @contextlib.contextmanager
+    def first_pass(self) -> Iterator[None]:
+        """Have this lane alone do a forward pass, and say that steps begin after it."""
+        self.step_is_done()
+        while not _first_passes.acquire(timeout=_BEAT_S):
+            self.step_is_done()
+        try:
+            yield
+        finally:
+            _first_passes.release()
+        self._sock.sendall(frame(Kind.BEGUN))
 
     def step_is_done(self) -> None:
         """Say how far the lane has come, and take what has come over the socket meanwhile."""
         self._progress[0] = self._lane.num_steps
+        self._progress[1] += 1
         while self._poll.poll(0):
-            asked = receive_frame(self._sock)
+            try:
+                asked = receive_frame(self._sock)
+            except (EOFError, OSError) as error:
+                raise Closed from error
+            if asked.kind is Kind.CLOSE:
+                raise Closed
             if asked.kind is Kind.DRAIN:
                 raise Drained
-            if asked.kind is Kind.CLOSE:
-                raise EOFError
-            self._do(asked)
+            answer = self._do(asked)
+            if answer:
+                self._sock.sendall(answer)
 
     def _do(self, asked: Frame) -> bytes:
         kind = asked.kind
@@ -120,14 +164,15 @@ class RolloutServer(LaneServer):
             return b""
         if kind is Kind.WEIGHTS:
             self._weights.put(*unpack_weights(SharedBlock(asked.number, asked.fd).taken().tobytes()))
-            return b""
+            return frame(Kind.TAKEN)
         if kind is Kind.STATES:
-            for pipeline, state in zip((self._env_to_module, self._module_to_env), unpack(asked.payload), strict=True):
+            states = unpack(SharedBlock(asked.number, asked.fd).taken().tobytes())
+            for pipeline, state in zip((self._env_to_module, self._module_to_env), states, strict=True):
                 pipeline.set_state(state)
             return b""
         if kind is Kind.SET_UP:
             block = SharedBlock(asked.number, asked.fd).taken()
-            self._progress = block[:8].view(np.int64)
+            self._progress = block[:16].view(np.int64)
             try:
                 return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
             except Exception as error:
@@ -155,7 +200,7 @@ class RolloutServer(LaneServer):
         self._weights = WeightsFrom(module, told["version"], self)
         context = {"module": module, "explore": told["explore"], "metrics": self._metrics}
         how = {name: told[name] for name in ("explore", "flat", "threads", "compiled")}
-        forward = ModuleForward(module, self._weights, **how)
+        forward = WorkerForward(module, self._weights, self, **how)
         prepare, act = EnvToModule(self._env_to_module, **context), ModuleToEnv(self._module_to_env, **context)
         self._run = InlineRun(ring_of(environments, prepare, forward, act, self._turns))
         self._run.__enter__()
@@ -166,9 +211,7 @@ class RolloutServer(LaneServer):
             return b""  # it could not be set up, as the other process has been told
         self._turns.want()
         try:
-            with contextlib.nullcontext() if self._is_warm else _first_turns:
-                [(_, fragment)] = self._run.next_outputs()
-            self._is_warm = True
+            [(_, fragment)] = self._run.next_outputs()
         except Drained:
             fragment = self._lane.cut()
         except Exception as error:

@@ -39,7 +39,7 @@ class ThreadEnvironments(Environments):
         super().__init__(env, **options)
         self.in_flight = 0
         self._patience = Patience(step_timeout, reset_timeout)
-        self._done: deque[tuple[Lane, Exception | None]] = deque()
+        self._done: deque[tuple[Lane, BaseException | None]] = deque()
         self._bell = Bell()
         self._jobs: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in self.envs]
         self._threads = [
@@ -120,10 +120,10 @@ class ThreadEnvironments(Environments):
     def _work(self, index: int) -> None:
         lane, jobs = self.lanes[index], self._jobs[index]
         while (job := jobs.get()) is not None:
-            error: Exception | None = None
+            error: BaseException | None = None
             try:
                 job()
-            except Exception as raised:
+            except BaseException as raised:  # also a SystemExit: to be raised where the rollout is read
                 error = raised
             self._done.append((lane, error))
             self._bell.ring()

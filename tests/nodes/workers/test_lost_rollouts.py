@@ -11,7 +11,7 @@ from doomed import Doomed, lives_of, rewards_by_slot
 from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import ConnectorV2, MeanStdFilter, MetricsLogger, Rollout
-from rollflow.stream import RunError
+from rollflow.stream import EnvError, RunError
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +54,46 @@ def test_an_environment_that_raises_ends_its_episodes_as_truncated(tmp_path: Pat
     assert (len(lost), lost.is_truncated, lost.custom_data["lost"]) == (5, True, "RuntimeError: it broke")
     assert second.losses == []
     assert [int(row[2]) for row in second.chunk(0).get_observations(slice(None))] == list(range(9))
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise"])
+def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(Doomed, slot, tmp_path, fate, 0, 100 * (slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0, "lanes": 3}
+    with Rollout(makers, where="rollouts", workers=3 if fate == "kill" else 1, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in (0, 2) for sequence in range(3)
+    ]
+    assert "lane 1 is set aside, lost 6 times in a row" in caplog.text
+
+
+def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
+    told = "every lane was lost 6 times in a row, the last time by: lane 0: RuntimeError: it broke"
+    maker = partial(Doomed, 0, tmp_path, "raise", 0, 100)
+    with Rollout(maker, where="rollouts", workers=1, module=NumberedModule(), seed=0) as rollout:
+        with pytest.raises(EnvError, match=told):
+            next(iter(rollout.fragments()))
+
+
+def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Path) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "kill", 13, int(slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 6, "seed": 0}
+    with Rollout(makers, where="rollouts", lanes=3, workers=1, prefetch=1, **options) as rollout:
+        fragments = list(rollout.fragments())
+        lost = rollout.lost["workers"]
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in range(3) for sequence in range(6)
+    ]
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        made = [steps for steps in Doomed.lives(tmp_path, slot) if steps]
+        seen = lives_of(rewards)
+        missing += sum(made[: len(seen)]) - sum(seen)
+    assert 0 <= missing <= lost <= 3 * (4 + 1)
 
 
 class Breaks(ConnectorV2):

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
+from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.stream import EnvError, Fragment
 
 
@@ -132,6 +133,41 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert cut_short.num_steps == cut_short.num_rows == 3 * 6
     check_laws(fragments)
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Path, prefetch: int) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "kill", 5, 2 * (slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 6, "prefetch": prefetch}
+    with Rollout(makers, where="processes", lanes=3, workers=1, seed=0, **options) as rollout:
+        fragments = list(rollout.fragments())
+        lost = rollout.lost["workers"]
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in range(3) for sequence in range(6)
+    ]
+    check_laws(fragments)
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        lives = [steps for steps in Doomed.lives(tmp_path, slot) if steps]
+        seen = lives_of(rewards)
+        assert len(lives) == len(seen) == 3
+        missing += sum(lives) - sum(seen)
+    assert 0 <= missing <= lost <= 3 * 2
+
+
+def test_the_delay_before_a_lane_is_made_again_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr("rollflow.nodes.workers.lane_link.monotonic", lambda: now[0])
+    link = LaneLink(0, b"")
+    delays = []
+    for _ in range(11):
+        now[0] += 1000.0
+        link.fail("it broke", most=10)
+        delays.append(link.due - now[0])
+    assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0])
+    assert link.state is State.ASIDE
 
 
 def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:

@@ -6,11 +6,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from held import LONGEST_S, Held, await_held
+from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 
@@ -26,6 +30,11 @@ with Rollout("CartPole-v1", num_envs=4, where=sys.argv[1], prefetch=int(sys.argv
 """
 
 
+def shared_mappings() -> int:
+    """How often shared memory of ours is mapped into this process. It has no name in any folder."""
+    return Path("/proc/self/maps").read_text().count("/memfd:rollflow")
+
+
 def ran(where: str, ending: str) -> None:
     options: Any = {"num_envs": 4, "lanes": 2, "fragment_length": 8, "seed": 0, "prefetch": ending == "ahead"}
     rollout = Rollout("CartPole-v1", where=where, **options)  # type: ignore[arg-type]
@@ -35,6 +44,7 @@ def ran(where: str, ending: str) -> None:
         batches = iter(rollout.batches())
         for _ in range(3):
             next(batches)
+        assert (shared_mappings() > 0) == (where != "threads")
         if ending == "error":
             raise ZeroDivisionError
 
@@ -42,10 +52,11 @@ def ran(where: str, ending: str) -> None:
 @pytest.mark.parametrize("ending", ["left", "ahead", "error", "never entered"])
 @pytest.mark.parametrize("where", PLACES)
 def test_nothing_is_left_in_this_process(where: str, ending: str) -> None:
-    def counted() -> tuple[int, int, set[str]]:
+    def counted() -> tuple[int, int, int, set[str]]:
         gc.collect()
         return (
             len(os.listdir("/proc/self/fd")),
+            shared_mappings(),
             len(psutil.Process().children()),
             {t.name for t in threading.enumerate()},
         )
@@ -59,24 +70,40 @@ def test_nothing_is_left_in_this_process(where: str, ending: str) -> None:
     assert counted() == before
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+@pytest.mark.parametrize("drains", [False, True])
+def test_leaving_waits_for_no_environment_that_hangs(
+    tmp_path: Path, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.workers.worker_process.CLOSE_TIMEOUT_S", 0.1)
+    options: Any = {"module": NumberedModule(), "fragment_length": 2, "step_timeout": None, "seed": 0}
+    with Rollout(partial(Held, 0, tmp_path, steps=[2]), where="processes", prefetch=1, **options) as rollout:
+        next(iter(rollout.fragments()))
+        await_held(tmp_path, 0)
+        if drains:
+            rollout.drain()
+        began = time.monotonic()
+    assert time.monotonic() - began < LONGEST_S / 2
+
+
+def running(source: str, *args: str) -> tuple[subprocess.Popen[str], str]:
+    """A program that is at work, and the first line that it has said."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+    program = subprocess.Popen([sys.executable, "-c", source, *args], **pipes)
+    assert program.stdout is not None
+    return program, program.stdout.readline().strip()
 
 
 def started(where: str, prefetch: int) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A program that is at work, and its workers."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM, where, str(prefetch)], **pipes)
-    assert program.stdout is not None
-    assert program.stdout.readline() == "running\n"
+    program, told = running(PROGRAM, where, str(prefetch))
+    assert told == "running"
     return program, psutil.Process(program.pid).children(recursive=True)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("where", PLACES)
 def test_an_interrupt_ends_everything(where: str, prefetch: int) -> None:
-    before = shared_memory()
     program, workers = started(where, prefetch)
     program.send_signal(signal.SIGINT)
     _, told = program.communicate(timeout=60)
@@ -84,17 +111,94 @@ def test_an_interrupt_ends_everything(where: str, prefetch: int) -> None:
     assert program.returncode in (1, -signal.SIGINT)
     assert psutil.wait_procs(workers, timeout=60)[1] == []
     assert len(workers) == (0 if where == "threads" else 2)
-    assert shared_memory() == before
 
 
 @pytest.mark.parametrize("where", PLACES)
 def test_workers_end_with_a_process_that_is_killed(where: str) -> None:
-    before = shared_memory()
     program, workers = started(where, 1)
     program.kill()
     program.communicate(timeout=60)
     assert psutil.wait_procs(workers, timeout=60)[1] == []
-    assert shared_memory() == before
+
+
+def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:
+    """Though the child has copies of all that the process had."""
+    told = 'print("running", flush=True)'
+    assert told in PROGRAM
+    forks = PROGRAM.replace(told, "print(os.fork() or time.sleep(100), flush=True)").replace(
+        "import sys", "import os, sys"
+    )
+    program, child = running(forks, "processes", "1")
+    try:
+        workers = [each for each in psutil.Process(program.pid).children() if each.pid != int(child)]
+        assert len(workers) == 2
+        program.kill()
+        assert psutil.wait_procs(workers, timeout=60)[1] == []
+        assert psutil.pid_exists(int(child))
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        program.communicate(timeout=60)
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_a_child_that_closes_its_copy_of_a_rollout_ends_no_workers(where: Any) -> None:
+    options: Any = {"num_envs": 2, "lanes": 2, "fragment_length": 4, "seed": 0}
+    with Rollout("CartPole-v1", where=where, workers=2, step_timeout=20.0, **options) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        child = os.fork()
+        if not child:
+            try:
+                rollout.environments.close()
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+        for _ in range(4):
+            next(fragments)
+        assert rollout.lost == {}
+
+
+class Forks(NumberedEnv):
+    """Has a process of its own beside it, which has copies of all that the worker has."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot)
+        child = os.fork()
+        if not child:
+            time.sleep(200)
+            os._exit(0)
+        with (folder / "pids").open("a") as file:
+            file.write(f"{os.getpid()} {child}\n")
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_what_an_environment_has_forked_ends_with_its_worker_and_does_not_hide_its_end(
+    tmp_path: Path, where: Any
+) -> None:
+    def await_end(lives: int) -> None:
+        pids = (tmp_path / "pids").read_text().split()
+        assert len(pids) == 2 * lives
+        until = time.monotonic() + 60
+        while any(map(is_alive, pids)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    options: Any = {"module": NumberedModule(), "fragment_length": 4, "seed": 0}
+    with Rollout(partial(Forks, 0, tmp_path), where=where, step_timeout=None, **options) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        worker = int((tmp_path / "pids").read_text().split()[0])
+        os.kill(worker, signal.SIGKILL)
+        assert [next(fragments).num_steps for _ in range(2)] == [4, 4]
+    await_end(2)
+
+
+def is_alive(pid: str) -> bool:
+    """Whether a process still runs."""
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_worker_in_an_endless_loop_ends_with_its_parent(tmp_path: Path) -> None:
@@ -114,15 +218,10 @@ def test_a_worker_in_an_endless_loop_ends_with_its_parent(tmp_path: Path) -> Non
 
 with Rollout""",
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    program = subprocess.Popen(
-        [sys.executable, "-c", source, "processes", "0"], stdout=subprocess.PIPE, text=True, env=env
-    )
-    assert program.stdout is not None
-    assert program.stdout.readline() == "running\n"
+    program, told = running(source, "processes", "0")
+    assert told == "running"
     workers = psutil.Process(program.pid).children(recursive=True)
     assert workers
     program.kill()
-    program.wait()
-    program.stdout.close()
+    program.communicate(timeout=60)
     assert psutil.wait_procs(workers, timeout=60)[1] == []

@@ -209,3 +209,30 @@ def test_bad_numbers_are_refused() -> None:
 def test_vector_environments_that_are_there_already_are_refused() -> None:
     with pytest.raises(EnvError, match="worker processes make the environments themselves"):
         Rollout(gym.make_vec("CartPole-v1", num_envs=2), where="processes")
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_what_is_not_known_of_environments_elsewhere_is_refused_with_the_reason(where: Any) -> None:
+    def connector(env: Any) -> list[ConnectorV2]:
+        assert env.num_envs == 1
+        assert env.unwrapped.single_observation_space.shape == (4,)
+        assert not hasattr(env, "render_mode")
+        return env.get_attr("spec")  # type: ignore[no-any-return]
+
+    with pytest.raises(
+        AttributeError, match="in another process, where 'get_attr' can't be asked for; known here: num"
+    ):
+        Rollout("CartPole-v1", where=where, workers=1, env_to_module_connector=connector)
+
+
+class Expires(NumberedEnv):
+    def step(self, action: Any) -> Any:
+        raise SystemExit("the licence has expired")
+
+
+@pytest.mark.parametrize("where", ["inline", "threads"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_environment_that_ends_the_program_does_so(where: Any, prefetch: int) -> None:
+    rollout = Rollout(partial(Expires, 0), where=where, prefetch=prefetch, module=NumberedModule(), step_timeout=20.0)
+    with pytest.raises(SystemExit, match="the licence has expired"), rollout:
+        next(iter(rollout.fragments()))

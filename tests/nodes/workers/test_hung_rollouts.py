@@ -1,0 +1,232 @@
+"""Workers that do whole rollouts, and are taken for hung when they are, and only then. The clock is the test's own."""
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from held import Held, await_file, await_held, let_go, times_made
+from numbered import NumberedModule
+
+from rollflow.nodes import Rollout
+
+Forward = Callable[[float], None]
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
+    """Lets time go by for those who wait for workers; it stands still otherwise."""
+    now = [0.0]
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    for module in ("patience", "lane_link", "process_environments"):
+        monkeypatch.setattr(f"rollflow.nodes.workers.{module}.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.0)
+    return forward
+
+
+def rollouts_of(makers: Any, **options: Any) -> Any:
+    """A node that does whole rollouts, in one process."""
+    given: dict[str, Any] = {"workers": 1, "fragment_length": 5, "seed": 0, "module": NumberedModule(), **options}
+    return Rollout(makers, where="rollouts", **given).environments
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """Closes nodes."""
+    nodes: list[Any] = []
+
+    def added(node: Any) -> Any:
+        nodes.append(node)
+        return node
+
+    yield added
+    for node in nodes:
+        node.close()
+
+
+def come_back(node: Any, count: int = 1, until: Callable[[], bool] = lambda: True) -> list[Any]:
+    """The lanes that come back until there are so many and something holds."""
+    lanes: list[Any] = []
+    for _ in range(400):
+        if len(lanes) >= count and until():
+            return lanes
+        select.select([node], [], [], 0.05)
+        lanes += node.completed()
+    raise TimeoutError(f"{len(lanes)} lanes have come back, expected {count}")
+
+
+def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[3, 8, 13]), step_timeout=1.0, reset_timeout=1.0))
+    [lane] = node.start()
+    for times in range(3):
+        node(lane)
+        await_held(tmp_path, 0, times)
+        forward(1.5)
+        assert list(node.completed()) == []
+        let_go(tmp_path, 0, times)
+        assert come_back(node) == [lane]
+        assert lane.fragment.num_rows == 5
+    assert node.lost_steps == 0
+
+
+def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    node(lane)
+    await_held(tmp_path, 0)
+    forward(1.5)
+    list(node.completed())
+    assert node.lost_steps == 0  # it has made steps in this time
+    forward(1.5)
+    list(node.completed())
+    assert node.lost_steps == 3 + 1
+
+
+class Shared(Held):
+    """One slot kills the process of both, the other hangs when it is made again."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot, folder, lives=0)
+        life = times_made(folder, slot)
+        self.kills = life == 1 and slot == 0
+        self.held_resets = [0] if life == 2 and slot == 1 else []
+
+    def step(self, action: Any) -> Any:
+        if self.kills and self.life == 3:
+            await_file(self.folder / "kill")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_every_lane_of_a_process_that_is_started_again_has_its_time(
+    tmp_path: Path, forward: Forward, closing: Any
+) -> None:
+    node = closing(rollouts_of([partial(Shared, slot, tmp_path) for slot in range(2)], lanes=2, reset_timeout=5.0))
+    lanes = list(node.start())
+    for lane in lanes:
+        node(lane)
+    assert come_back(node) == [lanes[1]]
+    node(lanes[1])
+    (tmp_path / "kill").touch()
+    # Slot 0 makes its fragment now, while slot 1 hangs.
+    assert come_back(node, until=(tmp_path / "held 1 0").exists) == [lanes[0]]
+    forward(6.0)
+    assert come_back(node) == [lanes[1]]
+    assert (lanes[1].fragment.sequence, times_made(tmp_path, 1)) == (1, 3)
+
+
+@pytest.mark.parametrize("reset_timeout", [None, 100.0])
+def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
+    tmp_path: Path, forward: Forward, closing: Any, reset_timeout: float | None
+) -> None:
+    maker = partial(Held, 0, tmp_path, steps=[0])
+    node = closing(rollouts_of(maker, step_timeout=1.0, reset_timeout=reset_timeout))
+    [lane] = node.start()
+    node(lane)
+    await_held(tmp_path, 0)
+    list(node.completed())
+    forward(0.5)
+    list(node.completed())
+    assert node.lost_steps == 0
+    forward(1.0)
+    list(node.completed())
+    assert node.lost_steps == 1
+
+
+def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    maker = partial(Held, 0, tmp_path, resets=[0])
+    node = closing(rollouts_of(maker, step_timeout=1.0, reset_timeout=5.0))
+    [lane] = node.start()
+    node(lane)
+    await_held(tmp_path, 0)
+    forward(4.0)
+    list(node.completed())
+    assert times_made(tmp_path, 0) == 1
+    forward(2.0)
+    assert come_back(node) == [lane]
+    assert (times_made(tmp_path, 0), node.lost_steps) == (2, 0)
+
+
+def test_no_time_is_set_where_steps_may_take_for_ever(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[0]), step_timeout=None, reset_timeout=1.0))
+    [lane] = node.start()
+    node(lane)
+    await_held(tmp_path, 0)
+    list(node.completed())
+    assert node.patience is None
+    forward(100.0)
+    assert list(node.completed()) == []
+    let_go(tmp_path, 0)
+    assert come_back(node) == [lane]
+
+
+# Several lanes in a process
+
+
+def test_a_lane_begins_while_another_of_its_process_is_at_its_first_fragment(tmp_path: Path, closing: Any) -> None:
+    makers = [partial(Held, slot, tmp_path, steps=[2] if slot == 0 else []) for slot in range(2)]
+    node = closing(rollouts_of(makers, lanes=2))
+    lanes = list(node.start())
+    node(lanes[0])
+    await_held(tmp_path, 0)
+    node(lanes[1])
+    assert come_back(node) == [lanes[1]]
+    let_go(tmp_path, 0)
+    assert come_back(node) == [lanes[0]]
+
+
+class HeldModule(NumberedModule):
+    """Its first pass over slot 0 waits."""
+
+    folder: Path
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if int(batch["obs"][0, 0]) == 0 and not (self.folder / "held module").exists():
+            (self.folder / "held module").touch()
+            await_file(self.folder / "go module")
+        return super()._forward(batch)
+
+
+def held_in_first_pass(tmp_path: Path, closing: Any) -> tuple[Any, list[Any]]:
+    """Two lanes in one process: one is in its first forward pass, the other has been reset and waits for it."""
+    module = HeldModule()
+    module.folder = tmp_path
+    makers = [partial(Held, slot, tmp_path, resets=[0] if slot == 1 else []) for slot in range(2)]
+    node = closing(rollouts_of(makers, lanes=2, module=module, step_timeout=5.0, reset_timeout=5.0))
+    lanes = list(node.start())
+    for lane in lanes:
+        node(lane)
+    await_held(tmp_path, 1)
+    await_file(tmp_path / "held module")
+    let_go(tmp_path, 1)
+    return node, lanes
+
+
+def test_one_that_waits_for_the_first_pass_of_another_is_alive(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node, _ = held_in_first_pass(tmp_path, closing)
+    link = node._links[1]
+    for _ in range(3):
+        pulse = link.pulse
+        assert come_back(node, 0, until=lambda pulse=pulse: link.pulse > pulse) == []
+        assert link.has_moved()
+    (tmp_path / "go module").touch()
+    assert sorted(lane.index for lane in come_back(node, 2)) == [0, 1]
+
+
+def test_one_that_waits_for_the_first_pass_of_another_hears_that_it_is_to_end(
+    tmp_path: Path, forward: Forward, closing: Any
+) -> None:
+    node, lanes = held_in_first_pass(tmp_path, closing)
+    node.hasten()
+    assert come_back(node) == [lanes[1]]
+    (tmp_path / "go module").touch()
+    assert come_back(node) == [lanes[0]]
