@@ -75,16 +75,11 @@ def _multi_discrete(plain: Plain) -> gym.Space[Any]:
     return spaces.MultiDiscrete(nvec, dtype=dtype, start=_array_of(plain["start"]))
 
 
-def _multi_binary(plain: Plain) -> gym.Space[Any]:
-    shape = plain["shape"]
-    return spaces.MultiBinary(shape if len(shape) > 1 else shape[0])  # (5,) and 5 are different spaces to gymnasium
-
-
 _MADE: dict[str, Any] = {
     "Dict": lambda plain: spaces.Dict([(key, space_of(part)) for key, part in plain["parts"]]),
     "Tuple": lambda plain: spaces.Tuple([space_of(part) for part in plain["parts"]]),
     "Box": _box,
     "Discrete": _discrete,
     "MultiDiscrete": _multi_discrete,
-    "MultiBinary": _multi_binary,
+    "MultiBinary": lambda plain: spaces.MultiBinary(plain["shape"]),
 }

@@ -381,7 +381,7 @@ class RemoteEnvironments(Environments):
         return f"slot {first}" if count == 1 else f"slots {first} to {first + count - 1}"
 
 
-def _elsewhere(host: RemoteHost) -> list[Elsewhere]:
+def _elsewhere(host: RemoteHost) -> list[Any]:
     """What is known here of a host's environments, lane by lane."""
     hello = host.session.hello
     told = {

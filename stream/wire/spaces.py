@@ -116,7 +116,8 @@ def _multi_discrete(told: Mapping[str, Any], where: str) -> int:
 
 
 def _multi_binary(told: Mapping[str, Any], where: str) -> int:
-    shape = _shape(told["shape"], f"{where}.shape", 1)
+    size = told["shape"]
+    shape = _shape([size] if type(size) is int else size, f"{where}.shape", 1)
     if not shape or 0 in shape:
         raise _wrong(f"{where}.shape", told["shape"], "a list of numbers of 1 or more")
     return math.prod(shape)
