@@ -2,17 +2,21 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.stream.errors import ConnectorError, ModuleError
+
+_SECONDS = ("max_wait", "step_timeout", "reset_timeout")
 
 
 def pieces_given(
@@ -99,7 +103,13 @@ def _check_space(module: Any, space: gym.Space[Any]) -> None:
 
 def acting_copy(module: Any, device: Any = None) -> Any:
     """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode, and on the device given."""
-    acting = copy.deepcopy(module)
+    try:
+        acting = copy.deepcopy(module)
+    except Exception as error:
+        raise ModuleError(
+            f"module '{type(module).__name__}' can't be copied: {error}; a copy of it acts, so that training the one "
+            "that was given does not change what is acting: expected it to hold nothing that can't be copied"
+        ) from error
     if device is not None:
         acting.to(device)
     acting.eval()
@@ -108,7 +118,12 @@ def acting_copy(module: Any, device: Any = None) -> Any:
 
 def check_numbers(**numbers: tuple[float | None, int]) -> None:
     for name, (number, least) in numbers.items():
-        if number is not None and number < least:
+        if number is None:
+            continue
+        is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not is_whole and not (name in _SECONDS and isinstance(number, float) and math.isfinite(number)):
+            raise ValueError(f"{name} is {number!r}, expected {'seconds' if name in _SECONDS else 'a whole number'}")
+        if number < least:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 

@@ -498,7 +498,8 @@ class Rollout:
     def _batches(self) -> Iterator[Batch]:
         """The batch of a round; none where all of it has become too old."""
         before = self._rounds.handed_steps
-        fragments = list(self._rounds.hand_out())
+        # In the lanes' order, in whichever they came.
+        fragments = sorted(self._rounds.hand_out(), key=lambda fragment: (fragment.lane, fragment.sequence))
         if not fragments:
             return
         began = clock()

@@ -44,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
 _REACH_S = 10.0  # how long a connection may take to come about
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake")  # codes of errors after which it is dialled again
+# Codes of errors after which the gateway is dialled again.
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 
 Job = tuple[HostConnection, Reset | Step]
 
@@ -82,7 +83,7 @@ class EnvHost:
         self._check_lanes()
         self._metadata = {"env": env} if isinstance(env, str) else {}
         self._by_id: dict[int, SimpleQueue[Job | None]] = {}
-        self._session = HostSession(secrets.token_bytes(SESSION_BYTES))
+        self._session = _new_session()
         self._transport: Transport | None = None
         self._lock = threading.Lock()  # of the session, its connections, and the transport
         self._bell = Bell()
@@ -115,6 +116,8 @@ class EnvHost:
                 except WireError as error:
                     if error.code not in _COMES_BACK:
                         raise
+                    if error.code == "session":
+                        self._session = _new_session()
                     problem = str(error)
                 if self._session.send is not None:  # it was taken in
                     since, delay = monotonic(), _FIRST_RETRY_S
@@ -253,7 +256,7 @@ class EnvHost:
             case Reset() | Step():
                 self._by_id[event.lane].put((connection, event))
             case Goodbye():
-                self._session = HostSession(secrets.token_bytes(SESSION_BYTES))  # of another rollout
+                self._session = _new_session()  # for another rollout
                 return event.reason
             case Broken():
                 raise event.error
@@ -316,3 +319,7 @@ class EnvHost:
             self._transport.write()
             if self._transport.waits_to_write:
                 self._bell.ring()
+
+
+def _new_session() -> HostSession:
+    return HostSession(secrets.token_bytes(SESSION_BYTES))

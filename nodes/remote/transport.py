@@ -64,6 +64,10 @@ class Transport:
         """Close the socket; what it has taken is still delivered."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
+            # Closed with something unread, the connection would be reset, and the last words lost.
+            for _ in range(_MOST_READS):
+                if not self._sock.recv(_TLS_BYTES):
+                    break
         self._sock.close()
 
     def _send(self) -> int:

@@ -21,6 +21,7 @@ from gymnasium.vector import VectorEnv
 from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, reset_first, step_of
 from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_with, lane_block, receive_frame
+from rollflow.nodes.workers.worker_process import become_worker
 from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
@@ -28,6 +29,8 @@ from rollflow.stream.errors import ColumnError, EnvError, RollflowError
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.tree import map_tree
+
+_loading = threading.Lock()
 
 
 class LaneServer:
@@ -82,7 +85,8 @@ class LaneServer:
 
     def _make(self, asked: Frame) -> bytes:
         self._close_env()
-        maker: LaneMaker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+        with _loading:  # a module whose import fails in one thread is a KeyError in the others
+            maker: LaneMaker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
         self._env = env = maker.make()
         self._step = step_of(env, is_ours=True)
         told = {
@@ -159,6 +163,7 @@ def end_with_parent(fd: int) -> None:
 
 def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
     """Serve all lanes, for as long as the pipe `life` is open."""
+    become_worker()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
     threads = [threading.Thread(target=server.serve) for server in servers[1:]]

@@ -48,7 +48,7 @@ class LaneBlocks:
 
 
 class Elsewhere:
-    """What is known here of a vector environment that is in another process, or on another host; it has the names that it has there."""
+    """What is known here of a vector environment that is elsewhere; it has the names that it has there."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.num_envs = told["num_envs"]

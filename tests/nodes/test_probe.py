@@ -87,7 +87,7 @@ def test_what_is_here_already_stays_here() -> None:
 
 def test_a_vectorized_form_is_measured_as_such() -> None:
     told = placement("CartPole-v1", module=None, num_envs=8, max_batch=8)
-    assert told.startswith("where='inline': a step of 8 environments takes ")
+    assert ": a step of 8 environments takes " in told
 
 
 def test_what_was_asked_for_stays() -> None:
@@ -200,7 +200,7 @@ def test_a_module_is_measured_behind_the_pieces() -> None:
 
     told = placement("FrozenLake-v1", module=Slow(), lanes=1, env_to_module_connector=lambda env: FlattenObservations())
     [rest] = [part for part in told.split(", ") if part.startswith("all else of a vector step ")]
-    assert 50e3 < float(rest.split()[6]) < 500e3
+    assert float(rest.split()[6]) > 10e3  # µs; a hundredth of it without the module
 
 
 def test_a_stateful_module_is_measured_with_its_state() -> None:
