@@ -1,7 +1,6 @@
 """Takes hosts in, keeps their connections, and hands over what they answer."""
 
 import logging
-import os
 import secrets
 import select
 import socket
@@ -9,26 +8,25 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.remote.remote_envs import RemoteEnvs, dial
+from rollflow.nodes.remote.dialler import Dialled, Dialler
+from rollflow.nodes.remote.remote_envs import RemoteEnvs
+from rollflow.nodes.remote.remote_host import Answered, Joined, Left, News, RemoteHost
 from rollflow.nodes.remote.transport import TlsTransport, Transport
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
     NONCE_BYTES,
-    Address,
-    Answer,
     Broken,
     Event,
     GatewayConnection,
     GatewaySession,
     Goodbye,
     Hello,
-    Metrics,
     Request,
     TcpAddress,
 )
@@ -36,53 +34,9 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _TEND_S = 0.25  # how long nobody may look at the sockets
-_FIRST_REDIAL_S, _LONGEST_REDIAL_S = 0.1, 5.0
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
-
-
-class RemoteHost:
-    """A host that has been taken in.
-
-    name          as it calls itself, and where it is
-    session       what outlives its connections
-    connection    the newest
-    lost_at       since when it has none; None: it has one
-    reason        why it was lost
-    """
-
-    def __init__(self, name: str, session: GatewaySession, connection: GatewayConnection) -> None:
-        self.name = name
-        self.session = session
-        self.connection = connection
-        self.lost_at: float | None = None
-        self.reason = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """A host has come, with new lanes."""
-
-    host: RemoteHost
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """A host has answered."""
-
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """A host has gone for good, its lanes with it."""
-
-    host: RemoteHost
-    reason: str
-
-
-News = Joined | Answered | Left | Metrics
 
 
 @dataclass(slots=True)
@@ -93,35 +47,13 @@ class _Peer:
     connection: GatewayConnection
     where: str  # the other end
     host: RemoteHost | None = None
-    dialled: "_Dialled | None" = None
-
-
-@dataclass(slots=True)
-class _Dialled:
-    """An address that is dialled again and again."""
-
-    address: Address
-    due: float = 0.0
-    failures: int = 0
-    is_busy: bool = False  # a connection is there, or on its way
-    problem: str = ""
-
-
-@dataclass(slots=True)
-class _Calling:
-    """A socket that is being connected."""
-
-    sock: socket.socket
-    dialled: _Dialled
-    until: float = field(default_factory=lambda: monotonic() + 10.0)
+    dialled: Dialled | None = None
 
 
 class Gateway:
-    """Where hosts of environments, or of rollouts, come in.
+    """Where hosts of environments come in.
 
-        envs        where they are expected
-        role        "env" or "rollout": which are taken in
-        settings    what a host is told when it is
+        envs    where they are expected
 
     Whoever runs the rollout looks after the sockets by `service`, when `fileno` can be read. While it is busy with
     something else for long, a thread does, so that nobody takes this gateway for dead: what came then is told by
@@ -130,21 +62,17 @@ class Gateway:
     Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
     """
 
-    def __init__(
-        self, envs: RemoteEnvs, *, role: str = "env", credits: int = 0, settings: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, envs: RemoteEnvs) -> None:
         envs.take()
         self.hosts: dict[bytes, RemoteHost] = {}  # by the token of their session
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
-        self._envs, self._role, self._credits, self._settings = envs, role, credits, settings
+        self._envs = envs
         self._first: Hello | None = None
         self._next_lane = self._next_slot = 0
         self._host_of: dict[int, RemoteHost] = {}
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._peer_of: dict[int, _Peer] = {}  # by identity of the connection
-        self._calling: dict[int, _Calling] = {}
         self._listening = {sock.fileno(): sock for sock in envs.sockets}
-        self._dialled = [] if envs.is_listening else [_Dialled(address) for address in envs.addresses]
         self._news: deque[News] = deque()
         self._lock = threading.RLock()
         self._bell = Bell()
@@ -152,9 +80,16 @@ class Gateway:
         self._epoll.register(self._bell.fileno(), select.EPOLLIN)
         for fd in self._listening:
             self._epoll.register(fd, select.EPOLLIN)
+        # A gateway must not be held by what it holds: it ends when nobody else has it any more.
+        itself = weakref.ref(self)
+        self._dialler = Dialler(
+            [] if envs.is_listening else envs.addresses,
+            self._epoll,
+            lambda sock, dialled: _reached(itself, sock, dialled),
+        )
         self._serviced = self._ticked = monotonic()
         self._closing = threading.Event()
-        open_now = self._closing, envs, self._peers, self._calling, self._epoll, self._bell
+        open_now = self._closing, envs, self._peers, self._dialler.calling, self._epoll, self._bell
         self._ending = weakref.finalize(self, _end, *open_now)  # also where nobody ever closes it
         self._tender = threading.Thread(
             target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
@@ -234,7 +169,7 @@ class Gateway:
     def waited_for(self) -> str:
         """Where hosts were expected, and what came of those that tried, for errors."""
         where = ", ".join(str(address) for address in self._envs.addresses)
-        problems = [dialled.problem for dialled in self._dialled if dialled.problem] + list(self.refusals)
+        problems = [*self._dialler.problems, *self.refusals]
         told = f"; {'; '.join(problems)}" if problems else ""
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {where}{told}"
 
@@ -249,8 +184,8 @@ class Gateway:
                 self._write(peer.connection)
         elif fd in self._listening:
             self._accept(self._listening[fd], now)
-        elif fd in self._calling:
-            self._called(fd, now)
+        elif fd in self._dialler.calling:
+            self._dialler.serve(fd, now)
         elif fd == self._bell.fileno():
             self._bell.silence()
 
@@ -265,11 +200,7 @@ class Gateway:
         for host in list(self.hosts.values()):
             if host.lost_at is not None and now - host.lost_at >= self._envs.limits.grace_s:
                 self._leave(host, f"{host.reason}, and not back within {self._envs.limits.grace_s:g} s")
-        for calling in [each for each in self._calling.values() if each.until <= now]:
-            self._not_reached(calling, "no answer", now)
-        for dialled in self._dialled:
-            if not dialled.is_busy and dialled.due <= now:
-                self._dial(dialled, now)
+        self._dialler.tick(now)
 
     def tend(self) -> None:
         """Look after the sockets if nobody has for a while."""
@@ -288,9 +219,10 @@ class Gateway:
             sock.close()
             self.refusals.append(f"more than {_MOST_STRANGERS} connections that have not proved themselves")
             return
-        self._welcome_socket(sock, _told(where) or "a Unix socket", now)
+        self.greet(sock, _told(where) or "a Unix socket", now)
 
-    def _welcome_socket(self, sock: socket.socket, where: str, now: float, dialled: _Dialled | None = None) -> None:
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None = None) -> None:
+        """Take over a socket with a host at its other end."""
         connection = GatewayConnection(
             software=_software(),
             nonce=secrets.token_bytes(NONCE_BYTES),
@@ -328,49 +260,13 @@ class Gateway:
         self._epoll.unregister(peer.transport.fileno())
         peer.transport.close()
         if peer.dialled is not None:
-            peer.dialled.is_busy = False
-            peer.dialled.due = monotonic() + _FIRST_REDIAL_S
+            self._dialler.lost(peer.dialled)
 
     def _await_goodbyes(self, until: float) -> None:
         """Wait for the other ends to close, so that nothing that was said to them is lost."""
         while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._peers.values()):
             for fd, events in self._epoll.poll(left):
                 self._serve(fd, events, monotonic())
-
-    # Dialling
-
-    def _dial(self, dialled: _Dialled, now: float) -> None:
-        dialled.is_busy = True
-        try:
-            sock = dial(dialled.address)
-        except OSError as error:
-            self._failed_to_reach(dialled, error.strerror or str(error), now)
-            return
-        self._calling[sock.fileno()] = _Calling(sock, dialled)
-        self._epoll.register(sock.fileno(), select.EPOLLOUT)
-
-    def _called(self, fd: int, now: float) -> None:
-        calling = self._calling[fd]
-        error = calling.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if error:
-            self._not_reached(calling, os.strerror(error), now)
-            return
-        self._epoll.unregister(fd)
-        del self._calling[fd]
-        calling.dialled.failures, calling.dialled.problem = 0, ""
-        self._welcome_socket(calling.sock, str(calling.dialled.address), now, calling.dialled)
-
-    def _not_reached(self, calling: _Calling, why: str, now: float) -> None:
-        self._epoll.unregister(calling.sock.fileno())
-        del self._calling[calling.sock.fileno()]
-        calling.sock.close()
-        self._failed_to_reach(calling.dialled, why, now)
-
-    def _failed_to_reach(self, dialled: _Dialled, why: str, now: float) -> None:
-        dialled.problem = f"{dialled.address}: {why}"
-        dialled.is_busy = False
-        dialled.failures += 1
-        dialled.due = now + min(_FIRST_REDIAL_S * 2 ** min(dialled.failures, 16), _LONGEST_REDIAL_S)
 
     # Hosts
 
@@ -385,8 +281,6 @@ class Gateway:
                     self._drop(peer)
                     if peer.host is not None and peer.host.connection is peer.connection:
                         self._leave(peer.host, f"said goodbye: {event.reason}")
-                case Metrics():
-                    self._news.append(event)
                 case _:
                     self._news.append(Answered(event))  # type: ignore[arg-type]
         if not peer.connection.is_open:
@@ -403,7 +297,7 @@ class Gateway:
             lanes = range(self._next_lane, self._next_lane + len(hello.slots))
             firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
             session = GatewaySession(hello.session, hello, lanes, firsts)
-            peer.connection.welcome(session, credits=self._credits, settings=self._settings)
+            peer.connection.welcome(session)
         except WireError as error:
             peer.connection.refuse(error.code, str(error))
             self._broken(peer, error, now)
@@ -416,7 +310,7 @@ class Gateway:
         logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
 
     def _take_back(self, peer: _Peer, host: RemoteHost) -> None:
-        peer.connection.welcome(host.session, credits=self._credits, settings=self._settings)
+        peer.connection.welcome(host.session)
         old = self._peer_of.get(id(host.connection))
         peer.host, host.connection, host.lost_at = host, peer.connection, None
         if old is not None:
@@ -425,8 +319,8 @@ class Gateway:
 
     def _check_new(self, hello: Hello) -> None:
         """Raise WireError for a host that can't be taken in."""
-        if hello.role != self._role:
-            raise WireError(f"hello.role is '{hello.role}', expected '{self._role}'", "role")
+        if hello.role != "env":
+            raise WireError(f"hello.role is '{hello.role}', expected 'env'", "role")
         if len(self.hosts) >= self._envs.max_hosts:
             raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
         first = self._first
@@ -460,6 +354,12 @@ class Gateway:
             self._news.append(Left(host, reason))
 
 
+def _reached(gateway: "weakref.ref[Gateway]", sock: socket.socket, dialled: Dialled) -> None:
+    there = gateway()
+    assert there is not None
+    there.greet(sock, str(dialled.address), monotonic(), dialled)
+
+
 def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
     """Look after a gateway's sockets for as long as there is one."""
     while not closing.wait(_TEND_S):
@@ -474,7 +374,7 @@ def _end(
     closing: threading.Event,
     envs: RemoteEnvs,
     peers: Mapping[int, _Peer],
-    calling: Mapping[int, _Calling],
+    calling: Mapping[int, tuple[socket.socket, Dialled, float]],
     epoll: select.epoll,
     bell: Bell,
 ) -> None:
@@ -482,8 +382,8 @@ def _end(
     closing.set()
     for peer in peers.values():
         peer.transport.close()
-    for each in calling.values():
-        each.sock.close()
+    for sock, _, _ in calling.values():
+        sock.close()
     envs.close()
     epoll.close()
     bell.close()

@@ -10,8 +10,9 @@ from typing import Any
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.environments import Environments, actions_of
-from rollflow.nodes.remote.gateway import Answered, Gateway, Joined, Left, RemoteHost
+from rollflow.nodes.remote.gateway import Gateway
 from rollflow.nodes.remote.remote_envs import RemoteEnvs
+from rollflow.nodes.remote.remote_host import Answered, Joined, Left, RemoteHost
 from rollflow.nodes.stepping import seeds_for
 from rollflow.nodes.workers.lane_link import Elsewhere
 from rollflow.nodes.workers.patience import Patience
