@@ -93,6 +93,7 @@ class RemoteEnvironments(Environments):
         self._max_failures = max_failures
         self._join_timeout = env.join_timeout
         self._records: list[_Record] = []
+        self._lost: set[int] = set()  # lanes to be reset again
         self._farewells: dict[str, str] = {}  # why hosts have left, by name
         self._vacant_since: float | None = None
         self._is_ending = False
@@ -133,7 +134,7 @@ class RemoteEnvironments(Environments):
     def patience(self) -> float | None:
         """Seconds until a lane is late or to be reset again, or the rollout has waited long enough for hosts."""
         now = monotonic()
-        due = [record.due - now for record in self._records if record.state is State.LOST]
+        due = [self._records[index].due - now for index in self._lost]
         if self._vacant_since is not None and self._join_timeout is not None:
             due.append(self._vacant_since + self._join_timeout - now)
         if self._patience.left is not None:
@@ -157,8 +158,8 @@ class RemoteEnvironments(Environments):
             else:  # it has time to come back, and begins then where it was
                 self._patience.begin(index)
         now = monotonic()
-        for record in self._records:
-            if record.state is State.LOST and record.due <= now:
+        for record in [self._records[index] for index in self._lost]:
+            if record.due <= now:
                 self._reset(record)
         self._check_vacancy(now)
         if self._is_ending:
@@ -272,6 +273,7 @@ class RemoteEnvironments(Environments):
         record.failures += 1
         record.steps = 0
         record.state = State.LOST
+        self._lost.add(record.lane.index)
         record.due = monotonic() + min(_FIRST_DELAY_S * 2 ** (record.failures - 1), _LONGEST_DELAY_S)
 
     def _fail_or_leave(self, record: _Record) -> Iterator[Lane]:
@@ -300,6 +302,7 @@ class RemoteEnvironments(Environments):
         if record.is_waited:
             self._come_back(record)
         record.has_left = record.lane.is_set_aside = True
+        self._lost.discard(record.lane.index)
         is_last = all(each.has_left for each in self._records)
         if is_last:
             self._vacant_since = monotonic()
@@ -322,6 +325,7 @@ class RemoteEnvironments(Environments):
         for record in self._records:
             if record.is_waited and (record.state is not State.STEPPING or record.host.lost_at is not None):
                 self._lose(record, f"the rollout ended: {record.reason or 'no host'}")
+                self._lost.discard(record.lane.index)
                 record.state = State.GONE
                 yield self._come_back(record)
 
@@ -349,6 +353,7 @@ class RemoteEnvironments(Environments):
 
     def _reset(self, record: _Record) -> None:
         lane = record.lane
+        self._lost.discard(lane.index)
         # Another start goes on with other episodes than the first: the same might fail in the same way.
         seed = self.seed if not record.starts else seed_for(self.seed, "restart", record.starts)
         seeds = tuple(seeds_for(seed, self.first_slots()[lane.index], lane.layout.num_slots))
