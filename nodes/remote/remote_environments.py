@@ -25,6 +25,7 @@ from rollflow.stream.wire import Failed, Reset, Rows, Step
 logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+_LOOK_S = 0.5
 
 
 class State(Enum):
@@ -113,7 +114,7 @@ class RemoteEnvironments(Environments):
             if record.host.session.token in self._gateway.hosts:
                 self._reset(record)
             else:
-                record.state, record.reason = State.GONE, self._farewells[f"host {record.host.name}"]
+                record.state, record.reason = State.GONE, f"host {record.host.name} left before the first step"
                 yield self._leave(record)
 
     def __call__(self, actions: Lane) -> Lane | None:
@@ -139,6 +140,8 @@ class RemoteEnvironments(Environments):
             due.append(self._vacant_since + self._join_timeout - now)
         if self._patience.left is not None:
             due.append(self._patience.left)
+        if self._is_ending:
+            due.append(_LOOK_S)  # whether a host has been lost
         return max(0.0, min(due)) if due else None
 
     def completed(self) -> Iterator[Lane]:
@@ -288,8 +291,8 @@ class RemoteEnvironments(Environments):
 
     def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Lane]:
         self._farewells[f"host {host.name}"] = reason
-        for index in host.session.lanes:
-            record = self._records[index]
+        # One that came when the rollout was ending has been given no lanes.
+        for record in [self._records[index] for index in host.session.lanes if index < len(self._records)]:
             if record.state is State.GONE:
                 continue
             self._lose(record, f"host {host.name}: {reason}")

@@ -123,6 +123,36 @@ def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
         np.testing.assert_array_equal(mine.column("actions"), other.column("actions"))
 
 
+def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
+    envs = listening(limits=HASTY)
+    host = HostProcess(envs.addresses[0], told(0, 1))
+    try:
+        with rollout_over(envs, step_timeout=None, prefetch=1) as rollout:
+            fragments = iter(rollout.fragments())
+            taken = [next(fragments)]
+            host.signal(signal.SIGSTOP)
+            rollout.drain()
+            taken += list(fragments)
+        check_laws(taken, rollout.lost, slots_lost=2)
+    finally:
+        host.end()
+
+
+def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> None:
+    envs = listening(hosts=2)
+    with hosting(envs.addresses[0], makers(0)):
+        with hosting(envs.addresses[0], makers(1)) as leaving:
+            rollout = rollout_over(envs, num_fragments=2)
+            gateway = rollout.environments._gateway
+            leaving.stop()
+            while len(gateway.hosts) == 2:
+                time.sleep(0.01)
+        with rollout:
+            taken = list(rollout.fragments())
+    assert [fragment.sequence for fragment in taken] == [0, 1]
+    assert slots_of(taken) == {0}
+
+
 @pytest.mark.slow
 def test_a_connection_cut_a_thousand_times_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.remote.env_host._FIRST_RETRY_S", 0.001)
