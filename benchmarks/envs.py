@@ -82,3 +82,26 @@ class NoopEnv(VectorEnv[Any, Any, Any]):
 def plain_cartpole() -> gym.Env[Any, Any]:
     """One CartPole, which nobody has vectorized."""
     return gym.make("CartPole-v1")
+
+
+class CountingEnv(gym.Env[Any, Any]):
+    """Four numbers, episodes of 200 steps, each of which takes so many seconds of work."""
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    observation_space = gym.spaces.Box(-1, 1, (4,), np.float32)
+    action_space = gym.spaces.Discrete(2)
+
+    def __init__(self, work_s: float = 0.0) -> None:
+        self._work_s, self._left = work_s, 0
+        self._observation = np.zeros(4, np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self._left = 200
+        return self._observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        end = time.perf_counter() + self._work_s
+        while time.perf_counter() < end:
+            pass
+        self._left -= 1
+        return self._observation, 1.0, self._left <= 0, False, {}

@@ -1,8 +1,8 @@
 """What the engine itself costs per vector step: an environment and a module that do nothing, beside a bare loop.
 
 The bare loop calls the same environment and the same module and writes the same rows into preallocated arrays; what
-rollflow takes longer is its own cost: connector pipelines, episodes, counters, backpressure. `ratio` is what it may
-cost, 25 µs, over what it does.
+rollflow takes longer is its own cost, `own_us`: connector pipelines, episodes, counters, backpressure. It may be 25 µs:
+the figures beside rollflow's are those of a bare loop that is so much slower. Steps are vector steps.
 
     python -m benchmarks.overhead [--quick]
 """
@@ -70,8 +70,9 @@ def _measured(slots: int, sizes: Sizes) -> Record:
         ]
     del pairs[0]  # to warm up
     own_us = statistics.median((1 / mine - 1 / other) * 1e6 for mine, other in pairs)
-    told: Any = {"ratio": round(ALLOWED_US / own_us, 3), "own_us": round(own_us, 1), "beside_name": "bare loop"}
-    return record("own cost of a vector step", slots, pairs, aim=1.0, **told)
+    allowed = [(mine, 1 / (1 / other + ALLOWED_US * 1e-6)) for mine, other in pairs]
+    told: Any = {"own_us": round(own_us, 1), "beside_name": f"bare loop, {ALLOWED_US:g} µs slower"}
+    return record("vector steps that do nothing", slots, allowed, aim=1.0, **told)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,10 @@ def in_steady_state(rollout: Rollout, at_least_s: float, *, dropped: int = 2) ->
 
 
 def record(workload: str, slots: int, pairs: Sequence[tuple[float, float]], *, aim: float, **told: Any) -> Record:
-    """One line of the table: medians of (ours, the other's) steps per second."""
+    """One line of the table: medians of (ours, the other's) steps per second.
+
+    `beside`, `ratio` and `aim` are None in a line that stands for itself.
+    """
     return {
         "workload": workload,
         "slots": slots,
@@ -92,10 +95,17 @@ def show(records: Sequence[Record]) -> None:
         print(json.dumps(each), flush=True)
     print(f"\n{'workload':<34} {'slots':>6} {'where':<10} {'rollflow':>11} {'beside':>11} {'ratio':>6} {'aim':>5}")
     for each in records:
-        figures = f"{each['steps_per_s']:>11,} {each['beside']:>11,} {each['ratio']:>6.2f} {each['aim']:>5.2f}"
-        verdict = "  met" if each["ratio"] >= each["aim"] else "  missed"
-        print(f"{each['workload']:<34} {each['slots']:>6} {each['where']:<10} {figures}{verdict}")
+        print(
+            f"{each['workload']:<34} {each['slots']:>6} {each['where']:<10} {each['steps_per_s']:>11,}{_beside(each)}"
+        )
     print(f"\n{machine()}\n{versions()}")
+
+
+def _beside(each: Record) -> str:
+    if each["aim"] is None:
+        return ""
+    verdict = "met" if each["ratio"] >= each["aim"] else "missed"
+    return f" {each['beside']:>11,} {each['ratio']:>6.2f} {each['aim']:>5.2f}  {verdict}"
 
 
 def machine() -> str:

@@ -78,7 +78,8 @@ def draw(lines: list[Record], folder: Path) -> None:
 def _line(axis: str, point: int, us: float) -> Record:
     slots = point if axis == "slots" else 64
     told = {"workload": f"scaling: {axis} {point}", "slots": slots, "where": "inline", "axis": axis, "point": point}
-    return told | {"steps_per_s": round(1e6 / us), "beside": 0, "ratio": 1.0, "aim": 0.0, "runs": 1, "us": round(us, 1)}
+    beside: Record = {"beside": None, "ratio": None, "aim": None}  # there is nothing that this is to be held against
+    return told | {"steps_per_s": round(1e6 / us), **beside, "runs": 1, "us": round(us, 1)}
 
 
 def _cost_us(axis: str, point: int, seconds: float) -> float:

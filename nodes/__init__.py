@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
     from rollflow.nodes.module_to_env import ModuleToEnv
     from rollflow.nodes.policy_weights import PolicyWeights
+    from rollflow.nodes.remote.env_host import EnvHost
+    from rollflow.nodes.remote.remote_envs import RemoteEnvs
     from rollflow.nodes.rl_module import RLModule
     from rollflow.nodes.rollout import Rollout
 
@@ -104,6 +106,7 @@ __all__ = [
     "DefaultModule",
     "Deterministic",
     "DiagGaussian",
+    "EnvHost",
     "EnvToModule",
     "EnvToModulePipeline",
     "Environments",
@@ -134,6 +137,7 @@ __all__ = [
     "PrevActionsPrevRewards",
     "RLModule",
     "ReadyForward",
+    "RemoteEnvs",
     "RemoveSingleTsTimeRankFromBatch",
     "Rollout",
     "SingleAgentObservationPreprocessor",
@@ -169,6 +173,7 @@ _HOMES = {
     "DefaultModule": "default_module",
     "Deterministic": "distribution",
     "DiagGaussian": "distribution",
+    "EnvHost": "remote.env_host",
     "EnvToModule": "env_to_module",
     "EnvToModulePipeline": "connectors.env_to_module.env_to_module_pipeline",
     "Environments": "environments",
@@ -199,6 +204,7 @@ _HOMES = {
     "PolicyWeights": "policy_weights",
     "PrevActionsPrevRewards": "connectors.env_to_module.prev_actions_prev_rewards",
     "RLModule": "rl_module",
+    "RemoteEnvs": "remote.remote_envs",
     "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.remove_single_ts_time_rank_from_batch",
     "ReadyForward": "module_forward",
     "Rollout": "rollout",

@@ -130,6 +130,7 @@ class ThreadDrive:
         if self._is_closed:
             return
         self._is_closed = True
+        self._run.interrupt()
         self._bell.ring()
         self._thread.join()
         self._bell.close()

@@ -88,6 +88,9 @@ def is_ready(env: EnvSource) -> bool:
 
 def sizes_of(num_envs: int, lanes: int) -> list[int]:
     """How many slots each lane has: as even as it goes. Raises EnvError where there are not enough."""
+    for name, number in (("num_envs", num_envs), ("lanes", lanes)):
+        if not isinstance(number, int) or isinstance(number, bool):
+            raise EnvError(f"{name} is {number!r}, expected a whole number")
     if num_envs < 1 or not 1 <= lanes <= num_envs:
         raise EnvError(f"num_envs is {num_envs} and lanes is {lanes}, expected 1 <= lanes <= num_envs")
     return [num_envs // lanes + (index < num_envs % lanes) for index in range(lanes)]

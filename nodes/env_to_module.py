@@ -96,6 +96,10 @@ class EnvToModule:
         self._going -= 1
         return Prepared(None, fragment)
 
+    def expect(self, lanes: int) -> None:
+        """Say that so many more lanes come by than was said at first."""
+        self._going += lanes
+
     def _check_lookback(self, lane: Lane) -> None:
         if self.pipeline.lookback > lane.layout.lookback:
             raise ConnectorError(

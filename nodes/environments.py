@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from rollflow.nodes.env_source import EnvSource, is_ready, lane_makers
 from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
@@ -141,6 +141,8 @@ class Environments:
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         """One vector environment per lane."""
         envs = [maker.make() for maker in lane_makers(env, num_envs, lanes)]
+        if self._is_ours:
+            _check_apart(envs)
         self._steps: list[Step] = [step_of(env, is_ours=self._is_ours) for env in envs]
         return envs
 
@@ -182,6 +184,16 @@ class Environments:
                 raise EnvError(
                     f"environment of lane {index}: its {kind} space is {space}, expected that of lane 0, {first}"
                 )
+
+
+def _check_apart(envs: Sequence[VectorEnv[Any, Any, Any]]) -> None:
+    """Raise EnvError where an environment stands in two slots: lanes may step at the same time."""
+    slots = [env for vector in envs for env in (vector.envs if isinstance(vector, SyncVectorEnv) else [vector])]
+    first: dict[int, int] = {}
+    for slot, env in enumerate(slots):
+        other = first.setdefault(id(env), slot)
+        if other != slot:
+            raise EnvError(f"slots {other} and {slot} were given the same environment, expected one for each")
 
 
 def actions_of(lane: Lane) -> Tree:

@@ -94,7 +94,8 @@ class FlatForward:
             self.reason = str(refused)
             self._flat[kind] = None
             return self._forward(batch)
-        return output
+        # Rounded as in every pass to come: lanes take turns in any order.
+        return flat(*leaves) if writer.rounds_otherwise else output
 
 
 class _Writer(TorchFunctionMode):
@@ -144,6 +145,11 @@ class _Writer(TorchFunctionMode):
         exec("\n    ".join([f"def flat({', '.join(parameters)}):", *lines]), dict(self._constants), made)
         flat: Callable[..., Any] = made["flat"]
         return flat
+
+    @property
+    def rounds_otherwise(self) -> bool:
+        """Whether the function's numbers may differ from the module's by rounding."""
+        return bool(self._arranged)
 
     def _called(self, operation: Operation) -> str:
         """The call that gives what an operation gives."""

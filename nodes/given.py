@@ -2,16 +2,21 @@
 
 import copy
 import inspect
+import math
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 
 from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.stream.errors import ConnectorError, ModuleError
+
+_SECONDS = ("max_wait", "step_timeout", "reset_timeout")
 
 
 def pieces_given(
@@ -46,7 +51,7 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
         return DefaultModule(observation_space, action_space, model_config=model_config)
     if model_config is not None:
         raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
-    if isinstance(module, type) or inspect.isfunction(module):
+    if _makes_modules(module):
         module = module(observation_space, action_space)
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
@@ -61,6 +66,33 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
     return module
 
 
+def copied_module(module: Any) -> Any:
+    """What to give instead of `module`, where that is to stay as it is."""
+    if not _makes_modules(module):
+        return copy.deepcopy(module)
+
+    def made(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:
+        return copy.deepcopy(module(observation_space, action_space))
+
+    return made
+
+
+def copied_pieces(connector: Any) -> Any:
+    """What to give instead of a function that makes connector pieces, where those that it may keep stay as they are."""
+    if not callable(connector):
+        return connector
+
+    @wraps(connector)
+    def made(*args: Any) -> Any:
+        return copy.deepcopy(connector(*args))
+
+    return made
+
+
+def _makes_modules(module: Any) -> bool:
+    return isinstance(module, type) or inspect.isfunction(module)
+
+
 def _check_space(module: Any, space: gym.Space[Any]) -> None:
     given = module.observation_space
     if getattr(given, "shape", None) != space.shape:
@@ -71,7 +103,13 @@ def _check_space(module: Any, space: gym.Space[Any]) -> None:
 
 def acting_copy(module: Any, device: Any = None) -> Any:
     """A copy of the module that acts: `publish` alone changes it. It is in evaluation mode, and on the device given."""
-    acting = copy.deepcopy(module)
+    try:
+        acting = copy.deepcopy(module)
+    except Exception as error:
+        raise ModuleError(
+            f"module '{type(module).__name__}' can't be copied: {error}; a copy of it acts, so that training the one "
+            "that was given does not change what is acting: expected it to hold nothing that can't be copied"
+        ) from error
     if device is not None:
         acting.to(device)
     acting.eval()
@@ -80,7 +118,12 @@ def acting_copy(module: Any, device: Any = None) -> Any:
 
 def check_numbers(**numbers: tuple[float | None, int]) -> None:
     for name, (number, least) in numbers.items():
-        if number is not None and number < least:
+        if number is None:
+            continue
+        is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+        if not is_whole and not (name in _SECONDS and isinstance(number, float) and math.isfinite(number)):
+            raise ValueError(f"{name} is {number!r}, expected {'seconds' if name in _SECONDS else 'a whole number'}")
+        if number < least:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 

@@ -50,6 +50,12 @@ class FragmentCredits:
         self._begun -= fragments
         self._changed()
 
+    def add(self, fragments: int) -> None:
+        """Have so many more begun and not done with, or fewer. In the thread that the graph runs in."""
+        if self.limit is not None:
+            self.limit += fragments
+            self._changed()
+
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed

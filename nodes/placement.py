@@ -2,8 +2,12 @@
 
 from typing import Any, Literal
 
+from rollflow.nodes.choice import Asked, choose
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.environments import Environments
+from rollflow.nodes.probe import Trial, probe
+from rollflow.nodes.remote.remote_environments import RemoteEnvironments
+from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
 from rollflow.nodes.workers.rollout_processes import RolloutProcesses
 from rollflow.nodes.workers.thread_environments import ThreadEnvironments
@@ -14,7 +18,7 @@ Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 
 def environments_for(
     where: Where,
-    env: EnvSource,
+    env: EnvSource | RemoteEnvs,
     *,
     num_envs: int | None,
     lanes: int | None,
@@ -32,9 +36,14 @@ def environments_for(
     if workers is not None and where not in ("processes", "rollouts"):
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
     options |= {"num_envs": num_envs}
+    timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
+    if isinstance(env, RemoteEnvs):
+        if where != "inline":
+            env.close()
+            raise ValueError(f"where is '{where}', but remote environments are where their hosts are; leave it out")
+        return RemoteEnvironments(env, lanes=lanes, **timeouts, **options)
     if where == "inline":
         return Environments(env, lanes=lanes, **options)
-    timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
     slots = count_of(env, num_envs)
     if where == "threads":
         return ThreadEnvironments(env, lanes=lanes if lanes or is_ready(env) else slots, **timeouts, **options)
@@ -45,3 +54,23 @@ def environments_for(
         # One lane at the least steps while another is in the forward pass.
         lanes = min(slots, max(2, workers or core_count()))
     return ProcessEnvironments(env, lanes=lanes, workers=workers, **timeouts, **options)
+
+
+def placed(
+    env: EnvSource, num_envs: int | None, asked: Asked, trial: Trial
+) -> tuple[Where, int | None, int | None, str]:
+    """For `where="auto"`: where to go, with how many lanes and workers, and why; inline if that can't be measured.
+
+    trial    makes an inline Rollout of some environments, to be tried
+    """
+    if is_ready(env):
+        return "inline", asked.lanes, None, "where='inline': these vector environments are here already"
+    cores = core_count()
+    parts = asked.lanes or asked.workers or cores
+    try:
+        measured, ruled_out = probe(env, num_envs, trial, parts=parts, device=asked.device)
+    except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
+        told = f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
+        return "inline", asked.lanes, None, told
+    choice, why = choose(measured, asked, cores, ruled_out)
+    return choice.where, choice.lanes, choice.workers, why

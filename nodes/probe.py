@@ -1,200 +1,243 @@
-"""Where a rollout goes fastest, by what its environment and its forward pass take."""
+"""What a rollout's environments and the rest of its vector step take, and what can be handed to other processes."""
 
+import copy
+import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import cloudpickle
+import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes.env_source import EnvSource, count_of, is_ready, lane_makers
-from rollflow.nodes.given import module_for
-from rollflow.nodes.stepping import step_of
-from rollflow.nodes.workers.worker_process import core_count
-from rollflow.stream.space import row_of
-from rollflow.stream.tree import map_tree
+from rollflow.nodes.choice import Measured
+from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.env_source import EnvSource, LaneMaker, count_of, lane_makers
+from rollflow.nodes.stepping import Stepped, reset_first, step_of
+from rollflow.stream.packing import pack
 
-_PROBE_S = 0.2
-_FEWEST_STEPS, _MOST_STEPS = 3, 400
-# What rollflow takes itself on a machine of today: a vector step, one that comes from a thread or process, and the part
-# of whole rollouts elsewhere that is not lost to handing over fragments.
-_STEP_S, _HAND_OVER_S, _KEPT = 60e-6, 150e-6, 0.92
-_WORTH = 1.25  # how much faster another place must be than inline
-_AS_GOOD = 0.95  # of the fastest: the simpler place is taken
+Trial = Callable[..., Any]  # (environments, fragment_length) -> an inline Rollout of the module and the connectors
+
+_ROUNDS, _ROUND_S = 4, 0.03  # of every part, in turn with the others
+_SLOW_S = 5e-3  # a vector step that takes so long is measured by itself
+_ROWS = 16  # faster ones, so many at a time
+_KEPT_STEPS, _KEPT_S = 32, 0.1  # of an environment, to be played again
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the parts of a vector step take, in seconds.
+class Probed(NamedTuple):
+    """What was found."""
 
-    slots      in all
-    env        a step of one slot's environment; of all of them at once where `is_vectorized`
-    waits      the share of that in which the processor is free
-    forward    a pass over so many rows: rows -> seconds
-    on_cpu     whether the module is on the processor
+    measured: Measured
+    ruled_out: dict[str, str]  # place -> why it can't be
+
+
+class Played(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment that only gives again what it once gave: what remains of a vector step is all but its part."""
+
+    def __init__(self, env: gym.Env[Any, Any], first: Any, steps: Sequence[Any], at: int) -> None:
+        super().__init__(env)
+        self._first, self._steps, self._at = first, steps, at
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self._first
+
+    def step(self, action: Any) -> Any:
+        self._at += 1
+        return self._steps[self._at % len(self._steps)]
+
+    def close(self) -> None:
+        """The environment is closed by whoever has made it."""
+
+
+def probe(env: EnvSource, num_envs: int | None, trial: Trial, *, parts: int, device: Any = None) -> Probed:
+    """Step one environment for a moment, and all else of a vector step without it. Raises what they raise.
+
+    parts     that the slots are likely to be divided into
+    device    where the module is to act; None: where it is
+
+    Generators of random numbers that everybody shares are left as they were.
     """
-
-    slots: int
-    env: float
-    waits: float
-    forward: Callable[[int], float]
-    is_vectorized: bool = False
-    on_cpu: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Where to go, with how many lanes and workers, how many steps a second are to be expected, and why."""
-
-    where: Any
-    lanes: int | None
-    workers: int | None
-    steps_per_s: float
-    why: str = ""
-
-
-def choose(measured: Measured, cores: int) -> Choice:
-    """The place where a rollout is to be fastest; inline unless another is well worth it."""
-    all_ = [_inline(measured), *_threads(measured), *_processes(measured, cores), *_rollouts(measured, cores)]
-    choices = _best_of_each(all_)  # the simplest first
-    most = max(choice.steps_per_s for choice in choices)
-    best = next(choice for choice in choices if choice.steps_per_s >= _AS_GOOD * most)
-    if best.steps_per_s < _WORTH * choices[0].steps_per_s:
-        best = choices[0]
-    told = ", ".join(f"{_name(choice)} {choice.steps_per_s:,.0f}" for choice in choices)
-    why = (
-        f"an environment's step takes {measured.env * 1e6:.0f} µs ({measured.waits:.0%} of it waiting), a forward pass "
-        f"over {measured.slots} slots {measured.forward(measured.slots) * 1e6:.0f} µs; expected steps/s: {told}"
-    )
-    return replace(best, why=f"where='{best.where}': {why}")
-
-
-def probe(env: EnvSource, num_envs: int | None, module: Any, model_config: Any) -> Measured | None:
-    """Step one environment for a moment, and the module with it; None for environments that can't be moved."""
-    if is_ready(env):
-        return None
     slots = count_of(env, num_envs)
     maker = lane_makers(env, num_envs, 1)[0]
-    is_vectorized = maker.spec is not None and maker.spec.vector_entry_point is not None
-    if not is_vectorized:
-        maker = replace(maker, num_envs=1, makers=maker.makers[:1])
-    made = maker.make()
-    try:
-        seconds, waits = _step_time(made)
-        forward, on_cpu = _forward_time(made, module, model_config, slots)
-    finally:
-        made.close()
-    return Measured(slots, seconds, waits, forward, is_vectorized, on_cpu)
+    sizes = sorted({1, -(-slots // parts), slots})
+    with _generators_kept(), ExitStack() as opened:
+        if maker.spec is not None and maker.spec.vector_entry_point is not None:
+            return _probe_vectorized(maker, sizes, trial, device, opened)
+        return _probe_plain(LaneMaker(1, spec=maker.spec, makers=maker.makers[:1]), sizes, trial, device, opened)
 
 
-def placed(
-    env: EnvSource, num_envs: int | None, lanes: int | None, workers: int | None, module: Any, model_config: Any
-) -> tuple[Any, int | None, int | None, str]:
-    """Where to go, with how many lanes and workers, and why; what was asked for stays."""
-    measured = probe(env, num_envs, module, model_config)
-    if measured is None:
-        return "inline", lanes, None, "where='inline': these vector environments are here already"
-    choice = choose(measured, core_count())
-    has_workers = choice.where in ("processes", "rollouts")
-    return choice.where, lanes or choice.lanes, (workers or choice.workers) if has_workers else None, choice.why
+def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> Probed:
+    """By one environment, and as many as are wanted that only play what it gave."""
+    made: Any = maker.make()
+    opened.callback(made.close)
+    [env] = made.envs
+    first, steps = _recorded(env)
+
+    def played(slots: int) -> Any:
+        return [lambda at=at: Played(env, first, steps, at) for at in range(slots)]
+
+    of_env, *rest = _in_turns([_OneEnv(env), *(_Trial(played(slots), trial, opened) for slots in sizes)])
+    ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
+    line = _line(sizes, [took.least for took in rest])
+    return Probed(Measured(sizes[-1], lambda slots: slots * of_env.seconds, of_env.waits, line), ruled_out)
 
 
-def _inline(measured: Measured) -> Choice:
-    step = _envs(measured, measured.slots) + measured.forward(measured.slots) + _STEP_S
-    return Choice("inline", None, None, measured.slots / step)
+def _probe_vectorized(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> Probed:
+    """By vector environments of several sizes, alone and with all else of a vector step."""
+    envs = [opened.enter_context(closing(LaneMaker(slots, spec=maker.spec).make())) for slots in sizes]
+    parts: list[_Part] = [*map(_OneVectorEnv, envs), *(_Trial(env, trial, opened) for env in envs)]
+    took = _in_turns(parts)
+    of_envs, whole = took[: len(sizes)], took[len(sizes) :]
+    rest = [max(0.0, both.least - alone.least) for alone, both in zip(of_envs, whole, strict=True)]
+    line = _line(sizes, [each.seconds for each in of_envs])
+    ruled_out = _ruled_out(maker, [], trial(envs[0], fragment_length=1), device)
+    return Probed(Measured(sizes[-1], line, of_envs[-1].waits, _line(sizes, rest)), ruled_out)
 
 
-def _threads(measured: Measured) -> list[Choice]:
-    """A thread for each lane: as long as environments wait, others go on."""
-    choices = []
-    for lanes in _divisors(measured.slots):
-        each = measured.slots // lanes
-        central = measured.forward(each) + _HAND_OVER_S
-        alone = each / (_envs(measured, each) + central)
-        at_most = each / (_envs(measured, each) * (1 - measured.waits) + central)
-        choices.append(Choice("threads", lanes, None, min(lanes * alone, at_most)))
-    return choices
+class _Part(Protocol):
+    """Something that takes time: so many steps at a time."""
+
+    steps: int
+
+    def __call__(self) -> None: ...
 
 
-def _processes(measured: Measured, cores: int) -> list[Choice]:
-    """Environments on the other cores, forward passes on this one."""
-    choices = []
-    for lanes in _divisors(measured.slots):
-        each, workers = measured.slots // lanes, min(lanes, max(1, cores - 1))
-        central = lanes * (measured.forward(each) + _HAND_OVER_S)
-        stepping = _envs(measured, each) * (lanes * (1 - measured.waits) / workers + measured.waits)
-        alone = _envs(measured, each) + central / lanes  # one lane's way round
-        choices.append(Choice("processes", lanes, workers, measured.slots / max(central, stepping, alone)))
-    return choices
+class _OneEnv:
+    """An environment that is stepped by random actions, and reset when an episode has ended."""
+
+    steps = 1
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        self._env, self._actions = env, _actions(env.action_space)
+
+    def __call__(self) -> None:
+        _, _, terminated, truncated, _ = self._env.step(next(self._actions))
+        if terminated or truncated:
+            self._env.reset()
 
 
-def _rollouts(measured: Measured, cores: int) -> list[Choice]:
-    """A part of the slots on every core, with a copy of the module."""
-    workers = min(cores, measured.slots)
-    if workers < 2 or not measured.on_cpu:
-        return []
-    each = measured.slots // workers
-    step = _envs(measured, each) + measured.forward(each) + _STEP_S
-    return [Choice("rollouts", workers, workers, _KEPT * workers * each / step)]
+class _OneVectorEnv:
+    """A vector environment that is stepped by random actions."""
+
+    steps = 1
+
+    def __init__(self, env: Any) -> None:
+        self._step, self._actions = step_of(env, is_ours=True), _actions(env.action_space)
+        reset_first(env, 0, 0)
+
+    def __call__(self) -> None:
+        Stepped(*self._step(next(self._actions)))
 
 
-def _envs(measured: Measured, slots: int) -> float:
-    """Seconds that a step of so many slots takes in one thread: all at once costs nearly as much for fewer."""
-    return measured.env if measured.is_vectorized else slots * measured.env
+class _Trial:
+    """An inline rollout over some environments."""
 
-
-def _divisors(slots: int) -> list[int]:
-    return [lanes for lanes in range(2, slots + 1) if slots % lanes == 0]
-
-
-def _name(choice: Choice) -> str:
-    return choice.where if choice.lanes is None else f"{choice.where} ({choice.lanes} lanes)"
-
-
-def _best_of_each(choices: Sequence[Choice]) -> list[Choice]:
-    best: dict[str, Choice] = {}
-    for choice in choices:
-        if choice.where not in best or choice.steps_per_s > best[choice.where].steps_per_s:
-            best[choice.where] = choice
-    return list(best.values())
-
-
-def _step_time(env: Any) -> tuple[float, float]:
-    """Mean seconds of a vector step with random actions, and the share in which the processor was free."""
-    env.reset(seed=0)
-    env.action_space.seed(0)
-    actions = [env.action_space.sample() for _ in range(16)]
-    step = step_of(env, is_ours=True)
-    step(actions[0])  # the first one may set things up
-    wall, cpu, steps = time.perf_counter(), time.thread_time(), 0
-    while steps < _FEWEST_STEPS or (time.perf_counter() - wall < _PROBE_S and steps < _MOST_STEPS):
-        step(actions[steps % len(actions)])
-        steps += 1
-    wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
-    return wall / steps, max(0.0, 1.0 - cpu / wall)
-
-
-def _forward_time(env: Any, module: Any, model_config: Any, slots: int) -> tuple[Callable[[int], float], bool]:
-    """Seconds of a pass by its number of rows, and whether it is on the processor: a line through two measurements."""
-    spaces = env.single_observation_space, env.single_action_space
-    try:
-        made = module_for(module, model_config, *spaces)
-        times = [_pass_time(made, rows, spaces[0]) for rows in (1, slots)]
-        on_cpu = all(parameter.is_cpu for parameter in made.parameters())
-    except Exception:  # made for other observations, which connector pieces make out of these
-        times, on_cpu = [100e-6, 100e-6], True
-    per_row = max(0.0, times[1] - times[0]) / max(1, slots - 1)
-    return lambda rows: times[0] + per_row * (rows - 1), on_cpu
-
-
-def _pass_time(module: Any, rows: int, space: Any) -> float:
-    device = next((parameter.device for parameter in module.parameters()), "cpu")
-    batch = {"obs": map_tree(lambda leaf: torch.from_numpy(np.array(leaf)).to(device), row_of(space, rows))}
-    times = []
-    with torch.inference_mode():
-        for _ in range(7):
+    def __init__(self, env: Any, trial: Trial, opened: ExitStack) -> None:
+        for self.steps in (1, _ROWS):
+            rollout = opened.enter_context(trial(env, fragment_length=self.steps))
+            self._fragments = iter(rollout.fragments())
+            self()  # the first steps set things up
             began = time.perf_counter()
-            module.forward_exploration(dict(batch))
-            times.append(time.perf_counter() - began)
-    return sorted(times)[len(times) // 2]
+            self()
+            if time.perf_counter() - began > _SLOW_S:
+                break
+
+    def __call__(self) -> None:
+        next(self._fragments)
+
+
+class _Took(NamedTuple):
+    """What a step takes."""
+
+    seconds: float  # in the mean
+    waits: float  # the share of them in which the processor was free
+    least: float  # seconds, in the best round
+
+
+def _in_turns(parts: Sequence[_Part]) -> list[_Took]:
+    """What each part takes. Work is the least that it was seen to be; what is waited for may well differ."""
+    rounds = [[_measured(part) for part in parts] for _ in range(_ROUNDS)]
+    found = []
+    for times in zip(*rounds, strict=True):
+        worked = min(work / steps for steps, work, _ in times)
+        waited = sum(wait for _, _, wait in times) / sum(steps for steps, _, _ in times)
+        least = min((work + wait) / steps for steps, work, wait in times)
+        found.append(_Took(worked + waited, waited / (worked + waited), least))
+    return found
+
+
+def _measured(part: _Part) -> tuple[int, float, float]:
+    """Steps made, seconds of work, and seconds in which the processor was free; not those when somebody else had it."""
+    calls, began, worked, queued = 0, time.perf_counter(), time.thread_time(), _queued_s()
+    while not calls or time.perf_counter() < began + _ROUND_S:
+        part()
+        calls += 1
+    wall, worked, queued = time.perf_counter() - began, time.thread_time() - worked, _queued_s() - queued
+    return calls * part.steps, worked, max(0.0, wall - worked - queued)
+
+
+def _queued_s() -> float:
+    """Seconds for which this thread has had to queue for a processor; 0 where the system doesn't say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except OSError:
+        return 0.0
+
+
+def _recorded(env: gym.Env[Any, Any]) -> tuple[Any, list[Any]]:
+    """What a reset gives, and some steps."""
+    first, actions = copy.deepcopy(env.reset(seed=0)), _actions(env.action_space)
+    steps: list[Any] = []
+    until = time.perf_counter() + _KEPT_S
+    while not steps or (len(steps) < _KEPT_STEPS and time.perf_counter() < until):
+        observation, reward, terminated, truncated, info = env.step(next(actions))
+        steps.append((copy.deepcopy(observation), reward, terminated, truncated, dict(info)))
+        if terminated or truncated:
+            env.reset()
+    return first, steps
+
+
+def _actions(space: gym.Space[Any]) -> Iterator[Any]:
+    space = copy.deepcopy(space)  # whose generator may be that of all environments of a class
+    space.seed(0)
+    return cycle([space.sample() for _ in range(16)])
+
+
+def _line(slots: list[int], seconds: list[float]) -> Callable[[int], float]:
+    """What lies between the points."""
+    return lambda count: float(np.interp(count, slots, seconds))
+
+
+def _ruled_out(maker: LaneMaker, infos: Sequence[Any], rollout: Any, device: Any) -> dict[str, str]:
+    """Places where not all of it can go, and why."""
+    try:
+        cloudpickle.dumps(maker)
+        pack(list(infos), "infos")
+    except Exception as error:
+        why = f"the environment can't go to another process: {error}"
+        return {"processes": why, "rollouts": why}
+    on = device_of(rollout.module) if device is None else torch.device(device)
+    if on.type != "cpu":
+        return {"rollouts": f"the module acts on {on}, where a copy for each worker is none the faster"}
+    try:
+        cloudpickle.dumps([rollout.module, rollout.env_to_module, rollout.module_to_env])
+    except Exception as error:
+        return {"rollouts": f"the module and the connectors can't go to another process: {error}"}
+    return {}
+
+
+@contextmanager
+def _generators_kept() -> Iterator[None]:
+    """Leave the generators of random numbers that everybody shares as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

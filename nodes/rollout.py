@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -10,6 +11,7 @@ import anyio
 import gymnasium as gym
 import torch
 
+from rollflow.nodes.choice import Asked
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
@@ -21,15 +23,24 @@ from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
-from rollflow.nodes.given import acting_copy, check_for_rollouts, check_numbers, module_for, pieces_given
+from rollflow.nodes.given import (
+    acting_copy,
+    check_for_rollouts,
+    check_numbers,
+    copied_module,
+    copied_pieces,
+    module_for,
+    pieces_given,
+)
 from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
-from rollflow.nodes.placement import Where, environments_for
+from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.probe import placed
+from rollflow.nodes.remote.remote_environments import RemoteEnvironments
+from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rounds import Rounds
 from rollflow.nodes.workers.rollout_link import packed_states
@@ -39,6 +50,7 @@ from rollflow.stream.errors import GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import can_run_inline
+from rollflow.stream.lane import Lane
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.report import CALLER, Report
 from rollflow.stream.run import Run
@@ -58,8 +70,9 @@ class Rollout:
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
                                    for those that are costly; forward passes stay here. "rollouts": each lane's whole
                                    rollout in a worker process, with connectors and a copy of the module: for policies
-                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, which
-                                   makes one environment more; `explain()` says why
+                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, for
+                                   which one environment more is made, and copies of the module and of what the
+                                   connector functions give; `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
         reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
@@ -104,7 +117,7 @@ class Rollout:
 
     def __init__(
         self,
-        env: EnvSource,
+        env: EnvSource | RemoteEnvs,
         *,
         module: Any = None,
         model_config: Any = None,
@@ -157,8 +170,22 @@ class Rollout:
         self.seed = fresh_seed() if seed is None else seed
         self.returns = EpisodeReturns()
         self.placement = ""  # why it goes where it goes, where that was left to it
-        if where == "auto":
-            where, lanes, workers, self.placement = placed(env, num_envs, lanes, workers, module, model_config)
+        if where == "auto" and not isinstance(env, RemoteEnvs):
+            trial = partial(
+                Rollout,
+                module=copied_module(module),
+                model_config=model_config,
+                lookback=lookback,
+                seed=self.seed,
+                explore=explore,
+                env_to_module_connector=copied_pieces(env_to_module_connector),
+                module_to_env_connector=copied_pieces(module_to_env_connector),
+                flat_forward=flat_forward,
+                forward_threads=forward_threads,
+                device=device,
+            )
+            asked = Asked(lanes, workers, max_batch, forward_in_thread, fragment_length, metrics, device)
+            where, lanes, workers, self.placement = placed(env, num_envs, asked, trial)
         self.environments = environments_for(
             where,
             env,
@@ -201,10 +228,12 @@ class Rollout:
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = self.environments.num_lanes
         self._num_fragments = num_fragments
-        self._credits = FragmentCredits(self._lanes_count * (1 + ahead))
+        self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
+        self._credits = FragmentCredits(self._lanes_count * self._fragments_per_lane)
         self.metrics = MetricsLogger() if metrics is None else metrics
         compiled = None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
         flat = type(acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
+        self._acting_version = 0  # of the copy that workers are given
         self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
         self._how_to_act["compiled"] = compiled
         self._forward = ModuleForward(acting, self._weights, **self._how_to_act)
@@ -217,6 +246,8 @@ class Rollout:
         if isinstance(self.environments, RolloutProcesses):
             check_for_rollouts(self.metrics, max_batch, forward_in_thread)
             self.environments.replica, self.environments.heard = self._replica, self._heard
+        if isinstance(self.environments, RemoteEnvironments):
+            self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
         self._drive: Drive | None = None
@@ -389,6 +420,19 @@ class Rollout:
             **self._how_to_act,
         }
 
+    def _lane_joined(self, lane: Lane, fills_a_vacancy: bool) -> None:
+        """Make room for a lane that has come while the rollout runs."""
+        seed_lane(lane, self.seed)
+        self._prepare.expect(int(not fills_a_vacancy))
+        self._credits.add(self._fragments_per_lane)
+        self._rounds.size += int(not fills_a_vacancy)
+
+    def _lane_left(self, lane: Lane, was_the_last: bool) -> None:
+        """A lane goes round for the last time; where it is the last, others are waited for."""
+        self._credits.add(-self._fragments_per_lane)
+        self._prepare.expect(int(was_the_last))
+        self._rounds.size -= int(not was_the_last)
+
     def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
         """Take in what a worker's connectors have learnt and logged."""
         if "metrics" in told:
@@ -454,7 +498,8 @@ class Rollout:
     def _batches(self) -> Iterator[Batch]:
         """The batch of a round; none where all of it has become too old."""
         before = self._rounds.handed_steps
-        fragments = list(self._rounds.hand_out())
+        # In the lanes' order, in whichever they came.
+        fragments = sorted(self._rounds.hand_out(), key=lambda fragment: (fragment.lane, fragment.sequence))
         if not fragments:
             return
         began = clock()

@@ -42,10 +42,22 @@ def step_of(env: VectorEnv[Any, Any, Any], *, is_ours: bool) -> Step:
 
 def reset_first(env: VectorEnv[Any, Any, Any], seed: int, first_slot: int) -> tuple[Tree, Mapping[str, Any]]:
     """The first reset: every slot's seed follows from the rollout's and from the slot's number in it."""
-    seeds: Any = [seed_for(seed, "env", first_slot + i) for i in range(env.num_envs)]
-    if not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
-        seeds = seeds[0]  # one generator for all slots
-    observations, infos = env.reset(seed=seeds)
+    return reset_with(env, seeds_for(seed, first_slot, env.num_envs))
+
+
+def seeds_for(seed: int, first_slot: int, num_envs: int) -> list[int]:
+    """The seeds of so many slots, from the rollout's and the number of the first of them."""
+    return [seed_for(seed, "env", first_slot + slot) for slot in range(num_envs)]
+
+
+def reset_with(
+    env: VectorEnv[Any, Any, Any], seeds: Sequence[int] | None, options: Any = None
+) -> tuple[Tree, Mapping[str, Any]]:
+    """Reset every slot with a seed of its own, or go on with the generators that there are."""
+    seed: Any = None if seeds is None else list(seeds)
+    if seed is not None and not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
+        seed = seed[0]  # one generator for all slots
+    observations, infos = env.reset(seed=seed, options=options)
     return observations, infos
 
 

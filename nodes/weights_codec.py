@@ -29,6 +29,7 @@ def unpack_weights(data: bytes) -> tuple[int, dict[str, Any]]:
     told = unpack(data)
     weights: dict[str, Any] = dict(told["others"])
     for name, (dtype, shape, raw) in told["tensors"].items():
-        values = torch.from_numpy(np.array(raw)).view(getattr(torch, dtype))
-        weights[name] = values.reshape(shape)
+        weights[name] = tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        if len(raw):  # torch can't take the bytes of none for those of another dtype
+            tensor.copy_(torch.from_numpy(np.array(raw)).view(tensor.dtype).reshape(shape))
     return told["version"], weights

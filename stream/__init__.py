@@ -16,6 +16,7 @@ from rollflow.stream.errors import (
     ModuleError,
     RollflowError,
     RunError,
+    WireError,
 )
 from rollflow.stream.fragment import Fragment, FragmentEpisodes
 from rollflow.stream.gate import Gate
@@ -52,6 +53,7 @@ __all__ = [
     "Run",
     "RunError",
     "SingleAgentEpisode",
+    "WireError",
     "generator_for",
     "one_hot",
     "seed_for",

@@ -7,6 +7,7 @@ when the last process that holds it has ended, in whatever way.
 import math
 import mmap
 import os
+import resource
 import tempfile
 import weakref
 from collections import deque
@@ -20,18 +21,21 @@ from rollflow.stream.column import Column
 from rollflow.stream.tree import Tree, map_tree
 
 _ALIGNMENT = 64  # bytes: a cache line, and what torch's fastest kernels want
+_SPARE_FDS = 256  # for whatever else the process opens before it makes another block
 
 
 class SharedBlock:
     """So many bytes, seen by every process that has the descriptor `fd`.
 
-    Made new, or out of a descriptor that another process handed over. `close` gives the descriptor back; the memory
-    stays for as long as an array over it is in use.
+    Made new, or out of a descriptor that another process handed over. `close` gives that descriptor back; the memory,
+    and one descriptor that Python's mmap keeps for itself, stay for as long as an array over it is in use. Where the
+    process comes near its limit of descriptors, this is raised as far as it may be.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
         self.fd = _anonymous_file(size) if fd is None else fd
+        _make_room(self.fd)
         self._closing = weakref.finalize(self, os.close, self.fd)
         self._memory = mmap.mmap(self.fd, size)
 
@@ -138,6 +142,15 @@ class _Place:
 
     def view(self, block: NDArray[np.uint8]) -> NDArray[Any]:
         return block[self._offset : self._offset + self.nbytes].view(self._dtype).reshape(self._shape)
+
+
+def _make_room(fd: int) -> None:
+    """Raise the process's limit of descriptors where the next one, which a copy of `fd` shows, is near to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    following = os.dup(fd)
+    os.close(following)
+    if soft != hard and soft != resource.RLIM_INFINITY and following > soft - _SPARE_FDS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _anonymous_file(size: int) -> int:

@@ -48,3 +48,14 @@ class RunError(RollflowError, RuntimeError):
 
 class MetricsError(RollflowError, ValueError):
     """Raised when a metric is logged in two ways, or with a value that is no number."""
+
+
+class WireError(RollflowError, ValueError):
+    """Raised when the other end of a wire breaks the protocol or refuses, or what is to be sent would break it.
+
+    code    the same in a word, as in a `Refused` frame
+    """
+
+    def __init__(self, text: str, code: str = "message") -> None:
+        super().__init__(text)
+        self.code = code

@@ -305,6 +305,12 @@ class Fragment:
         order = np.lexsort((row, slot))
         return slot[order], row[order], gaps[order]
 
+    def begin_after_loss(self, reason: str) -> None:
+        """Say that the environments were lost before this fragment's first step, with all that was open."""
+        slots = np.arange(self.layout.num_slots)
+        self.losses.insert(0, Loss(self.first_row, slots, slots[:0], reason))
+        self.episode_number = self.episode_number - 1  # of the episodes that were lost
+
     def seal(self, num_rows: int) -> None:
         """Take the first `num_rows` vector steps as the whole and make every column read-only."""
         self.num_rows = num_rows

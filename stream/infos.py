@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 
 class SlotInfos(Mapping[str, Any]):
-    """Every slot's own dict, as its environment gave it; as a mapping it is empty."""
+    """Every slot's own dict, a copy of what its environment gave; as a mapping it is empty."""
 
     __slots__ = ("_of_slots",)
 
     def __init__(self, of_slots: Sequence[Mapping[str, Any]]) -> None:
-        self._of_slots = [dict(info) for info in of_slots]
+        self._of_slots: list[dict[str, Any]] = [copied(dict(info)) for info in of_slots]
 
     @property
     def dicts(self) -> list[dict[str, Any]]:
@@ -36,6 +36,21 @@ class SlotInfos(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return 0
+
+
+def copied(value: Any) -> Any:
+    """A value of infos with copies of its arrays, dicts, lists and tuples: environments may write over theirs."""
+    if isinstance(value, np.ndarray):
+        taken = value.copy()
+        if value.dtype.hasobject:
+            for place, part in np.ndenumerate(value):
+                taken[place] = copied(part)
+        return taken
+    if isinstance(value, dict):
+        return {key: copied(part) for key, part in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(copied, value))
+    return value
 
 
 def info_of(infos: Mapping[str, Any], slot: int) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class InlineRun:
         self._waiter = Waiter(self._chain.background, bell)
         self._bell = bell
         self._state = "new"
+        self._is_interrupted = False
         self._steps: Iterator[None] | None = None  # of what is given by the nodes' `start` or `finish`
         self._began = clock()
         self._ended_at: int | None = None
@@ -85,6 +86,8 @@ class InlineRun:
                 if self._bell is not None:
                     break  # whoever rings it is to be heard between two steps
                 continue
+            if self._is_interrupted:
+                break
             if chain.reopened:
                 chain.unpark()
             if chain.runnable:
@@ -104,6 +107,11 @@ class InlineRun:
         given = [(edge.target[1], item) for edge, item, _ in chain.pending]
         chain.pending.clear()
         return given
+
+    def interrupt(self) -> None:
+        """Have `next_outputs` return once the nodes are done with the item that they are at. From any thread."""
+        self._is_interrupted = True
+        self._chain.reopened = True  # so that it looks up
 
     def _step(self) -> bool:
         """Carry one more item of what the nodes' `start` or `finish` give; whether there was one."""
@@ -128,7 +136,7 @@ class InlineRun:
         chain.give_up()
         chain.hasten()
         while chain.in_flight:
-            if not chain.collect():
+            if not chain.collect() and chain.in_flight:
                 self._waiter.wait()
             chain.give_up()
             yield

@@ -23,6 +23,7 @@ from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
+from rollflow.stream.infos import copied
 from rollflow.stream.lane_columns import LaneColumns, LaneMemory
 from rollflow.stream.live_episode import EndedEpisodes, LaneEpisodes
 from rollflow.stream.tree import Tree, map_tree, stack_trees
@@ -84,7 +85,7 @@ class Lane:
 
     def reset(self, observations: Tree, infos: Mapping[str, Any]) -> None:
         """Take the first observations: a tree of arrays `any[N, ...]`, and gymnasium's vector infos."""
-        self.fragment.infos[self.row] = infos
+        self.fragment.infos[self.row] = copied(infos)
         self._take_observations(observations)
 
     def record_actions(self, outputs: Mapping[str, Tree]) -> None:
@@ -129,7 +130,9 @@ class Lane:
         columns[Columns.REWARDS].write(row, rewards)
         columns[Columns.TERMINATEDS].write(row, terminateds)
         columns[Columns.TRUNCATEDS].write(row, truncateds)
-        self._advance(np.logical_or(terminateds, truncateds), infos, final)
+        if final is not None:
+            final = final[0], copied(final[1])
+        self._advance(np.logical_or(terminateds, truncateds), copied(infos) if infos else infos, final)
         self._take_observations(observations)
 
     def take_step(
@@ -159,10 +162,12 @@ class Lane:
         row, fragment, slots = self.row, self.fragment, np.arange(self.layout.num_slots)
         dead = np.zeros(len(slots), np.bool_) if self._dead is None else self._dead
         cut = np.flatnonzero(~dead & (self.episode_start < row)) if row > self.layout.lookback else slots[:0]
-        if len(cut):
-            fragment.columns[Columns.TRUNCATEDS].tree[row - 1, cut] = True
-            last = map_tree(lambda leaf: leaf[row, cut].copy(), self._column.tree)
-            fragment.finals.append(Final(row - 1, cut, last, fragment.infos[row]))
+        fragment.columns[Columns.TRUNCATEDS].tree[row - 1, cut] = True
+        # The first observations of the new episodes take the place of what was there.
+        left = np.flatnonzero(dead | np.isin(slots, cut)) if row > self.layout.lookback else cut
+        if len(left):
+            last = map_tree(lambda leaf: leaf[row, left].copy(), self._column.tree)
+            fragment.finals.append(Final(row - 1, left, last, fragment.infos[row]))
         for slot in cut.tolist():
             key = slot, int(self.episode_number[slot])
             self.custom_data.setdefault(key, {})["lost"] = reason
@@ -450,11 +455,14 @@ class Lane:
         lookback = self.layout.lookback
         columns = self.fragment.columns
         done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
-        # A dead row follows each end before the last row, and one that the fragment began with.
-        followed = int(np.count_nonzero(done[lookback : self.row - 1]))
-        followed -= sum(len(loss.cut) for loss in self.fragment.losses if loss.row < self.row)
-        began_dead = int(np.count_nonzero(self.fragment.episode_start == lookback + 1))
-        return (self.row - lookback) * self.layout.num_slots - followed - began_dead
+        # A dead row follows each end, one may be the fragment's first, and none follows a loss.
+        dead = np.zeros((self.row - lookback, self.layout.num_slots), np.bool_)
+        dead[1:] = done[lookback : self.row - 1]
+        dead[0] = self.fragment.episode_start == lookback + 1
+        for loss in self.fragment.losses:
+            if loss.row < self.row:
+                dead[loss.row - lookback, loss.slots] = False
+        return dead.size - int(np.count_nonzero(dead))
 
     def _is_open(self, slot: int, number: int) -> bool:
         return int(self.episode_number[slot]) == number

@@ -1,15 +1,17 @@
 """Infos and other small data as bytes for another process: msgpack, with arrays, tuples and numpy's numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.infos import SlotInfos
 
 _ARRAY, _NUMBER, _TUPLE, _OBJECTS, _SLOT_INFOS = range(1, 6)
+_FAR = 16  # steps into a value: it may be inside itself
 
 
 def pack(value: Any, name: str = "value") -> bytes:
@@ -21,8 +23,8 @@ def pack(value: Any, name: str = "value") -> bytes:
         return _packed(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ColumnError(
-            f"{name}{_where(value)} can't be handed to another process; expected None, bool, numbers, str, bytes, "
-            "list, tuple, dict, or numpy arrays"
+            f"{name}{where_not(value, _packed)} can't be handed to another process; expected None, bool, numbers, str, "
+            "bytes, list, tuple, dict, or numpy arrays"
         ) from error
 
 
@@ -54,9 +56,9 @@ def _restored(code: int, data: bytes) -> Any:
     if code == _SLOT_INFOS:
         return SlotInfos(value)
     if code == _NUMBER:
-        return np.frombuffer(value[1], value[0])[0]
+        return _array(value[0], [], value[1])[()]
     if code == _ARRAY:
-        return np.frombuffer(value[2], value[0]).reshape(value[1])
+        return _array(value[0], value[1], value[2])
     if code != _OBJECTS:
         raise ColumnError(f"packed data of kind {code}, expected 1 to {_SLOT_INFOS}")
     array = np.empty(len(value[1]), object)
@@ -64,13 +66,19 @@ def _restored(code: int, data: bytes) -> Any:
     return array.reshape(value[0])
 
 
+def _array(dtype: str, shape: list[int], data: bytes) -> NDArray[Any]:
+    if not np.dtype(dtype).itemsize:
+        return np.zeros(shape, dtype)  # np.str_("") and such: frombuffer takes no dtype without bytes
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
 def _packed(value: Any) -> bytes:
     packed: bytes = msgpack.packb(value, default=_extended, strict_types=True)
     return packed
 
 
-def _where(value: Any) -> str:
-    """What in a value can't be packed: the way to it, and its type."""
+def where_not(value: Any, packed: Callable[[Any], object], depth: int = _FAR) -> str:
+    """What in a value `packed` can't pack: the way to it, at most so many steps long, and its type."""
     parts: list[tuple[str, Any]] = []
     if isinstance(value, SlotInfos):
         parts = [(f" of slot {slot}", info) for slot, info in enumerate(value.dicts)]
@@ -78,9 +86,9 @@ def _where(value: Any) -> str:
         parts = [(f"[{key!r}]", part) for key, part in value.items()]
     elif isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.dtype.hasobject):
         parts = [(f"[{index}]", part) for index, part in enumerate(value)]
-    for told, part in parts:
+    for told, part in parts if depth else ():
         try:
-            _packed(part)
+            packed(part)
         except (TypeError, ValueError, OverflowError, RecursionError):
-            return told + _where(part)
+            return told + where_not(part, packed, depth - 1)
     return f": {value!r:.100} of type {type(value).__name__}"

@@ -25,7 +25,8 @@ def describe_space(space: gym.Space[Any]) -> Plain:
     if isinstance(space, spaces.MultiDiscrete):
         return {"kind": "MultiDiscrete", "nvec": _array(space.nvec), "start": _array(space.start)}
     if isinstance(space, spaces.MultiBinary):
-        return {"kind": "MultiBinary", "shape": list(space.shape)}
+        # MultiBinary(4) is not MultiBinary((4,)) to gymnasium.
+        return {"kind": "MultiBinary", "shape": space.n if isinstance(space.n, int) else list(space.shape)}
     raise ColumnError(
         f"space {space} can't be described; expected Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of "
         "those"
@@ -75,7 +76,7 @@ def _multi_discrete(plain: Plain) -> gym.Space[Any]:
 
 
 _MADE: dict[str, Any] = {
-    "Dict": lambda plain: spaces.Dict({key: space_of(part) for key, part in plain["parts"]}),
+    "Dict": lambda plain: spaces.Dict([(key, space_of(part)) for key, part in plain["parts"]]),
     "Tuple": lambda plain: spaces.Tuple([space_of(part) for part in plain["parts"]]),
     "Box": _box,
     "Discrete": _discrete,

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from remote_hosts import hosting
 from torch import nn
 
 from rollflow.nodes import RLModule, Rollout
@@ -57,6 +58,15 @@ def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("mean return ")
 
 
+def test_a_host_that_is_killed_is_replaced_by_another(capfd: pytest.CaptureFixture[str]) -> None:
+    main = example("remote_hosts")["main"]
+    main.__globals__["FRAGMENTS"] = 12
+    assert main() == {0, 1, 2, 3, 4, 5}
+    told = capfd.readouterr()
+    assert "4 lanes × 4 slots, on 2 hosts" in told.out
+    assert told.err.count("the rollout said goodbye") == 2
+
+
 @pytest.mark.slow
 def test_connectors_of_ones_own_do_what_they_are_for() -> None:
     assert example("one_hot_frozen_lake")["main"]() == 1.0
@@ -90,6 +100,18 @@ def readme_programs() -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
+def test_the_readmes_program_over_other_hosts_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [program] = [program for program in readme_programs() if "RemoteEnvs" in program]
+    address = f"unix:{tmp_path}/learner"
+    program = program.replace("tcp://0.0.0.0:7010", address).replace("=128)", "=8, num_fragments=2)")
+    (tmp_path / "key").write_text("open sesame\n")
+    monkeypatch.chdir(tmp_path)
+    with hosting(address, "CartPole-v1", num_envs=4, lanes=2, secret="open sesame"):
+        names: dict[str, Any] = {}
+        exec(program, names)
+    assert 4 * 8 < names["rollout"].num_steps <= 4 * 8 * 2
+
+
 @pytest.mark.parametrize("number", range(5))
 def test_the_readmes_programs_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batches = Policy(), []
@@ -107,7 +129,7 @@ def test_the_readmes_programs_run(number: int, monkeypatch: pytest.MonkeyPatch) 
         batches.append(batch)
 
     monkeypatch.setattr(Rollout, "publish", publish_thrice)
-    program = readme_programs()[number]
+    program = [program for program in readme_programs() if "RemoteEnvs" not in program][number]
     names = {"policy": policy, "update": update} if "update(policy, batch)" in program else {}
     if number == 3:  # which would go on for ever
         program = program.replace("fragment_length=32", "fragment_length=32, num_fragments=3")

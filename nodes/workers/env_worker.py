@@ -21,12 +21,16 @@ from gymnasium.vector import VectorEnv
 from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, reset_first, step_of
 from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_with, lane_block, receive_frame
+from rollflow.nodes.workers.worker_process import become_worker
 from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError, EnvError, RollflowError
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import describe_space
+from rollflow.stream.tree import map_tree
+
+_loading = threading.Lock()
 
 
 class LaneServer:
@@ -81,7 +85,8 @@ class LaneServer:
 
     def _make(self, asked: Frame) -> bytes:
         self._close_env()
-        maker: LaneMaker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+        with _loading:  # a module whose import fails in one thread is a KeyError in the others
+            maker: LaneMaker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
         self._env = env = maker.make()
         self._step = step_of(env, is_ours=True)
         told = {
@@ -108,6 +113,7 @@ class LaneServer:
     def _stepped(self, columns: dict[str, Column], row: int, for_env: bool) -> bytes:
         assert self._step is not None
         actions = columns[Columns.ACTIONS_FOR_ENV].row(0) if for_env else columns[Columns.ACTIONS].row(row)
+        actions = map_tree(np.copy, actions)  # the environment may keep what it gets, or write over it
         observations, rewards, terminateds, truncateds, infos, final = Stepped(*self._step(actions))
         columns[Columns.OBS].write(row + 1, observations)
         columns[Columns.REWARDS].write(row, rewards)
@@ -157,6 +163,7 @@ def end_with_parent(fd: int) -> None:
 
 def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
     """Serve all lanes, for as long as the pipe `life` is open."""
+    become_worker()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     end_with_parent(life)
     threads = [threading.Thread(target=server.serve) for server in servers[1:]]

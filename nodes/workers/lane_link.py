@@ -48,7 +48,7 @@ class LaneBlocks:
 
 
 class Elsewhere:
-    """What is known here of a vector environment that is in another process; it has the names that it has there."""
+    """What is known here of a vector environment that is elsewhere; it has the names that it has there."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
         self.num_envs = told["num_envs"]
@@ -65,7 +65,7 @@ class Elsewhere:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"these environments are in another process, where '{name}' can't be asked for; known here: num_envs, "
+            f"these environments are elsewhere, where '{name}' can't be asked for; known here: num_envs, "
             "metadata['autoreset_mode'], single_observation_space, single_action_space, observation_space, action_space"
         )
 

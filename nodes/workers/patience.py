@@ -1,45 +1,52 @@
 """How long environments may take for a step or a reset before they are taken for hung."""
 
-from dataclasses import dataclass, field
 from time import monotonic
 
 
-@dataclass(slots=True)
 class Patience:
     """Deadlines of lanes that somebody else works on.
 
     step_timeout     seconds that a vector step may take; None: for ever
     reset_timeout    seconds that the first reset may take, the making of the environments included; None: for ever
+
+    What it is asked at every step takes no longer with a thousand lanes than with one.
     """
 
-    step_timeout: float | None
-    reset_timeout: float | None
-    _deadlines: dict[int, tuple[float, bool]] = field(default_factory=dict)  # by lane; whether it resets
+    def __init__(self, step_timeout: float | None, reset_timeout: float | None) -> None:
+        self.step_timeout = step_timeout
+        self.reset_timeout = reset_timeout
+        # By lane, in the order of time: whoever is asked last has the latest deadline of its kind.
+        self._steps: dict[int, float] = {}
+        self._resets: dict[int, float] = {}
 
     def begin(self, lane: int, *, resets: bool = False) -> None:
         """The lane's environments have been asked for something."""
-        seconds = self.reset_timeout if resets else self.step_timeout
-        if seconds is None:
-            self.end(lane)
-        else:
-            self._deadlines[lane] = monotonic() + seconds, resets
+        self.end(lane)
+        seconds, deadlines = (self.reset_timeout, self._resets) if resets else (self.step_timeout, self._steps)
+        if seconds is not None:
+            deadlines[lane] = monotonic() + seconds
 
     def end(self, lane: int) -> None:
         """They have answered, or are not waited for any more."""
-        self._deadlines.pop(lane, None)
+        self._steps.pop(lane, None)
+        self._resets.pop(lane, None)
 
     @property
     def left(self) -> float | None:
         """Seconds until the next deadline; None where there is none."""
-        if not self._deadlines:
-            return None
-        return max(0.0, min(self._deadlines.values())[0] - monotonic())
+        first = [next(iter(deadlines.values())) for deadlines in (self._steps, self._resets) if deadlines]
+        return max(0.0, min(first) - monotonic()) if first else None
 
     def overdue(self) -> dict[int, str]:
         """The lanes whose deadline has passed, with what they were late with."""
+        late: dict[int, str] = {}
         now = monotonic()
-        told = (
-            f"no answer to a step within {self.step_timeout} s",
-            f"no answer to a reset within {self.reset_timeout} s",
-        )
-        return {index: told[resets] for index, (deadline, resets) in self._deadlines.items() if deadline <= now}
+        for deadlines, kind, seconds in (
+            (self._steps, "step", self.step_timeout),
+            (self._resets, "reset", self.reset_timeout),
+        ):
+            for lane, deadline in deadlines.items():
+                if deadline > now:
+                    break
+                late[lane] = f"no answer to a {kind} within {seconds} s"
+        return late

@@ -52,6 +52,7 @@ class RolloutLink(LaneLink):
     stages     what the worker's stages have counted: [name, items, busy seconds]
     version    of the weights that were sent last
     untaken    weights that were sent and that the worker has not taken over yet
+    lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
     """
 
     def __init__(self, index: int, maker: bytes) -> None:
@@ -59,6 +60,7 @@ class RolloutLink(LaneLink):
         self.remote: RemoteLane | None = None
         self.steps = 0
         self.version = self.untaken = 0
+        self.lost: str | None = None
         self.stages: list[list[Any]] = []
         self._reported = 0  # by the worker as it is now
         self._seen = 0
@@ -115,6 +117,9 @@ class RolloutLink(LaneLink):
         assert self.remote is not None
         told: dict[str, Any] = unpack(answer.payload)
         fragment = self._reader_of_fragments.read(answer.block, told)
+        if self.lost is not None:
+            fragment.begin_after_loss(self.lost)
+            self.lost = None
         self.remote.fragment, self.remote.sequence = fragment, fragment.sequence + 1
         self.steps += told["steps"] - self._reported
         self._reported, self.stages = told["steps"], told["nodes"]
@@ -126,11 +131,12 @@ class RolloutLink(LaneLink):
         """Transitions that the worker has made and that are in no fragment that has come."""
         return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
 
-    def give_up(self) -> int:
+    def give_up(self, reason: str) -> int:
         """The worker is lost: how many transitions are lost with it, the step that was under way among them."""
         assert self.remote is not None
         if self._progress is None:
             return 0
+        self.lost = reason
         lost = self.unreported + (self.remote.num_slots if self.pulse else 0)
         self.forget_progress()
         return lost

@@ -178,7 +178,7 @@ class RolloutProcesses(ProcessEnvironments):
             self.heard(link.index, told)
             yield self._come_back(link)
             if "failure" in told:
-                yield from self._failed(link, told["failure"] | {"lost_steps": told["lost_steps"]})
+                yield from self._failed(link, told["failure"] | {"lost_steps": told["lost_steps"], "is_told": True})
         else:
             yield from super()._answered(link, answer)
 
@@ -186,6 +186,8 @@ class RolloutProcesses(ProcessEnvironments):
         assert isinstance(link, RolloutLink)
         self.lost_steps += told.get("lost_steps", 0)
         link.forget_progress()
+        if not told.get("is_told"):  # by a fragment that says itself what was lost
+            link.lost = f"{told['type']}: {told['text']}"
         yield from super()._failed(link, told)
 
     def _lane_of(self, link: LaneLink) -> Any:
@@ -194,7 +196,7 @@ class RolloutProcesses(ProcessEnvironments):
 
     def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
         assert isinstance(link, RolloutLink)
-        return link.give_up()  # nothing where it has said itself what is lost
+        return link.give_up(reason)  # nothing where it has said itself what is lost
 
     def _has_no_step(self, link: LaneLink) -> bool:
         assert isinstance(link, RolloutLink)

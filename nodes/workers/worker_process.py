@@ -12,18 +12,34 @@ import weakref
 from collections.abc import Sequence
 from time import monotonic
 
+from rollflow.stream.errors import RunError
+
 CLOSE_TIMEOUT_S = 5.0
+_is_worker = False  # this process
+
+
+def become_worker() -> None:
+    """Say that this process is a worker: it starts none of its own."""
+    global _is_worker
+    _is_worker = True
 
 
 class WorkerProcess:
     """A Python process that runs `module.main(life, sockets)`, with one socket for each of its `sockets`.
 
-    It is started with this process's `sys.path` and nothing else of it: neither its main module nor its threads. It
-    ends when its sockets are closed or its work is done, and at the latest when this process ends. What it has started
-    itself, and left in its process group, ends with it.
+    It is started with this process's `sys.path` and `sys.argv` and nothing else of it: neither its main module nor its
+    threads. It ends when its sockets are closed or its work is done, and at the latest when this process ends. What it
+    has started itself, and left in its process group, ends with it.
+
+    Raises RunError in a worker process.
     """
 
     def __init__(self, module: str, sockets: int) -> None:
+        if _is_worker:
+            raise RunError(
+                "a worker process of a rollout makes a rollout with workers of its own: most likely the module of its "
+                "environment does so when it is imported; expected that to stand under if __name__ == '__main__'"
+            )
         with _starting:
             self._start(module, sockets)
             _started.add(self)
@@ -34,7 +50,8 @@ class WorkerProcess:
         theirs = [other for _, other in pairs]
         life, self._life = os.pipe()
         fds = [other.fileno() for other in theirs]
-        program = f"import sys; sys.path[:] = {sys.path!r}; from {module} import main; main({life}, {fds})"
+        program = f"import sys; sys.path[:] = {sys.path!r}; sys.argv[:] = {sys.argv!r}; "
+        program += f"from {module} import main; main({life}, {fds})"
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],

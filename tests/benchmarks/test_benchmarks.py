@@ -1,5 +1,6 @@
 """The benchmarks run, and say what they promise to say; how fast anything is is not looked at."""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,18 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))  # they are not installed
 
 from benchmarks import __main__ as command
-from benchmarks import beside_peers, cartpole, memory, overhead, pairs, pixels, scaling, stragglers, two_cores
+from benchmarks import (
+    beside_peers,
+    cartpole,
+    memory,
+    overhead,
+    pairs,
+    pixels,
+    placement,
+    scaling,
+    stragglers,
+    two_cores,
+)
 from benchmarks.envs import plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.policies import Mlp
@@ -28,9 +40,10 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
         lambda: pixels.measure(TINY, slots=(2,)),
         lambda: stragglers.measure(pairs.Sizes(1, 0.1), places=("threads",)),
         lambda: scaling.measure(TINY, axes={"lanes": (1, 2), "pieces": (1,), "sinks": (2,)}),
+        lambda: placement.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 2, 16, ("inline", "threads")),)),
         lambda: beside_peers.measure(TINY),
     ],
-    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "beside_peers"],
+    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "placement", "beside_peers"],
 )
 def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = measure()
@@ -59,10 +72,27 @@ def test_the_loop_and_rollflow_make_batches_of_one_shape() -> None:
         assert (ours.shape, ours.dtype) == (column.shape, column.dtype), name
 
 
+LINES = [scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)]
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="matplotlib, of the extra bench, is not installed")
 def test_plots_are_drawn_where_matplotlib_is_installed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scaling.draw([scaling._line("lanes", lanes, 20.0 + lanes) for lanes in (1, 2, 4)], tmp_path)
-    drawn = [path.name for path in tmp_path.iterdir()]
-    assert drawn == ["lanes.png"] or "matplotlib is not installed" in capsys.readouterr().err
+    scaling.draw(LINES, tmp_path / "plots")
+    [drawn] = (tmp_path / "plots").iterdir()
+    assert drawn.name == "lanes.png"
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().err == ""
+
+
+def test_without_matplotlib_the_plots_are_left_out_and_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find_spec(name))
+    scaling.draw(LINES, tmp_path / "plots")
+    assert capsys.readouterr().err == "plots: left out, matplotlib is not installed here\n"
+    assert not (tmp_path / "plots").exists()
 
 
 def test_the_table_says_which_aims_are_missed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +100,14 @@ def test_the_table_says_which_aims_are_missed(capsys: pytest.CaptureFixture[str]
     table = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
     verdicts = [line.split()[-1] for line in table if line.startswith(("met", "not met"))]
     assert verdicts == ["met", "missed"]
+
+
+def test_a_line_without_an_aim_has_no_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    pairs.show(LINES)
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("scaling")]
+    assert table == [
+        ["scaling:", "lanes", str(lanes), "64", "inline", f"{1e6 / (20 + lanes):,.0f}"] for lanes in (1, 2, 4)
+    ]
 
 
 def test_the_command_measures_what_it_is_asked_for(

@@ -127,6 +127,16 @@ def test_weights_that_change_in_place_are_those_of_the_next_pass() -> None:
         check_same(flat, module, {"obs": obs})
 
 
+@torch.inference_mode()
+def test_the_first_pass_is_rounded_as_all_others() -> None:
+    with torch.inference_mode(False):
+        module = DefaultModule(spaces.Box(-1.0, 1.0, (300,)), TWO)
+    flat = FlatForward(module.forward_exploration)
+    batch = {"obs": torch.randn(2, 300)}
+    first, second = flat(batch), flat(batch)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 class Counts(RLModule):
     """Does `way` and counts its passes."""
 

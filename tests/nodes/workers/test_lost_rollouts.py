@@ -56,6 +56,26 @@ def test_an_environment_that_raises_ends_its_episodes_as_truncated(tmp_path: Pat
     assert [int(row[2]) for row in second.chunk(0).get_observations(slice(None))] == list(range(9))
 
 
+@pytest.mark.parametrize(("fate", "step"), [("kill", 5), ("kill", 8), ("raise", 8)])
+def test_the_fragment_after_a_loss_says_what_was_lost_before_it(tmp_path: Path, fate: str, step: int) -> None:
+    makers = [partial(Doomed, slot, tmp_path, fate, step, 1, lengths=(100, 100)) for slot in range(2)]
+    with Rollout(
+        makers, lanes=1, where="rollouts", module=NumberedModule(), fragment_length=8, num_fragments=3, seed=0
+    ) as rollout:
+        fragments = list(rollout.fragments())
+    [after] = [fragment for fragment in fragments if fragment.losses]
+    [loss] = after.losses
+    assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (after.first_row, [0, 1], [])
+    assert ("it broke" if fate == "raise" else "was killed by SIGKILL") in loss.reason
+    place = fragments.index(after)
+    ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in fragments]
+    assert len(ids[place]) == 2
+    assert all(len(ids[place] & later) == 2 for later in ids[place + 1 :])
+    assert not any(ids[place] & before for before in ids[:place])
+    assert after.num_steps == 16
+    assert [int(row[2]) for row in after.chunk(0).get_observations(slice(0, None))] == list(range(9))
+
+
 @pytest.mark.parametrize("fate", ["kill", "raise"])
 def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture

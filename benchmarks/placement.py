@@ -1,0 +1,71 @@
+"""The place that `where="auto"` chooses, beside the best of a few settings by hand.
+
+All of them are measured in turn; what is left to rollflow is measured and chosen anew every time.
+
+    python -m benchmarks.placement [--quick]
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+from benchmarks.command import run
+from benchmarks.envs import PixelEnv, SleepEnv, plain_cartpole
+from benchmarks.pairs import Record, Sizes, in_steady_state, record
+from benchmarks.policies import Mlp, NatureCnn
+from rollflow.nodes import Rollout
+
+WAYS: dict[str, dict[str, Any]] = {
+    "auto": {"where": "auto"},
+    "inline": {"where": "inline"},
+    "threads": {"where": "threads"},
+    "processes, 2 lanes": {"where": "processes", "workers": 1, "lanes": 2},
+    "processes, 16 lanes": {"where": "processes", "workers": 2, "lanes": 16},
+    "rollouts, 2 lanes": {"where": "rollouts", "workers": 2},
+    "rollouts, 16 lanes": {"where": "rollouts", "workers": 2, "lanes": 16},
+}
+CHEAP = ("inline", "processes, 2 lanes", "rollouts, 2 lanes")
+WAITING = ("threads", "processes, 16 lanes", "rollouts, 16 lanes")
+CASES: tuple[Any, ...] = (
+    ("CartPole, plain", plain_cartpole, Mlp, 64, 128, CHEAP),
+    ("pixels", PixelEnv, NatureCnn, 8, 128, CHEAP),
+    ("pixels", PixelEnv, NatureCnn, 32, 128, CHEAP),
+    ("steps of lognormal time", SleepEnv, Mlp, 16, 32, WAITING),
+)
+
+
+def measure(sizes: Sizes, cases: tuple[Any, ...] = CASES) -> list[Record]:
+    """A line for each case."""
+    return [_measured(sizes, *case) for case in cases]
+
+
+def _measured(
+    sizes: Sizes, workload: str, env: Any, policy: Any, slots: int, length: int, ways: Sequence[str]
+) -> Record:
+    chosen: Counter[str] = Counter()
+    rates: dict[str, list[float]] = {way: [] for way in ("auto", *ways)}
+    for number in range(max(1, sizes.rounds // 2)):
+        for way in list(rates)[:: -1 if number % 2 else 1]:
+            with Rollout(
+                env,
+                module=policy(),
+                num_envs=slots,
+                **WAYS[way],
+                fragment_length=length,
+                prefetch=1,
+                flat_forward=True,
+                seed=0,
+            ) as rollout:
+                rates[way].append(in_steady_state(rollout, 2 * sizes.seconds))
+                if way == "auto":
+                    chosen[rollout.placement.split("'")[1]] += 1
+    best = max(ways, key=lambda way: median(rates[way]))
+    pairs = list(zip(rates["auto"], rates[best], strict=True))
+    by_hand = {way: round(median(rates[way])) for way in ways}
+    told = {"where": chosen.most_common(1)[0][0], "chosen": dict(chosen), "beside_name": best, "by_hand": by_hand}
+    return record(f"auto: {workload}", slots, pairs, aim=0.95, **told)
+
+
+if __name__ == "__main__":
+    run(measure)

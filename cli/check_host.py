@@ -1,0 +1,75 @@
+"""`rollflow check-host`: whether somebody's host of environments keeps to the protocol."""
+
+import argparse
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from rollflow.nodes.remote.host_checks import check_host
+from rollflow.nodes.remote.remote_envs import address_of, close_sockets, listen_on, secret_bytes
+from rollflow.stream.wire import UnixAddress, check_secret, parse_address
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "check-host",
+        help="check whether a host of environments keeps to the protocol",
+        description="Exercise a host of environments, and print what it does wrong.",
+    )
+    parser.add_argument("address", nargs="?", help="where the host listens: tcp://host:port or unix:/path")
+    parser.add_argument("--listen", metavar="ADDRESS", help="wait here for a host that dials, again after each check")
+    parser.add_argument("--secret-file", metavar="FILE", help="the secret that both sides must know")
+    parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for a step or a reset (10)")
+    parser.set_defaults(run=run)
+
+
+def run(told: argparse.Namespace) -> int:
+    """Do it; 0 where nothing is wrong."""
+    if (told.address is None) == (told.listen is None):
+        raise ValueError("expected either an address or --listen")
+    secret = None
+    if told.secret_file is not None:
+        with open(told.secret_file) as file:
+            secret = secret_bytes(file.read())
+    wrong = 0
+    with ExitStack() as stack:
+        opened = _dialled(told.address, secret) if told.listen is None else _listened(told, secret, stack)
+        for result in check_host(opened, secret=secret, patience_s=told.timeout):
+            print(f"{'ok   ' if result.wrong is None else 'WRONG'}  {result.name}", flush=True)
+            if result.wrong is not None:
+                wrong += 1
+                print(f"       it {result.wrong}", flush=True)
+    print("all is well" if not wrong else f"{wrong} wrong")
+    return min(wrong, 1)
+
+
+def _dialled(text: str, secret: bytes | None) -> Callable[[], socket.socket]:
+    address = parse_address(text)
+    check_secret(address, secret)
+
+    def opened() -> socket.socket:
+        if not isinstance(address, UnixAddress):
+            return socket.create_connection((address.host, address.port), timeout=10.0)
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address.path)
+        return sock
+
+    return opened
+
+
+def _listened(told: argparse.Namespace, secret: bytes | None, stack: ExitStack) -> Callable[[], socket.socket]:
+    address = parse_address(told.listen)
+    check_secret(address, secret)
+    listeners = listen_on(address)
+    stack.callback(close_sockets, listeners)
+    print(f"waiting for a host on {address_of(listeners[0])}", file=sys.stderr, flush=True)
+    listeners[0].setblocking(True)
+
+    def opened() -> socket.socket:
+        sock, _ = listeners[0].accept()
+        return sock
+
+    return opened

@@ -1,0 +1,400 @@
+"""Takes hosts in, keeps their connections, and hands over what they answer."""
+
+import logging
+import secrets
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from time import monotonic
+from typing import Any
+
+from rollflow.nodes.remote.dialler import Dialled, Dialler
+from rollflow.nodes.remote.remote_envs import RemoteEnvs
+from rollflow.nodes.remote.remote_host import Answered, Joined, Left, News, RemoteHost
+from rollflow.nodes.remote.transport import TlsTransport, Transport
+from rollflow.stream.bell import Bell
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import (
+    NONCE_BYTES,
+    Broken,
+    Event,
+    GatewayConnection,
+    GatewaySession,
+    Goodbye,
+    Hello,
+    Request,
+    TcpAddress,
+)
+
+logger = logging.getLogger(__name__)
+
+_TEND_S = 0.25  # how long nobody may look at the sockets
+_MOST_STRANGERS = 256  # connections that have not proved themselves yet
+_GOODBYE_S = 1.0
+_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
+
+
+@dataclass(slots=True)
+class _Peer:
+    """A connection, and whose it is."""
+
+    transport: Transport
+    connection: GatewayConnection
+    where: str  # the other end
+    host: RemoteHost | None = None
+    dialled: Dialled | None = None
+
+
+class Gateway:
+    """Where hosts of environments come in.
+
+        envs    where they are expected
+
+    Whoever runs the rollout looks after the sockets by `service`, when `fileno` can be read. While it is busy with
+    something else for long, a thread does, so that nobody takes this gateway for dead: what came then is told by
+    `fileno` as well. `news` gives what has happened.
+
+    Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
+    """
+
+    def __init__(self, envs: RemoteEnvs) -> None:
+        envs.take()
+        self.hosts: dict[bytes, RemoteHost] = {}  # by the token of their session
+        self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
+        self._envs = envs
+        self._first: Hello | None = None
+        self._next_lane = self._next_slot = 0
+        self._host_of: dict[int, RemoteHost] = {}
+        self._peers: dict[int, _Peer] = {}  # by descriptor
+        self._peer_of: dict[int, _Peer] = {}  # by identity of the connection
+        self._listening = {sock.fileno(): sock for sock in envs.sockets}
+        self._news: deque[News] = deque()
+        self._lock = threading.RLock()
+        self._bell = Bell()
+        self._epoll = select.epoll()
+        self._epoll.register(self._bell.fileno(), select.EPOLLIN)
+        for fd in self._listening:
+            self._epoll.register(fd, select.EPOLLIN)
+        # A gateway must not be held by what it holds: it ends when nobody else has it any more.
+        itself = weakref.ref(self)
+        self._dialler = Dialler(
+            [] if envs.is_listening else envs.addresses,
+            self._epoll,
+            lambda sock, dialled: _reached(itself, sock, dialled),
+        )
+        self._serviced = self._ticked = monotonic()
+        self._closing = threading.Event()
+        open_now = self._closing, envs, self._peers, self._dialler.calling, self._epoll, self._bell
+        self._ending = weakref.finalize(self, _end, *open_now)  # also where nobody ever closes it
+        self._tender = threading.Thread(
+            target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
+        )
+        self._tender.start()
+
+    def fileno(self) -> int:
+        """Can be read once there is something to do for `service`, or something new for `news`."""
+        return self._epoll.fileno()
+
+    def service(self) -> None:
+        """Do what there is to do for the sockets, without waiting."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._serviced = now = monotonic()
+            for fd, events in self._epoll.poll(0):
+                self._serve(fd, events, now)
+            if now - self._ticked >= _TEND_S / 2:
+                self._ticked = now
+                self._tick(now)
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until there is something to do for `service`; it may be called without."""
+        self._epoll.poll(_TEND_S if timeout is None else min(max(timeout, 0.0), _TEND_S))
+
+    def news(self) -> Iterator[News]:
+        """What has happened since, oldest first."""
+        while self._news:
+            yield self._news.popleft()
+
+    def ask(self, request: Request) -> None:
+        """Ask the host of a lane for something; it may take more than one connection. Raises WireError."""
+        with self._lock:
+            host = self._host_of[request.lane]
+            host.connection.ask(request)
+            self._write(host.connection)
+
+    def next_number(self, lane: int) -> int:
+        """The number of a lane's next request."""
+        return self._host_of[lane].session.next_number(lane)
+
+    def host_of(self, lane: int) -> RemoteHost:
+        """The host that a lane is, or was, on."""
+        return self._host_of[lane]
+
+    def dismiss(self, host: RemoteHost, code: str, reason: str) -> None:
+        """Have nothing to do with a host any more, and say why."""
+        with self._lock:
+            host.connection.refuse(code, reason)
+            peer = self._peer_of.get(id(host.connection))
+            if peer is not None:
+                self._drop(peer)
+            self._leave(host, reason)
+
+    def close(self, reason: str = "the rollout has ended") -> None:
+        """Say goodbye to all hosts, and close every socket."""
+        self._closing.set()
+        self._tender.join()
+        with self._lock:
+            if not self._ending.alive:
+                return
+            for peer in list(self._peers.values()):
+                peer.connection.goodbye(reason)
+                peer.transport.write()
+            self._await_goodbyes(monotonic() + _GOODBYE_S)
+            for peer in list(self._peers.values()):
+                self._drop(peer)
+            self._ending()
+
+    def describe(self) -> str:
+        """Who is there, for `explain()`."""
+        names = sorted(host.name for host in self.hosts.values())
+        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        return f"{len(names)} host{'' if len(names) == 1 else 's'}: {shown}"
+
+    def waited_for(self) -> str:
+        """Where hosts were expected, and what came of those that tried, for errors."""
+        where = ", ".join(str(address) for address in self._envs.addresses)
+        problems = [*self._dialler.problems, *self.refusals]
+        told = f"; {'; '.join(problems)}" if problems else ""
+        return f"{'listening on' if self._envs.is_listening else 'dialling'} {where}{told}"
+
+    # Sockets
+
+    def _serve(self, fd: int, events: int, now: float) -> None:
+        peer = self._peers.get(fd)
+        if peer is not None:
+            if events & ~select.EPOLLOUT:
+                self._take(peer, peer.transport.read(now), now)
+            if peer.transport.fileno() >= 0:
+                self._write(peer.connection)
+        elif fd in self._listening:
+            self._accept(self._listening[fd], now)
+        elif fd in self._dialler.calling:
+            self._dialler.serve(fd, now)
+        elif fd == self._bell.fileno():
+            self._bell.silence()
+
+    def _tick(self, now: float) -> None:
+        """Do what is due."""
+        for peer in list(self._peers.values()):
+            deadline = peer.connection.next_deadline()
+            if deadline is not None and deadline <= now:
+                self._take(peer, peer.connection.tick(now), now)
+                if peer.transport.fileno() >= 0:
+                    self._write(peer.connection)
+        for host in list(self.hosts.values()):
+            if host.lost_at is not None and now - host.lost_at >= self._envs.limits.grace_s:
+                self._leave(host, f"{host.reason}, and not back within {self._envs.limits.grace_s:g} s")
+        self._dialler.tick(now)
+
+    def tend(self) -> None:
+        """Look after the sockets if nobody has for a while."""
+        if monotonic() - self._serviced >= _TEND_S:
+            self.service()
+            if self._news:
+                self._bell.ring()
+
+    def _accept(self, listener: socket.socket, now: float) -> None:
+        try:
+            sock, where = listener.accept()
+        except OSError:
+            return
+        strangers = sum(peer.host is None for peer in self._peers.values())
+        if strangers >= _MOST_STRANGERS:
+            sock.close()
+            self.refusals.append(f"more than {_MOST_STRANGERS} connections that have not proved themselves")
+            return
+        self.greet(sock, _told(where) or "a Unix socket", now)
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None = None) -> None:
+        """Take over a socket with a host at its other end."""
+        connection = GatewayConnection(
+            software=_software(),
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            secret=self._envs.secret,
+            limits=self._envs.limits,
+            now=now,
+        )
+        if self._envs.tls is None:
+            transport = Transport(sock, connection)
+        else:
+            name = dialled.address.host if dialled and isinstance(dialled.address, TcpAddress) else None
+            transport = TlsTransport(sock, connection, self._envs.tls, is_server=dialled is None, server_hostname=name)
+        peer = _Peer(transport, connection, where, dialled=dialled)
+        self._peers[transport.fileno()] = self._peer_of[id(connection)] = peer
+        self._epoll.register(transport.fileno(), select.EPOLLIN)
+        self._write(connection)
+
+    def _write(self, connection: GatewayConnection) -> None:
+        peer = self._peer_of.get(id(connection))
+        if peer is None:
+            return
+        waited = peer.transport.waits_to_write
+        peer.transport.write()
+        if peer.transport.waits_to_write != waited:
+            self._epoll.modify(
+                peer.transport.fileno(), select.EPOLLIN | (select.EPOLLOUT if peer.transport.waits_to_write else 0)
+            )
+
+    def _drop(self, peer: _Peer) -> None:
+        """Be done with a connection."""
+        if self._peer_of.pop(id(peer.connection), None) is None:
+            return
+        peer.transport.write()  # it may be a refusal
+        del self._peers[peer.transport.fileno()]
+        self._epoll.unregister(peer.transport.fileno())
+        peer.transport.close()
+        if peer.dialled is not None:
+            self._dialler.lost(peer.dialled)
+
+    def _await_goodbyes(self, until: float) -> None:
+        """Wait for the other ends to close, so that nothing that was said to them is lost."""
+        while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._peers.values()):
+            for fd, events in self._epoll.poll(left):
+                self._serve(fd, events, monotonic())
+
+    # Hosts
+
+    def _take(self, peer: _Peer, events: list[Event], now: float) -> None:
+        for event in events:
+            match event:
+                case Hello():
+                    self._take_in(peer, event, now)
+                case Broken():
+                    self._broken(peer, event.error, now)
+                case Goodbye():
+                    self._drop(peer)
+                    if peer.host is not None and peer.host.connection is peer.connection:
+                        self._leave(peer.host, f"said goodbye: {event.reason}")
+                case _:
+                    self._news.append(Answered(event))  # type: ignore[arg-type]
+        if not peer.connection.is_open:
+            self._drop(peer)
+
+    def _take_in(self, peer: _Peer, hello: Hello, now: float) -> None:
+        """A host has proved itself: it comes back, or is new, or is turned away."""
+        try:
+            known = self.hosts.get(hello.session)
+            if known is not None:
+                self._take_back(peer, known)
+                return
+            self._check_new(hello)
+            lanes = range(self._next_lane, self._next_lane + len(hello.slots))
+            firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
+            session = GatewaySession(hello.session, hello, lanes, firsts)
+            peer.connection.welcome(session)
+        except WireError as error:
+            peer.connection.refuse(error.code, str(error))
+            self._broken(peer, error, now)
+            return
+        self._next_lane, self._next_slot = lanes.stop, self._next_slot + hello.num_envs
+        peer.host = host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection)
+        self.hosts[session.token] = host
+        self._host_of.update(dict.fromkeys(lanes, host))
+        self._news.append(Joined(host))
+        logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
+
+    def _take_back(self, peer: _Peer, host: RemoteHost) -> None:
+        peer.connection.welcome(host.session)
+        old = self._peer_of.get(id(host.connection))
+        peer.host, host.connection, host.lost_at = host, peer.connection, None
+        if old is not None:
+            self._drop(old)
+        logger.info("host %s is back", host.name)
+
+    def _check_new(self, hello: Hello) -> None:
+        """Raise WireError for a host that can't be taken in."""
+        if hello.role != "env":
+            raise WireError(f"hello.role is '{hello.role}', expected 'env'", "role")
+        if len(self.hosts) >= self._envs.max_hosts:
+            raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
+        first = self._first
+        if first is None:
+            self._first = hello
+            return
+        for name in ("observation_space", "action_space"):
+            if getattr(hello, name) != getattr(first, name):
+                raise WireError(
+                    f"hello.{name} is {getattr(hello, name)}, expected that of host {first.name!r}, "
+                    f"{getattr(first, name)}",
+                    "spaces",
+                )
+
+    def _broken(self, peer: _Peer, error: WireError, now: float) -> None:
+        self._drop(peer)
+        host = peer.host
+        if host is None:
+            self.refusals.append(f"{peer.where}: {error}")
+            logger.warning("a connection from %s is refused: %s", peer.where, error)
+        elif host.connection is peer.connection:
+            host.lost_at, host.reason = now, str(error)
+            if error.code in _COMES_BACK:
+                logger.warning("host %s is lost: %s", host.name, error)
+            else:
+                self._leave(host, str(error))
+
+    def _leave(self, host: RemoteHost, reason: str) -> None:
+        if self.hosts.pop(host.session.token, None) is not None:
+            logger.warning("host %s has left: %s", host.name, reason)
+            self._news.append(Left(host, reason))
+
+
+def _reached(gateway: "weakref.ref[Gateway]", sock: socket.socket, dialled: Dialled) -> None:
+    there = gateway()
+    assert there is not None
+    there.greet(sock, str(dialled.address), monotonic(), dialled)
+
+
+def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
+    """Look after a gateway's sockets for as long as there is one."""
+    while not closing.wait(_TEND_S):
+        there = gateway()
+        if there is None:
+            return
+        there.tend()
+        del there
+
+
+def _end(
+    closing: threading.Event,
+    envs: RemoteEnvs,
+    peers: Mapping[int, _Peer],
+    calling: Mapping[int, tuple[socket.socket, Dialled, float]],
+    epoll: select.epoll,
+    bell: Bell,
+) -> None:
+    """Close what is open."""
+    closing.set()
+    for peer in peers.values():
+        peer.transport.close()
+    for sock, _, _ in calling.values():
+        sock.close()
+    envs.close()
+    epoll.close()
+    bell.close()
+
+
+def _software() -> str:
+    try:
+        return f"rollflow {version('rollflow')}"
+    except PackageNotFoundError:
+        return "rollflow"
+
+
+def _told(where: Any) -> str:
+    return str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else ""

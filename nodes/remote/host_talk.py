@@ -1,0 +1,198 @@
+"""Conversations with a host that is being checked, frame by frame: what is sent need not be right."""
+
+import secrets
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Any
+
+from gymnasium.vector.utils import batch_space
+
+from rollflow.stream.space_codec import space_of
+from rollflow.stream.tree import Tree
+from rollflow.stream.wire import (
+    NONCE_BYTES,
+    Broken,
+    Failed,
+    FrameDecoder,
+    GatewayConnection,
+    GatewaySession,
+    Hello,
+    Limits,
+    Message,
+    Refused,
+    Reset,
+    RowForm,
+    Rows,
+    Step,
+    decode,
+    encode,
+)
+
+Opened = Callable[[], socket.socket]  # a new connection to the host, blocking
+
+
+class Wrong(Exception):
+    """Raised when a host does something else than the protocol says."""
+
+
+class Talk:
+    """Conversations with one host.
+
+    opened        gives a new connection to it
+    secret        that both know; None: there is none
+    patience_s    how long an answer may take
+    """
+
+    def __init__(self, opened: Opened, secret: bytes | None, patience_s: float) -> None:
+        self.opened, self.secret, self.patience_s = opened, secret, patience_s
+
+    @contextmanager
+    def begun(self, session: GatewaySession | None = None) -> Iterator["Line"]:
+        """A connection after its handshake, with a new session or one that goes on."""
+        with self.opened() as sock:
+            sock.settimeout(self.patience_s)
+            yield Line(self.shaken(sock, session), sock)
+
+    def shaken(self, sock: socket.socket, session: GatewaySession | None) -> GatewaySession:
+        """Go through the handshake. Raises Wrong where the host does something else."""
+        gateway = GatewayConnection(
+            software="rollflow check-host",
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            secret=self.secret,
+            limits=Limits(),
+            now=monotonic(),
+        )
+        hello: Hello | None = None
+        while hello is None:
+            for event in _received(sock, gateway, "the handshake"):
+                if isinstance(event, Hello):
+                    hello = event
+        if session is None:
+            lanes = range(10, 10 + len(hello.slots))
+            firsts = [sum(hello.slots[:place]) for place in range(len(hello.slots))]
+            session = GatewaySession(hello.session, hello, lanes, firsts)
+        gateway.welcome(session)
+        _flush(sock, gateway)
+        return session
+
+
+class Line:
+    """A connection under way, frame by frame: what is sent need not be right."""
+
+    def __init__(self, session: GatewaySession, sock: socket.socket) -> None:
+        self.session, self.sock = session, sock
+        self.hello = session.hello
+        self.lane = session.lanes[0]
+        self.form = RowForm.of(self.hello)
+        self._decoder = FrameDecoder(Limits().max_frame)
+        self._waiting: list[Message] = []
+
+    @property
+    def slots(self) -> int:
+        """Environments of the first lane."""
+        return self.session.slots_of(self.lane)
+
+    def send(self, message: Message) -> None:
+        """Send a message as it is."""
+        self.sock.sendall(b"".join(encode(message)))
+
+    def next(self, what: str) -> Message:
+        """The next message. Raises Wrong where none comes."""
+        while not self._waiting:
+            data = _data(self.sock, what)
+            if not data:
+                raise Wrong(f"closed the connection, expected {what}")
+            self._waiting += [decode(frame) for frame in self._decoder.feed(data)]
+        return self._waiting.pop(0)
+
+    def expect(self, kind: type[Message], what: str) -> Any:
+        """The next message, of this kind. Raises Wrong for another."""
+        message = self.next(what)
+        if not isinstance(message, kind):
+            raise Wrong(f"sent {shown(message)}, expected {what}")
+        return message
+
+    def ask(self, request: Reset | Step) -> Rows:
+        """Ask for something that is right: the answer. Raises Wrong where it fails, or does not fit."""
+        self.session.ask(request)
+        self.send(request)
+        return self.answer_to(request)
+
+    def answer_to(self, request: Reset | Step) -> Rows:
+        """The next message, as the answer to this."""
+        answer = self.expect(Rows | Failed, f"rows for {request.kind} {request.number}")  # type: ignore[arg-type]
+        if isinstance(answer, Failed):
+            raise Wrong(f"failed at {request.kind} {request.number}: {answer.type}: {answer.text}")
+        if self.session.asked(answer) is not None:
+            self.session.take(answer)
+        return self.form.check_rows(answer, request, self.session.slots_of(request.lane))
+
+    def reset(self, seed: int = 1, lane: int | None = None) -> Rows:
+        """Reset a lane with seeds."""
+        lane = self.lane if lane is None else lane
+        return self.ask(self.reset_request(seed, lane))
+
+    def reset_request(self, seed: int, lane: int) -> Reset:
+        """What asks for it."""
+        seeds = tuple(seed + slot for slot in range(self.session.slots_of(lane)))
+        return Reset(lane, self.session.next_number(lane), seeds, None)
+
+    def step(self, actions: Tree) -> Rows:
+        """Step the first lane."""
+        return self.ask(self.step_request(actions))
+
+    def step_request(self, actions: Tree) -> Step:
+        """What asks for it."""
+        return Step(self.lane, self.session.next_number(self.lane), actions)
+
+    def actions(self, count: int, lane: int | None = None) -> list[Tree]:
+        """So many actions for all slots of a lane, the same for every run."""
+        space = batch_space(space_of(dict(self.hello.action_space)), self.session.slots_of(lane or self.lane))
+        space.seed(7)
+        return [space.sample() for _ in range(count)]
+
+    def refused(self, code: str, why: str) -> None:
+        """Expect the host to refuse with this code and to close. Raises Wrong where it does not."""
+        refusal = self.expect(Refused, f"refused with the code '{code}', after {why}")
+        if refusal.code != code:
+            raise Wrong(f"refused with the code '{refusal.code}' ({refusal.text}), expected '{code}', after {why}")
+        self.closed(f"the connection closed after {why}")
+
+    def closed(self, what: str) -> None:
+        """Expect the host to close the connection. Raises Wrong where it does not."""
+        if self._waiting or _data(self.sock, what):
+            raise Wrong(f"sent more, expected {what}")
+
+
+def shown(message: Message) -> str:
+    """A message, for people."""
+    told = f" '{message.code}' ({message.text})" if isinstance(message, Refused) else ""
+    number = getattr(message, "number", None)
+    return f"{message.kind}{'' if number is None else f' {number}'}{told}"
+
+
+def _received(sock: socket.socket, gateway: GatewayConnection, what: str) -> list[Any]:
+    data = _data(sock, what)
+    events = gateway.receive(data, monotonic()) if data else gateway.ended()
+    _flush(sock, gateway)
+    for event in events:
+        if isinstance(event, Broken):
+            raise event.error
+    return list(events)
+
+
+def _flush(sock: socket.socket, gateway: GatewayConnection) -> None:
+    for buffer in gateway.outgoing():
+        sock.sendall(buffer)
+
+
+def _data(sock: socket.socket, what: str) -> bytes:
+    """What comes next; nothing where the other end has closed."""
+    try:
+        return sock.recv(1 << 16)
+    except TimeoutError:
+        raise Wrong(f"sent nothing for {sock.gettimeout():g} s, expected {what}") from None
+    except ConnectionError:
+        return b""

@@ -1,0 +1,238 @@
+"""What a user gives a rollout whose environments are on other hosts."""
+
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Self
+
+from rollflow.stream.errors import EnvError
+from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
+
+Secret = bytes | str | None
+
+
+class RemoteEnvs:
+    """Environments on hosts that dial in, or are dialled: see `listen` and `connect`.
+
+    addresses    listened on, with the ports that they have; or to be dialled
+
+    For one rollout, which closes it; `close` is for one that was never given to any.
+    """
+
+    def __init__(
+        self,
+        *,
+        sockets: Sequence[socket.socket],
+        addresses: Sequence[Address],
+        secret: Secret,
+        tls: ssl.SSLContext | None,
+        hosts: int,
+        join_timeout: float | None,
+        max_hosts: int,
+        limits: Limits,
+    ) -> None:
+        if not 1 <= hosts <= max_hosts:
+            raise ValueError(f"hosts is {hosts} and max_hosts is {max_hosts}, expected 1 <= hosts <= max_hosts")
+        self.addresses = list(addresses)
+        self.sockets = list(sockets)
+        self.secret = secret_bytes(secret)
+        self.tls = tls
+        self.hosts = hosts
+        self.join_timeout = join_timeout
+        self.max_hosts = max_hosts
+        self.limits = limits
+        self.is_taken = False
+
+    @classmethod
+    def listen(
+        cls,
+        *addresses: str,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        hosts: int = 1,
+        join_timeout: float | None = 120.0,
+        max_hosts: int = 4096,
+        limits: Limits | None = None,
+    ) -> Self:
+        """Listen right away, for hosts that dial in whenever they want to.
+
+            addresses       'tcp://host:port' or 'unix:/path'; port 0 is any that is free: see `addresses`
+            secret          that hosts must know, and that is never sent. Without one only loopback addresses and Unix
+                            sockets are listened on
+            tls             a server's context; it may ask for the hosts' certificates
+            hosts           how many the rollout waits for before it begins; others may come at any time
+            join_timeout    seconds that it waits for them, and, when all have left, for others; None: for ever
+            max_hosts       more are refused
+            limits          of frames, times and bytes under way
+
+        Raises WireError for an address that is none, or not without a secret; EnvError where it can't be listened on.
+        """
+        if not addresses:
+            raise ValueError("no address to listen on, expected 'tcp://host:port' or 'unix:/path'")
+        sockets: list[socket.socket] = []
+        try:
+            for text in addresses:
+                address = parse_address(text)
+                check_secret(address, secret_bytes(secret))
+                sockets += listen_on(address)
+            return cls(
+                sockets=sockets,
+                addresses=[address_of(sock) for sock in sockets],
+                secret=secret,
+                tls=tls,
+                hosts=hosts,
+                join_timeout=join_timeout,
+                max_hosts=max_hosts,
+                limits=Limits() if limits is None else limits,
+            )
+        except BaseException:
+            close_sockets(sockets)
+            raise
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: str | Sequence[str],
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        hosts: int | None = None,
+        join_timeout: float | None = 120.0,
+        limits: Limits | None = None,
+    ) -> Self:
+        """Dial hosts that listen, and again whenever a connection is lost.
+
+            addresses    'tcp://host:port' or 'unix:/path', one for each host
+            tls          a client's context
+            hosts        how many the rollout waits for before it begins; None: all of them
+
+        All else is as for `listen`.
+        """
+        texts = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not texts:
+            raise ValueError("no address to dial, expected 'tcp://host:port' or 'unix:/path'")
+        parsed = [parse_address(text) for text in texts]
+        for address in parsed:
+            check_secret(address, secret_bytes(secret))
+        return cls(
+            sockets=[],
+            addresses=parsed,
+            secret=secret,
+            tls=tls,
+            hosts=len(parsed) if hosts is None else hosts,
+            join_timeout=join_timeout,
+            max_hosts=max(len(parsed), 1),
+            limits=Limits() if limits is None else limits,
+        )
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether hosts dial in."""
+        return bool(self.sockets)
+
+    def take(self) -> None:
+        """Say that a rollout has it. Raises EnvError where another has."""
+        if self.is_taken:
+            raise EnvError("these remote environments have been given to a rollout already, expected others")
+        self.is_taken = True
+
+    def close(self) -> None:
+        """Stop listening."""
+        close_sockets(self.sockets)
+
+
+def secret_bytes(secret: Secret) -> bytes | None:
+    """A secret as it is used: text in UTF-8, without white space at its ends."""
+    return secret.strip().encode() if isinstance(secret, str) else secret
+
+
+def listen_on(address: Address) -> list[socket.socket]:
+    """Sockets that listen on an address. Raises EnvError where that can't be."""
+    sockets: list[socket.socket] = []
+    try:
+        if isinstance(address, UnixAddress):
+            sockets.append(_unix_listener(address))
+        else:
+            sockets += _tcp_listeners(address)
+    except OSError as error:
+        close_sockets(sockets)
+        raise EnvError(f"can't listen on {address}: {error.strerror or error}") from error
+    for sock in sockets:
+        sock.setblocking(False)
+    return sockets
+
+
+def dial(address: Address) -> socket.socket:
+    """A non-blocking socket that is being connected. Raises OSError where that can't be."""
+    if isinstance(address, UnixAddress):
+        sock, target = socket.socket(socket.AF_UNIX), address.path
+    else:
+        [(family, kind, protocol, _, target), *_] = socket.getaddrinfo(  # type: ignore[assignment]
+            address.host, address.port, type=socket.SOCK_STREAM
+        )
+        sock = socket.socket(family, kind, protocol)
+    sock.setblocking(False)
+    try:
+        with suppress(BlockingIOError):
+            sock.connect(target)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def address_of(sock: socket.socket) -> Address:
+    """Where a socket listens."""
+    name = sock.getsockname()
+    return UnixAddress(name) if sock.family == socket.AF_UNIX else TcpAddress(name[0], name[1])
+
+
+def close_sockets(sockets: Sequence[socket.socket]) -> None:
+    """Close listening sockets, and take the files of Unix sockets away."""
+    for sock in sockets:
+        if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+            with suppress(OSError):
+                os.unlink(sock.getsockname())
+        sock.close()
+
+
+def _unix_listener(address: UnixAddress) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        with suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(address.path).st_mode) and not _is_answered(address):
+                os.unlink(address.path)  # left behind by somebody who was killed
+        sock.bind(address.path)
+        os.chmod(address.path, 0o600)
+        sock.listen(socket.SOMAXCONN)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_answered(address: UnixAddress) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.path)
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def _tcp_listeners(address: TcpAddress) -> list[socket.socket]:
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # A name may stand for several addresses; with port 0 each would have another one.
+    sockets = []
+    for family, kind, protocol, _, target in found if address.port else found[:1]:
+        sock = socket.socket(family, kind, protocol)
+        sockets.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(target)
+        sock.listen(socket.SOMAXCONN)
+    return sockets

@@ -1,0 +1,48 @@
+"""Hosts that a gateway has taken in, and what is told of them."""
+
+from dataclasses import dataclass
+
+from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
+
+
+class RemoteHost:
+    """A host that has been taken in.
+
+    name          as it calls itself, and where it is
+    session       what outlives its connections
+    connection    the newest
+    lost_at       since when it has none; None: it has one
+    reason        why it was lost
+    """
+
+    def __init__(self, name: str, session: GatewaySession, connection: GatewayConnection) -> None:
+        self.name = name
+        self.session = session
+        self.connection = connection
+        self.lost_at: float | None = None
+        self.reason = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A host has come, with new lanes."""
+
+    host: RemoteHost
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A host has answered."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A host has gone for good, its lanes with it."""
+
+    host: RemoteHost
+    reason: str
+
+
+News = Joined | Answered | Left

@@ -1,0 +1,191 @@
+"""A connection's bytes through a socket, with TLS or without, never waiting."""
+
+import contextlib
+import socket
+import ssl
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+
+from rollflow.stream.wire import Broken, Connection, Event
+
+_MOST_READS = 64  # in a row, before others have their turn
+_MOST_BUFFERS = 64  # sent at a time
+_TLS_BYTES = 1 << 16
+
+
+class Transport:
+    """What a connection is to send goes out, and what comes in is given to it.
+
+    sock          connected; taken over
+    connection    this end of the protocol
+
+    A socket that can't be written to any more is found out by reading.
+    """
+
+    def __init__(self, sock: socket.socket, connection: Connection) -> None:
+        sock.setblocking(False)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self._sock = sock
+        self._unsent: deque[memoryview] = deque()
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+        return self._sock.fileno()
+
+    @property
+    def waits_to_write(self) -> bool:
+        """Whether something is left to be sent once the socket takes more."""
+        return bool(self._unsent)
+
+    def read(self, now: float) -> list[Event]:
+        """Receive what is there; what it comes to."""
+        events: list[Event] = []
+        for _ in range(_MOST_READS):
+            try:
+                count = self._sock.recv_into(self.connection.buffer())
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                count = 0
+            events += self.connection.filled(count, now) if count else self.connection.ended()
+            if not count or not self.connection.is_open:
+                break
+        return events
+
+    def write(self) -> None:
+        """Send what there is to send, as much as the socket takes."""
+        self._unsent += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
+        self.connection.sent(self._send())
+
+    def close(self) -> None:
+        """Close the socket; what it has taken is still delivered."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+            # Closed with something unread, the connection would be reset, and the last words lost.
+            for _ in range(_MOST_READS):
+                if not self._sock.recv(_TLS_BYTES):
+                    break
+        self._sock.close()
+
+    def _send(self) -> int:
+        """Send from `_unsent`; how many bytes were sent."""
+        unsent, total = self._unsent, 0
+        while unsent:
+            try:
+                count = self._sock.sendmsg(list(islice(unsent, _MOST_BUFFERS)))
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:
+                unsent.clear()
+                break
+            total += count
+            while unsent and count >= len(unsent[0]):
+                count -= len(unsent.popleft())
+            if count:
+                unsent[0] = unsent[0][count:]
+        return total
+
+
+class TlsTransport(Transport):
+    """A `Transport` whose bytes are encrypted.
+
+    context            server's or client's, as `is_server` says; with a client's certificate asked for or not
+    server_hostname    what a client expects the certificate to be for
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        connection: Connection,
+        context: ssl.SSLContext,
+        *,
+        is_server: bool,
+        server_hostname: str | None = None,
+    ) -> None:
+        super().__init__(sock, connection)
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(
+            self._incoming,
+            self._outgoing,
+            server_side=is_server,
+            server_hostname=None if is_server else server_hostname,
+        )
+        self._plain: deque[memoryview] = deque()  # not encrypted yet
+        self._encrypted = 0  # bytes of the connection's that are encrypted and not sent
+        self._is_agreed = False
+
+    @property
+    def waits_to_write(self) -> bool:
+        """Whether something is left to be sent once the socket takes more."""
+        return bool(self._unsent)
+
+    def read(self, now: float) -> list[Event]:
+        """Receive what is there, decrypt it; what it comes to."""
+        has_ended = self._receive()
+        events: list[Event] = []
+        try:
+            if self._agrees():
+                for count in self._decrypted():
+                    events += self.connection.filled(count, now)
+                    if not self.connection.is_open:
+                        break
+        except ssl.SSLError as error:
+            events += self._failed(error)
+        if has_ended and self.connection.is_open:
+            events += self.connection.ended()
+        self.write()
+        return events
+
+    def write(self) -> None:
+        """Encrypt and send what there is to send, as much as the socket takes."""
+        self._plain += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
+        with contextlib.suppress(ssl.SSLError):  # which reading finds out
+            while self._agrees() and self._plain:
+                self._encrypted += self._tls.write(self._plain[0])
+                self._plain.popleft()
+        if self._outgoing.pending:
+            self._unsent.append(memoryview(self._outgoing.read()))
+        self._send()
+        if not self._unsent:
+            self.connection.sent(self._encrypted)
+            self._encrypted = 0
+
+    def _receive(self) -> bool:
+        """Take in what has come; whether the other end has closed."""
+        for _ in range(_MOST_READS):
+            try:
+                data = self._sock.recv(_TLS_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except OSError:
+                return True
+            if not data:
+                self._incoming.write_eof()
+                return True
+            self._incoming.write(data)
+        return False
+
+    def _agrees(self) -> bool:
+        """Whether both ends have agreed on how to encrypt. Raises ssl.SSLError where they can't."""
+        if not self._is_agreed:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                self._tls.do_handshake()
+                self._is_agreed = True
+        return self._is_agreed
+
+    def _decrypted(self) -> Iterator[int]:
+        """How many bytes stand in the connection's buffer now, again and again."""
+        with contextlib.suppress(ssl.SSLWantReadError, ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            while count := int(self._tls.read(_TLS_BYTES, self.connection.buffer())):
+                yield count
+
+    def _failed(self, error: ssl.SSLError) -> list[Event]:
+        if not self.connection.is_open:
+            return []
+        reason = getattr(error, "verify_message", None) or error.reason or str(error)
+        self.connection.refuse("tls", f"TLS: {reason}")
+        assert self.connection.error is not None
+        return [Broken(self.connection.error)]

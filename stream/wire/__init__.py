@@ -1,0 +1,86 @@
+"""The protocol between a gateway and the hosts of environments and rollouts, without the I/O."""
+
+from rollflow.stream.wire.address import Address, TcpAddress, UnixAddress, check_secret, parse_address
+from rollflow.stream.wire.connection import Broken, Connection, Event, Phase
+from rollflow.stream.wire.frame import Buffer, FrameDecoder
+from rollflow.stream.wire.gateway import GatewayConnection
+from rollflow.stream.wire.handshake import (
+    NONCE_BYTES,
+    SESSION_BYTES,
+    VERSION,
+    Challenge,
+    Hello,
+    LaneGrant,
+    Proof,
+    Welcome,
+)
+from rollflow.stream.wire.host import HostConnection
+from rollflow.stream.wire.limits import Limits
+from rollflow.stream.wire.message import Message, decode, encode
+from rollflow.stream.wire.rows import RowForm
+from rollflow.stream.wire.running import (
+    Answer,
+    Credit,
+    Failed,
+    Fragment,
+    Goodbye,
+    Metrics,
+    Ping,
+    Pong,
+    Refused,
+    Request,
+    Reset,
+    Rows,
+    States,
+    Step,
+    Turn,
+    Weights,
+)
+from rollflow.stream.wire.session import GatewaySession, HostSession
+
+__all__ = [
+    "NONCE_BYTES",
+    "SESSION_BYTES",
+    "VERSION",
+    "Address",
+    "Answer",
+    "Broken",
+    "Buffer",
+    "Challenge",
+    "Connection",
+    "Credit",
+    "Event",
+    "Failed",
+    "Fragment",
+    "FrameDecoder",
+    "GatewayConnection",
+    "GatewaySession",
+    "Goodbye",
+    "Hello",
+    "HostConnection",
+    "HostSession",
+    "LaneGrant",
+    "Limits",
+    "Message",
+    "Metrics",
+    "Phase",
+    "Ping",
+    "Pong",
+    "Proof",
+    "Refused",
+    "Request",
+    "Reset",
+    "RowForm",
+    "Rows",
+    "States",
+    "Step",
+    "TcpAddress",
+    "Turn",
+    "UnixAddress",
+    "Weights",
+    "Welcome",
+    "check_secret",
+    "decode",
+    "encode",
+    "parse_address",
+]

@@ -1,0 +1,86 @@
+"""Where a gateway or a host listens: `tcp://host:port`, `tcp://[::1]:port`, `unix:/path`."""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+from rollflow.stream.errors import WireError
+
+_TCP = re.compile(r"tcp://(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^\[\]:/?#@\s]+)):(?P<port>[0-9]{1,5})", re.ASCII)
+_MOST_PATH = 103  # bytes: what the system with the least takes
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    """A port of a host; 0, to listen on, is any that is free."""
+
+    host: str
+    port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.host.lower() == "localhost":
+            return True
+        try:
+            number = ipaddress.ip_address(self.host)
+        except ValueError:
+            return False
+        return (getattr(number, "ipv4_mapped", None) or number).is_loopback
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    """A socket in the file system."""
+
+    path: str
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach it."""
+        return True
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}"
+
+
+Address = TcpAddress | UnixAddress
+
+
+def parse_address(text: str) -> Address:
+    """The address that a text names. Raises WireError for one that names none."""
+    if text.startswith("unix:"):
+        path = text.removeprefix("unix:")
+        if not path.startswith("/") or "\0" in path or len(path.encode(errors="surrogateescape")) > _MOST_PATH:
+            raise _no_address(text, f"an absolute path of at most {_MOST_PATH} bytes behind 'unix:'")
+        return UnixAddress(path)
+    match = _TCP.fullmatch(text)
+    if match is None:
+        raise _no_address(text, "'tcp://host:port', 'tcp://[ipv6]:port' or 'unix:/path'")
+    port = int(match["port"])
+    if port > 0xFFFF:
+        raise _no_address(text, "a port from 0 to 65535")
+    if match["six"] is not None:
+        try:
+            ipaddress.IPv6Address(match["six"])
+        except ValueError:
+            raise _no_address(text, "an IPv6 address in brackets") from None
+    return TcpAddress(match["six"] or match["name"], port)
+
+
+def check_secret(address: Address, secret: bytes | None) -> None:
+    """Raise WireError where anybody on the network could come in without a secret, or where it is empty."""
+    if secret is None and not address.is_local:
+        raise WireError(
+            f"address {str(address)!r} without a secret, expected one, or a loopback address or Unix socket", "secret"
+        )
+    if secret is not None and not secret:
+        raise WireError(f"address {str(address)!r}: the secret is empty, expected at least one byte", "secret")
+
+
+def _no_address(text: str, expected: str) -> WireError:
+    return WireError(f"address {text!r}, expected {expected}", "address")

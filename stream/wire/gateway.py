@@ -1,0 +1,175 @@
+"""A gateway's end of a connection to a host."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire.connection import Connection, Event, Phase, encoded
+from rollflow.stream.wire.handshake import VERSION, Challenge, Hello, Proof, Welcome
+from rollflow.stream.wire.limits import MAX_HANDSHAKE_FRAME, Limits
+from rollflow.stream.wire.message import Message
+from rollflow.stream.wire.proof import GATEWAY, HOST, is_proof, prove, transcript_of
+from rollflow.stream.wire.rows import RowForm
+from rollflow.stream.wire.running import (
+    Answer,
+    Credit,
+    Failed,
+    Fragment,
+    Metrics,
+    Request,
+    Reset,
+    Rows,
+    States,
+    Step,
+    Weights,
+)
+from rollflow.stream.wire.session import GatewaySession
+
+
+class GatewayConnection(Connection):
+    """A gateway's end.
+
+    software    what runs here, for people
+    nonce       32 random bytes, new for every connection
+    secret      None: the gateway has none, and takes no host that has one
+    credits     messages that nobody asked for which the host may still send
+    hello       what the host is; None before it has proved itself
+
+    Events: Hello, once the host has proved itself, which is to be answered with `welcome` or `refuse`; then Rows,
+    Failed and Fragment, the answer to each request once, and Metrics; Goodbye; Broken.
+    """
+
+    def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
+        super().__init__(limits, now, "host", min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+        self.credits = 0
+        self.hello: Hello | None = None
+        self._software, self._nonce, self._secret = software, nonce, secret
+        self._said: Hello | None = None  # by somebody who has not proved itself
+        self._form: RowForm | None = None
+        self._transcript = b""
+        self._session: GatewaySession | None = None
+
+    def welcome(self, session: GatewaySession, *, credits: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+        """Take the host in, with the session that its Hello names, which is new or was there before.
+
+        What was under way in the session is asked again, and its connection before this one is asked nothing more: it
+        may be closed. Raises WireError where there is no Hello to answer, or the host is not what it was when the
+        session began.
+        """
+        if self.phase is not Phase.HANDSHAKE or self.hello is None:
+            raise WireError("welcome: no host waits for it", "order")
+        resumed = session.is_welcomed
+        if self.hello.session != session.token:
+            raise WireError("welcome: the session is not the one that the host named", "session")
+        if resumed:
+            session.check_same(self.hello)
+        mac = prove(self._secret, GATEWAY, self._transcript)
+        self._send(Welcome(mac, session.token, resumed, credits, session.grants(), settings or {}))
+        self.phase = Phase.RUNNING
+        self.credits = credits
+        self._decoder.max_frame = self.limits.max_frame
+        self._session = session
+        session.is_welcomed = True
+        session.send = self._queue_if_running
+        for request in session.under_way:
+            self._send(request)
+
+    def ask(self, request: Request) -> None:
+        """Ask for something, under the lane's next number.
+
+        It goes through whichever connection of the session is running. Where none is, it is asked by the next. Its
+        arrays must stay as they are until the answer comes.
+
+        Raises WireError where it does not fit the lane or the spaces, or is larger than the host takes: it is not
+        asked then. A WireError with the code "undelivered" says that the connection is broken; the next one asks.
+        """
+        session, form = self._welcomed(request.kind)
+        if isinstance(request, Reset | Step):
+            request = form.check_request(request, session.slots_of(request.lane))
+        buffers = encoded(request, self._peer_max_frame, self.peer)
+        session.ask(request)
+        assert session.send is not None
+        session.send(buffers)
+
+    def give(self, count: int) -> None:
+        """Let the host send so many messages more that nobody asked for. Raises WireError when not running."""
+        self._check_running(Credit.kind)
+        self._send(Credit(count))
+        self.credits += count
+
+    def tell(self, news: Weights | States) -> None:
+        """Send weights or states, whose arrays must stay as they are until sent.
+
+        Raises WireError when not running, or the host runs no rollouts.
+        """
+        self._check_running(news.kind)
+        if self.hello is None or self.hello.role != "rollout":
+            raise WireError(f"{news.kind}: not for a host of environments", "role")
+        self._send(news)
+
+    def _welcomed(self, what: str) -> tuple[GatewaySession, RowForm]:
+        if self._session is None or self._form is None:
+            raise WireError(f"{what}: the host has not been welcomed", "order")
+        return self._session, self._form
+
+    def _take(self, message: Message, frame: bytearray) -> list[Event]:
+        if self.phase is Phase.HANDSHAKE:
+            return self._take_handshake(message, frame)
+        if self._session is None:
+            return []  # a goodbye has been said in the handshake
+        if isinstance(message, Rows | Failed | Fragment):
+            return self._take_answer(message)
+        if isinstance(message, Metrics):
+            if not self.credits:
+                raise WireError("metrics without a credit, expected to wait for more", "credit")
+            self.credits -= 1
+            return [message]
+        raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
+
+    def _take_answer(self, answer: Answer) -> list[Event]:
+        session, form = self._welcomed(answer.kind)
+        request = session.asked(answer)
+        if request is None:
+            return []
+        if isinstance(answer, Rows) and isinstance(request, Reset | Step):
+            answer = form.check_rows(answer, request, session.slots_of(answer.lane))
+        session.take(answer)
+        return [answer]
+
+    def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
+        if isinstance(message, Hello) and self._said is None:
+            self._take_hello(message, frame)
+            return []
+        if isinstance(message, Proof) and self._said is not None and self.hello is None:
+            if not is_proof(message.mac, self._secret, HOST, self._transcript):
+                told = "proves no secret" if self._secret is not None else "proves a secret, and this gateway has none"
+                if self._secret is not None and message.mac:
+                    told = "has another secret, or somebody has changed what it said"
+                raise WireError(f"proof.mac: the host {told}", "secret")
+            self._form = RowForm.of(self._said)  # not before: a space may take more memory than its description
+            self.hello = self._said
+            return [self.hello]
+        expected = "hello" if self._said is None else "proof" if self.hello is None else "nothing before the welcome"
+        raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
+
+    def _take_hello(self, hello: Hello, frame: bytearray) -> None:
+        self.peer = f"host {hello.name!r}"
+        lowest, highest = hello.versions
+        if not lowest <= VERSION <= highest:
+            raise WireError(f"hello.versions is {lowest} to {highest}, expected some with {VERSION}", "version")
+        if not hello.slots:
+            raise WireError("hello.slots is empty, expected the environments of at least one lane", "message")
+        self._said = hello
+        self._peer_max_frame = hello.max_frame
+        challenge = Challenge(
+            VERSION,
+            self._software,
+            self._nonce,
+            self._secret is not None,
+            self.limits.max_frame,
+            self.limits.heartbeat_s,
+            self.limits.grace_s,
+        )
+        buffers = encoded(challenge, hello.max_frame, self.peer)
+        self._transcript = transcript_of(bytes(frame), b"".join(buffers))
+        self._queue(buffers)

@@ -1,0 +1,131 @@
+"""The messages that a host and a gateway begin with: Hello, Challenge, Proof, Welcome."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from rollflow.stream.wire.field import flag, list_of, mapping, one_of, raw, record, seconds, span, text, whole
+
+VERSION = 1  # of the protocol, the only one that is spoken here
+NONCE_BYTES = 32
+SESSION_BYTES = 16
+MOST_LANES = 4096
+MOST_SLOTS = 1 << 20
+MOST_NUMBER = (1 << 53) - 1  # the largest whole number that every language has
+
+Role = Annotated[Literal["env", "rollout"], one_of("env", "rollout")]
+Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]
+Version = Annotated[int, whole(1, 0xFFFF)]
+Name = Annotated[str, text(256)]
+Nonce = Annotated[bytes, raw(NONCE_BYTES)]
+Proved = Annotated[bytes, raw(0, 32)]
+FrameSize = Annotated[int, whole(1 << 16, 0xFFFFFFFC)]
+Slots = Annotated[int, whole(1, MOST_SLOTS)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hello:
+    """A host introduces itself.
+
+    versions             the lowest and the highest protocol version that it speaks
+    role                 "env": it steps environments; "rollout": it runs whole rollouts
+    software, name       of what runs there, and of the host, for people
+    nonce                32 random bytes, new for every connection
+    session              16 random bytes that it has chosen: the same for as long as it remembers its lanes
+    max_frame            bytes of a frame that it takes, behind the length itself
+    slots                environments of each of its lanes
+    observation_space,   of one environment, as `describe_space` describes it
+    action_space
+    autoreset            what its environments do at an episode's end: see the protocol's documentation
+    metadata             what else there is to know, such as the environment's id
+    """
+
+    kind: ClassVar[str] = "hello"
+    versions: Annotated[tuple[int, ...], span(1, 0xFFFF)]
+    role: Role
+    software: Name
+    name: Name
+    nonce: Nonce
+    session: Annotated[bytes, raw(SESSION_BYTES)]
+    max_frame: FrameSize
+    slots: Annotated[tuple[int, ...], list_of(whole(1, MOST_SLOTS), MOST_LANES)]
+    observation_space: Annotated[Mapping[str, Any], mapping]
+    action_space: Annotated[Mapping[str, Any], mapping]
+    autoreset: Autoreset
+    metadata: Annotated[Mapping[str, Any], mapping]
+
+    @property
+    def num_envs(self) -> int:
+        """Environments in all."""
+        return sum(self.slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Challenge:
+    """A gateway answers a Hello.
+
+    version        the protocol version that is spoken from here on
+    software       of what runs there, for people
+    nonce          32 random bytes, new for every connection
+    secret         whether the gateway has a secret, which the host is to prove that it knows
+    max_frame      bytes of a frame that it takes, behind the length itself
+    heartbeat_s    seconds of silence after which either side asks whether the other is there
+    grace_s        seconds that it waits for a lost host to come back
+    """
+
+    kind: ClassVar[str] = "challenge"
+    version: Version
+    software: Name
+    nonce: Nonce
+    secret: Annotated[bool, flag]
+    max_frame: FrameSize
+    heartbeat_s: Annotated[float, seconds]
+    grace_s: Annotated[float, seconds]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proof:
+    """A host proves that it knows the secret.
+
+    mac    32 bytes, `proof.prove`; none where there is no secret
+    """
+
+    kind: ClassVar[str] = "proof"
+    mac: Proved
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneGrant:
+    """What a gateway calls one of a host's lanes, and where it stands.
+
+    lane          its id, in every message about it
+    slots         environments in it
+    first_slot    number of its first slot among all of the rollout's
+    number        of the last request that the gateway has the answer to; 0: there is none
+    """
+
+    lane: Annotated[int, whole(0, MOST_NUMBER)]
+    slots: Slots
+    first_slot: Annotated[int, whole(0, MOST_NUMBER)]
+    number: Annotated[int, whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Welcome:
+    """A gateway proves that it knows the secret as well, and takes the host in.
+
+    mac         32 bytes, `proof.prove`; none where there is no secret
+    session     the host's own, to come back with after the connection was lost
+    resumed     whether the gateway knows it from an earlier Welcome, which may not have arrived
+    credits     messages that nobody asked for which the host may send
+    lanes       the host's lanes, in the order of the Hello's `slots`
+    settings    what a rollout host needs to know of the rollout; empty for one of environments
+    """
+
+    kind: ClassVar[str] = "welcome"
+    mac: Proved
+    session: Annotated[bytes, raw(SESSION_BYTES)]
+    resumed: Annotated[bool, flag]
+    credits: Annotated[int, whole(0, MOST_NUMBER)]
+    lanes: Annotated[tuple[LaneGrant, ...], list_of(record(LaneGrant), MOST_LANES)]
+    settings: Annotated[Mapping[str, Any], mapping]

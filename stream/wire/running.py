@@ -1,0 +1,233 @@
+"""The messages of a connection that is under way."""
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.errors import WireError
+from rollflow.stream.tree import Tree
+from rollflow.stream.wire.field import (
+    array,
+    infos,
+    list_of,
+    map_of,
+    mapping,
+    nullable,
+    numbers,
+    text,
+    tree,
+    whole,
+)
+from rollflow.stream.wire.handshake import MOST_NUMBER, MOST_SLOTS
+
+LaneId = Annotated[int, whole(0, MOST_NUMBER)]
+Number = Annotated[int, whole(1, MOST_NUMBER)]
+Told = Annotated[str, text(4096)]
+_MOST_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reset:
+    """Gateway to host: reset all environments of a lane.
+
+    lane, number    which, and the request's number: 1, 2, … for each lane
+    seeds           one for each slot; None: go on with the generators that there are
+    options         gymnasium's; None: none
+    """
+
+    kind: ClassVar[str] = "reset"
+    lane: LaneId
+    number: Number
+    seeds: Annotated[tuple[int, ...] | None, nullable(list_of(whole(0, (1 << 64) - 1), MOST_SLOTS))]
+    options: Annotated[Mapping[str, Any] | None, nullable(mapping)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Gateway to host: step all environments of a lane.
+
+    actions    a tree of arrays `any[slots, ...]`, as the action space says
+    """
+
+    kind: ClassVar[str] = "step"
+    lane: LaneId
+    number: Number
+    actions: Annotated[Tree, tree]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Host to gateway: what a Reset or Step with this number gave.
+
+    obs                     a tree of arrays `any[slots, ...]`, as the observation space says
+    rewards                 f8[slots]; None after a Reset, as the two below
+    terminateds,            bool[slots]
+    truncateds
+    final_slots             slots whose episode ended in this step and that `obs` has the next episode's first
+                            observation of, ascending; none under NEXT_STEP
+    final_obs               their last observations, a tree of arrays `any[len(final_slots), ...]`; None: none
+    infos, final_infos      of `obs`, and of the episodes that ended: gymnasium's vector form, or SlotInfos
+    """
+
+    kind: ClassVar[str] = "rows"
+    lane: LaneId
+    number: Number
+    obs: Annotated[Tree, tree]
+    rewards: Annotated[NDArray[np.float64] | None, nullable(numbers("<f8"))]
+    terminateds: Annotated[NDArray[np.bool_] | None, nullable(numbers("|b1"))]
+    truncateds: Annotated[NDArray[np.bool_] | None, nullable(numbers("|b1"))]
+    final_slots: Annotated[tuple[int, ...], list_of(whole(0, MOST_SLOTS - 1), MOST_SLOTS)]
+    final_obs: Annotated[Tree | None, nullable(tree)]
+    infos: Annotated[Mapping[str, Any], infos]
+    final_infos: Annotated[Mapping[str, Any], infos]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failed:
+    """Host to gateway: the request with this number raised; a lane of environments is to be reset next.
+
+    type, text    of what was raised
+    notes         where it was: the slot, the step
+    traceback     for people
+    """
+
+    kind: ClassVar[str] = "failed"
+    lane: LaneId
+    number: Number
+    type: Annotated[str, text(256)]
+    text: Annotated[str, text(_MOST_TEXT)]
+    notes: Annotated[tuple[str, ...], list_of(text(4096), 64)]
+    traceback: Annotated[str, text(_MOST_TEXT)]
+
+    @classmethod
+    def of(cls, request: "Request", error: Exception) -> "Failed":
+        """What to answer where `error` was raised; its texts are cut where they are too long."""
+        notes = getattr(error, "__notes__", [])
+        return cls(
+            request.lane,
+            request.number,
+            type(error).__name__[:256],
+            _plain(str(error)[:_MOST_TEXT]),
+            tuple(_plain(str(note)[:4096]) for note in notes[:64]),
+            _plain("".join(traceback.format_exception(error))[-_MOST_TEXT:]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """Gateway to a rollout host: the next fragment of a lane is wanted."""
+
+    kind: ClassVar[str] = "turn"
+    lane: LaneId
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragment:
+    """Rollout host to gateway: what a Turn with this number gave.
+
+    columns    name -> a tree of arrays `any[rows, slots, ...]`
+    rest       what else there is to say of it
+    """
+
+    kind: ClassVar[str] = "fragment"
+    lane: LaneId
+    number: Number
+    columns: Annotated[Mapping[str, Tree], map_of(tree)]
+    rest: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Gateway to rollout host: a module's parameters, to be used from the next Turn on.
+
+    version    the policy version, growing
+    tensors    name -> array
+    dtypes     name -> what the bits of a tensor are, where numpy has no such dtype: "bfloat16"
+    others     what is no tensor
+    """
+
+    kind: ClassVar[str] = "weights"
+    version: Annotated[int, whole(0, MOST_NUMBER)]
+    tensors: Annotated[Mapping[str, NDArray[Any]], map_of(array)]
+    dtypes: Annotated[Mapping[str, str], map_of(text(64))]
+    others: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Gateway to rollout host: the states of the connectors by their names, to be used from the next Turn on."""
+
+    kind: ClassVar[str] = "states"
+    states: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metrics:
+    """Rollout host to gateway, unasked: what its metrics are. Takes one credit."""
+
+    kind: ClassVar[str] = "metrics"
+    metrics: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Credit:
+    """Gateway to host: so many messages more that nobody asks for."""
+
+    kind: ClassVar[str] = "credit"
+    count: Annotated[int, whole(1, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ping:
+    """Either side: are you there? Answered by a Pong with the same number."""
+
+    kind: ClassVar[str] = "ping"
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pong:
+    """Either side: yes."""
+
+    kind: ClassVar[str] = "pong"
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Goodbye:
+    """Either side: the last thing that it says, where all is well; whoever has got it closes the connection."""
+
+    kind: ClassVar[str] = "goodbye"
+    reason: Told
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """Either side: the last thing that it says, where something is wrong.
+
+    code    what it is, in a word: see the protocol's documentation
+    text    what is wrong, where, and what was expected
+    """
+
+    kind: ClassVar[str] = "refused"
+    code: Annotated[str, text(64)]
+    text: Told
+
+    @classmethod
+    def of(cls, error: WireError) -> "Refused":
+        """What to say to the other side of an error; its text is cut where it is too long."""
+        return cls(_plain(error.code[:64]), _plain(str(error)[:4096]))
+
+
+Request = Reset | Step | Turn
+Answer = Rows | Failed | Fragment
+
+
+def _plain(told: str) -> str:
+    """The same without what UTF-8 has no form for."""
+    return told.encode(errors="replace").decode()

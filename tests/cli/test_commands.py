@@ -1,0 +1,201 @@
+"""The command `rollflow`, as a program: environments for another host, and what is told of wrong ones."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numbered_env import NumberedEnv
+from remote_hosts import listening
+
+from rollflow.cli.main import main
+from rollflow.nodes import EnvHost, Rollout
+from rollflow.nodes.remote.host_lane import HostLane
+from rollflow.stream.wire import Limits
+
+
+@contextmanager
+def command(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """The command in a process, killed when it is left."""
+    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("open sesame\n")
+    envs = listening(hosts=2, secret="open sesame")
+    connect = ["--connect", str(envs.addresses[0]), "--secret-file", str(key)]
+    with (
+        command("env-host", "--env", "CartPole-v1", "--num-envs", "4", *connect) as one,
+        command("env-host", "--env", "gymnasium.envs.classic_control.cartpole:CartPoleEnv", *connect) as other,
+    ):
+        with Rollout(envs, fragment_length=8, num_fragments=3) as rollout:
+            assert rollout.environments.num_envs == 5
+            fragments = list(rollout.fragments())
+        assert (one.wait(), other.wait()) == (0, 0)
+        assert one.stderr is not None
+        assert "the rollout said goodbye: the rollout has ended" in one.stderr.read()
+    assert len(fragments) == 9
+
+
+def test_an_interrupted_host_says_goodbye() -> None:
+    envs = listening()
+    with (
+        command("env-host", "--env", "CartPole-v1", "--connect", str(envs.addresses[0])) as host,
+        Rollout(envs, fragment_length=8, prefetch=1) as rollout,
+    ):
+        next(iter(rollout.fragments()))
+        host.send_signal(signal.SIGINT)
+        assert host.wait() == 130
+        rollout.drain()
+        list(rollout.fragments())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--env", "NoSuch-v0", "--connect", "tcp://127.0.0.1:1"], "environment 'NoSuch-v0' can't be made"),
+        (["--env", "nosuch.module:Env", "--connect", "tcp://127.0.0.1:1"], "No module named 'nosuch'"),
+        (["--env", "CartPole-v1", "--connect", "127.0.0.1:1"], "expected 'tcp://host:port'"),
+        (["--env", "CartPole-v1", "--connect", "tcp://example.org:1"], "without a secret, expected one"),
+        (["--env", "CartPole-v1", "--connect", "tcp://127.0.0.1:1", "--retry", "0"], "not reached for 0 s"),
+        (["--env", "CartPole-v1", "--listen", "tcp://127.0.0.1:1"], "can't listen on tcp://127.0.0.1:1"),
+        (["--env", "CartPole-v1", "--connect", "unix:/x", "--secret-file", "/nowhere"], "No such file"),
+        (["--env", "CartPole-v1", "--connect", "unix:/x", "--tls-ca", "a"], "--tls-ca without --tls, expected both"),
+        (["--env", "CartPole-v1", "--listen", "unix:/x", "--tls"], "expected --tls-cert as well"),
+        (["--env", "CartPole-v1", "--connect", "unix:/x", "--num-envs", "0"], "num_envs is 0"),
+    ],
+)
+def test_what_can_not_be_done_is_said_in_a_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if os.geteuid() == 0 and "can't listen" in told:
+        arguments[-1] = "tcp://192.0.2.1:1"  # which is nobody's here
+        told = "without a secret"
+    assert main(["env-host", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("rollflow: ")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@contextmanager
+def served(host: EnvHost, tmp_path: Path) -> Iterator[str]:
+    """A host that listens, in a thread."""
+    with host, host.listening(f"unix:{tmp_path}/host") as address:
+        thread = threading.Thread(target=host.serve)
+        thread.start()
+        try:
+            yield str(address)
+        finally:
+            host.stop()
+            thread.join()
+
+
+def test_our_own_host_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "key").write_text("open sesame")
+    with served(EnvHost("CartPole-v1", num_envs=3, lanes=2, secret="open sesame"), tmp_path) as address:
+        assert main(["check-host", address, "--secret-file", f"{tmp_path}/key"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == "all is well"
+    assert len(told) == 19
+    assert all(line.startswith("ok ") for line in told[:-1])
+
+
+class Forgetful(NumberedEnv):
+    """Takes no seed."""
+
+    lives = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        Forgetful.lives += 1
+        super().reset(seed=Forgetful.lives, options=options)
+        return self._observation(), {}
+
+
+class Raising(NumberedEnv):
+    def step(self, action: Any) -> Any:
+        raise RuntimeError("it broke")
+
+
+@pytest.mark.parametrize(
+    ("env", "told"),
+    [
+        (Forgetful, "it gave something else at step"),
+        (Raising, "it failed at step 2: RuntimeError: it broke"),
+    ],
+)
+def test_wrong_environments_are_found_out(
+    env: type[NumberedEnv], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(EnvHost([lambda: env(0)]), tmp_path) as address:
+        assert main(["check-host", address]) == 1
+    assert told in capsys.readouterr().out
+
+
+def test_a_host_that_steps_twice_is_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollflow.stream.wire.session import HostSession, Taken
+
+    take = HostSession.take
+
+    def takes_again(self: HostSession, request: Any) -> Taken:
+        taken = take(self, request)
+        if taken is Taken.AGAIN:
+            lane = self._lane(request.lane)
+            lane.request, lane.answer = request, None
+            return Taken.NEW
+        return taken
+
+    monkeypatch.setattr(HostSession, "take", takes_again)
+    with served(EnvHost([lambda: NumberedEnv(0)]), tmp_path) as address:
+        assert main(["check-host", address]) == 1
+    assert "the second time, expected the same" in capsys.readouterr().out
+
+
+def test_a_host_that_does_not_answer_is_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, answer = threading.Event(), HostLane.answer
+
+    def answers_late(self: HostLane, request: Any) -> Any:
+        released.wait()
+        return answer(self, request)
+
+    monkeypatch.setattr(HostLane, "answer", answers_late)
+    with served(EnvHost([lambda: NumberedEnv(0)], limits=Limits(handshake_s=0.1)), tmp_path) as address:
+        assert main(["check-host", address, "--timeout", "0.2"]) == 1
+        released.set()
+    assert "it sent nothing for 0.2 s, expected rows for reset 1" in capsys.readouterr().out
+
+
+def test_a_host_that_dials_is_checked_as_well(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"unix:{tmp_path}/gateway"
+    with EnvHost("CartPole-v1") as host:
+
+        def dial() -> None:
+            while not host._is_stopped:
+                try:
+                    host.connect(address)
+                except Exception:  # it is refused many a time
+                    continue
+
+        thread = threading.Thread(target=dial)
+        thread.start()
+        assert main(["check-host", "--listen", address]) == 0
+        host.stop()
+        thread.join()
+    assert "all is well" in capsys.readouterr().out

@@ -1,0 +1,391 @@
+"""A connection that is under way: what may come, what must not, and how it ends."""
+
+import numpy as np
+import pytest
+from wire_ends import Ends, running, taken_from
+from wire_messages import EXAMPLES, first_rows, hello, rows
+
+from rollflow.stream.errors import ColumnError, WireError
+from rollflow.stream.wire import (
+    Broken,
+    Credit,
+    Event,
+    Failed,
+    Fragment,
+    Goodbye,
+    Limits,
+    Message,
+    Metrics,
+    Phase,
+    Ping,
+    Pong,
+    Refused,
+    Reset,
+    Rows,
+    Step,
+    Turn,
+    Weights,
+    decode,
+    encode,
+)
+
+RESET = Reset(0, 1, (1, 2), None)
+STEP = Step(0, 2, np.array([1, 0]))
+
+
+def frame_as(message: Message) -> bytes:
+    return b"".join(encode(message))
+
+
+def error_of(events: list[Event]) -> WireError:
+    assert isinstance(events[-1], Broken), events
+    return events[-1].error
+
+
+def asked(ends: Ends) -> Reset:
+    """A reset that has come to the host."""
+    ends.gateway.ask(RESET)
+    (request,) = ends.to_host()
+    assert isinstance(request, Reset)
+    return request
+
+
+def stepping() -> tuple[Ends, Step]:
+    """Two ends where a step has come to the host."""
+    ends = running()
+    ends.host.answer(asked(ends), first_rows())
+    ends.to_gateway()
+    ends.gateway.ask(STEP)
+    (request,) = ends.to_host()
+    assert isinstance(request, Step)
+    return ends, request
+
+
+def test_a_reset_and_a_step_are_asked_and_answered() -> None:
+    ends, step = stepping()
+    assert step.actions.tolist() == [1, 0]
+    assert ends.host.answer(step, rows())
+    (answer,) = ends.to_gateway()
+    assert isinstance(answer, Rows)
+    assert answer.obs.tolist() == rows().obs.tolist()
+
+
+def test_lanes_are_asked_and_answered_in_any_order() -> None:
+    ends = running()
+    for lane in (1, 0):
+        ends.gateway.ask(Reset(lane, 1, None, None))
+    second, first = ends.to_host()
+    assert isinstance(first, Reset)
+    assert isinstance(second, Reset)
+    ends.host.answer(first, first_rows())
+    ends.host.answer(second, first_rows(lane=1))
+    assert [answer.lane for answer in ends.to_gateway() if isinstance(answer, Rows)] == [0, 1]
+
+
+def test_a_lane_that_failed_is_reset_next() -> None:
+    ends, step = stepping()
+    ends.host.answer(step, Failed.of(step, ValueError("stuck")))
+    (failed,) = ends.to_gateway()
+    assert isinstance(failed, Failed)
+    with pytest.raises(WireError, match="step 3 of lane 0: expected a reset first"):
+        ends.gateway.ask(Step(0, 3, np.array([1, 0])))
+    ends.gateway.ask(Reset(0, 3, None, None))
+    (request,) = ends.to_host()
+    assert isinstance(request, Reset)
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "told"),
+    [
+        (rows(number=3), "number", "rows 3 of lane 0: nothing above number 2 was asked for"),
+        (rows(lane=1, number=1), "number", "rows 1 of lane 1: nothing above number 0 was asked for"),
+        (rows(lane=9), "number", r"lane 9, expected one of \[0, 1\]"),
+        (Fragment(0, 2, {}, {}), "number", "fragment 2 of lane 0, expected rows or failed 2 of lane 0"),
+        (Metrics({}), "credit", "metrics without a credit"),
+        (rows(obs=np.full((2, 3), np.nan, np.float32)), "rows", "step 2 of lane 0: obs of slot 0 has a NaN"),
+        (Step(0, 3, np.array([1, 1])), "order", "step from a host, expected an answer or metrics"),
+        (Pong(1), "order", "pong 1, expected at most 0"),
+        (hello(), "order", "hello from a host"),
+    ],
+)
+def test_a_host_that_breaks_the_protocol_is_refused_and_heard_no_more(answer: Message, code: str, told: str) -> None:
+    ends, _ = stepping()
+    good = frame_as(Failed(0, 2, "E", "", (), ""))
+    events = ends.gateway.receive(frame_as(answer) + good, 1.0)
+    assert [type(event) for event in events] == [Broken]
+    assert error_of(events).code == code
+    with pytest.raises(WireError, match=f"^host 'sim-1': .*{told}"):
+        raise error_of(events)
+    assert ends.gateway.receive(good, 1.0) == []
+    assert ends.gateway.phase is Phase.BROKEN
+    refusal = decode(taken_from(ends.gateway))
+    assert isinstance(refusal, Refused)
+    assert refusal.code == code
+    assert ends.gateway.tick(1e9) == []
+    assert ends.gateway.ended() == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "told"),
+    [
+        (Step(0, 4, np.array([1, 1])), "number", "step 4 of lane 0: expected number 3 or less"),
+        (Step(0, 3, np.array([1, 1])), "number", "number 2 has not been answered yet"),
+        (Step(1, 1, np.array([1, 1])), "order", "step 1 of lane 1: expected a reset first"),
+        (Step(0, 3, np.array([0.5, 1])), "request", "actions is an array <f8"),
+        (Turn(0, 3), "order", "turn to a host of role env"),
+        (Weights(1, {}, {}, {}), "order", "weights to a host of role env"),
+        (rows(), "order", "rows to a host of role env"),
+    ],
+)
+def test_a_gateway_that_breaks_the_protocol_is_refused(request_: Message, code: str, told: str) -> None:
+    ends, _ = stepping()
+    error = error_of(ends.host.receive(frame_as(request_), 1.0))
+    assert error.code == code
+    assert told in str(error)
+    assert str(error).startswith("gateway: ")
+
+
+def test_what_came_before_a_breach_is_handed_over() -> None:
+    ends, step = stepping()
+    ends.host.answer(step, rows())
+    events = ends.gateway.receive(taken_from(ends.host) + bytes(16), 1.0)
+    assert [type(event) for event in events] == [Rows, Broken]
+    assert error_of(events).code == "frame"
+
+
+def test_a_refusal_is_raised_as_the_others_words() -> None:
+    ends, _ = stepping()
+    ends.gateway.refuse("busy", "too many hosts")
+    (broken,) = ends.to_host()
+    assert isinstance(broken, Broken)
+    assert (str(broken.error), broken.error.code) == ("gateway: refuses: too many hosts", "busy")
+    assert taken_from(ends.host) == b""
+
+
+def test_a_wrong_answer_is_refused_where_it_is_made_and_a_right_one_may_follow() -> None:
+    ends, step = stepping()
+    with pytest.raises(WireError, match="step 2 of lane 0: obs of slot 0 has a NaN"):
+        ends.host.answer(step, rows(obs=np.full((2, 3), np.nan, np.float32)))
+    with pytest.raises(ColumnError, match=r"rows\['infos'\]\['x'\]"):
+        ends.host.answer(step, rows(infos={"x": object()}))
+    with pytest.raises(WireError, match="rows 3 of lane 0, expected rows or failed 2 of lane 0"):
+        ends.host.answer(step, rows(number=3))
+    assert taken_from(ends.host) == b""
+    assert ends.host.answer(step, rows())
+    assert not ends.host.answer(step, rows())
+    assert [type(event) for event in ends.to_gateway()] == [Rows]
+
+
+def test_what_is_larger_than_the_other_end_takes_is_not_sent() -> None:
+    ends = running(limits=Limits(max_frame=1 << 16), said=hello(max_frame=1 << 16))
+    request = asked(ends)
+    with pytest.raises(WireError, match=r"rows: frame of .* bytes, expected at most 65536: gateway takes no more"):
+        ends.host.answer(request, first_rows(infos={"image": np.zeros(1 << 16, np.uint8)}))
+    with pytest.raises(WireError, match=r"reset: frame of .* bytes, expected at most 65536: host 'sim-1' takes"):
+        ends.gateway.ask(Reset(1, 1, None, {"map": np.zeros(1 << 16, np.uint8)}))
+    assert ends.host.answer(request, first_rows())
+    ends.gateway.ask(Reset(1, 1, None, None))
+
+
+def test_a_host_sends_unasked_as_much_as_it_has_credit_for() -> None:
+    ends = running(credits=1)
+    ends.host.tell(Metrics({"a": 1}))
+    with pytest.raises(WireError, match="metrics: no credit left"):
+        ends.host.tell(Metrics({"a": 2}))
+    ends.gateway.give(2)
+    ends.to_host()
+    assert ends.host.credits == 2
+    ends.host.tell(Metrics({"a": 2}))
+    ends.host.tell(Metrics({"a": 3}))
+    assert [event.metrics for event in ends.to_gateway() if isinstance(event, Metrics)] == [
+        {"a": 1},
+        {"a": 2},
+        {"a": 3},
+    ]
+    assert ends.gateway.credits == ends.host.credits == 0
+
+
+def test_a_rollout_host_gets_weights_and_turns_and_gives_fragments() -> None:
+    ends = running(said=hello(role="rollout"))
+    weights, states, fragment = EXAMPLES["weights"], EXAMPLES["states"], EXAMPLES["fragment"]
+    ends.gateway.tell(weights)  # type: ignore[arg-type]
+    ends.gateway.tell(states)  # type: ignore[arg-type]
+    ends.gateway.ask(Turn(0, 1))
+    *news, turn = ends.to_host()
+    assert [type(event) for event in news] == [type(weights), type(states)]
+    assert isinstance(turn, Turn)
+    assert ends.host.answer(turn, fragment)  # type: ignore[arg-type]
+    assert [type(event) for event in ends.to_gateway()] == [Fragment]
+    with pytest.raises(WireError, match="reset 2 of lane 0: not for a host of role rollout"):
+        ends.gateway.ask(Reset(0, 2, None, None))
+    with pytest.raises(WireError, match="weights: not for a host of environments"):
+        running().gateway.tell(weights)  # type: ignore[arg-type]
+
+
+def test_an_answer_made_while_no_connection_is_there_goes_out_with_the_next() -> None:
+    ends, step = stepping()
+    assert ends.host.ended()
+    assert ends.host.answer(step, rows())
+    assert taken_from(ends.host) == b""
+    session = ends.session
+    assert session is not None
+    again = Ends(host_session=ends.host_session)
+    for _ in range(2):
+        for event in again.to_gateway():
+            assert isinstance(event, type(hello()))
+            again.gateway.welcome(session)
+        again.to_host()
+    assert [type(event) for event in again.to_gateway()] == [Rows]
+
+
+# Time
+
+
+def test_a_quiet_peer_is_asked_and_one_that_answers_is_kept() -> None:
+    ends = running(limits=Limits(heartbeat_s=10))
+    for now in (10.0, 20.0, 30.0, 40.0):
+        assert ends.gateway.next_deadline() == now
+        assert ends.gateway.tick(now - 0.1) == []
+        assert ends.gateway.tick(now) == []
+        ends.now = now
+        assert ends.to_host() == []
+        assert ends.to_gateway() == []
+    assert ends.host.is_open
+
+
+def test_a_peer_that_is_silent_for_three_heartbeats_is_given_up() -> None:
+    for connection in (running().gateway, running().host):
+        taken_from(connection)
+        for now in (10.0, 20.0):
+            assert connection.tick(now) == []
+            assert isinstance(decode(taken_from(connection)), Ping)
+        error = error_of(connection.tick(30.0))
+        assert error.code == "silent"
+        assert "silent for 30 s or more" in str(error)
+        refusal = decode(taken_from(connection))
+        assert isinstance(refusal, Refused)
+
+
+def test_half_a_frame_and_silence_are_silence() -> None:
+    ends, _ = stepping()
+    ends.gateway.receive(frame_as(rows())[:100], 1.0)
+    for now in (11.0, 21.0):
+        assert ends.gateway.tick(now) == []
+    assert error_of(ends.gateway.tick(31.0)).code == "silent"
+
+
+def test_whoever_was_stopped_for_long_asks_again_before_giving_up() -> None:
+    ends = running()
+    assert ends.gateway.tick(1000.0) == []
+    assert ends.gateway.next_deadline() == 1010.0
+    ends.now = 1001.0
+    ends.to_host()
+    ends.to_gateway()
+    assert ends.gateway.tick(1010.0) == []
+    assert ends.gateway.is_open
+
+
+def test_the_gateways_heartbeat_holds_for_the_host() -> None:
+    ends = Ends(limits=Limits(heartbeat_s=3))
+    ends.host.limits = Limits(heartbeat_s=99)
+    ends.to_gateway()
+    ends.to_host()
+    assert ends.host._heartbeat_s == 3
+
+
+# Endings
+
+
+def test_goodbye_ends_a_connection_for_both() -> None:
+    ends, step = stepping()
+    ends.host.answer(step, rows())
+    ends.gateway.goodbye("the run is over")
+    events = ends.to_gateway()
+    assert [type(event) for event in events] == [Rows]  # what was under way still comes
+    (goodbye,) = ends.to_host()
+    assert isinstance(goodbye, Goodbye)
+    assert goodbye.reason == "the run is over"
+    assert ends.host.phase is Phase.ENDED
+    assert ends.host.ended() == []
+    assert ends.gateway.ended() == []
+    assert ends.gateway.phase is Phase.ENDED
+
+
+def test_who_says_goodbye_takes_no_more_requests() -> None:
+    ends = running()
+    ends.host.goodbye("going home")
+    ends.gateway.ask(RESET)
+    assert ends.to_host() == []
+
+
+def test_more_after_a_goodbye_is_a_breach() -> None:
+    for rest, at_once in ((frame_as(Ping(1)), True), (frame_as(Ping(1)), False), (b"x", False)):
+        ends = running()
+        goodbye = frame_as(Goodbye("bye"))
+        events = ends.gateway.receive(goodbye + rest, 1.0) if at_once else ends.gateway.receive(goodbye, 1.0)
+        assert isinstance(events[0], Goodbye)
+        if not at_once:
+            events = ends.gateway.receive(rest, 1.0)
+        assert "more bytes after its goodbye" in str(error_of(events))
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [(b"", "connection lost without a goodbye"), (b"123", "in the middle of a frame, 3 bytes of which had come")],
+)
+def test_a_connection_that_ends_without_a_goodbye_is_lost(data: bytes, told: str) -> None:
+    ends = running()
+    ends.gateway.receive(data, 1.0)
+    error = error_of(ends.gateway.ended())
+    assert error.code == "lost"
+    assert told in str(error)
+    assert taken_from(ends.gateway) == b""
+    assert ends.gateway.ended() == []
+
+
+def test_a_peer_that_does_not_read_is_given_up_before_memory_is() -> None:
+    ends = running(limits=Limits(undelivered=1 << 20), said=hello(role="rollout"))
+    taken_from(ends.gateway)
+    weights = Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {})
+    for _ in range(3):
+        ends.gateway.tell(weights)
+    assert ends.gateway.undelivered < 1 << 20
+    buffers = ends.gateway.outgoing()
+    with pytest.raises(
+        WireError, match=r"^host 'sim-1': .* bytes not delivered yet and .* more, expected at most"
+    ) as it:
+        ends.gateway.tell(weights)
+    assert it.value.code == "undelivered"
+    assert ends.gateway.phase is Phase.BROKEN
+    assert ends.gateway.outgoing() == []
+    ends.gateway.sent(sum(map(len, buffers)))
+
+
+def test_what_was_sent_makes_room() -> None:
+    ends = running(limits=Limits(undelivered=1 << 20), said=hello(role="rollout"))
+    for _ in range(30):
+        ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 18, np.uint8)}, {}, {}))
+        taken_from(ends.gateway)
+    assert ends.gateway.undelivered == 0
+
+
+def test_nothing_is_sent_through_a_connection_that_is_not_running() -> None:
+    ends = running(said=hello(role="rollout"))
+    ends.host.ended()
+    ends.gateway.ended()
+    with pytest.raises(WireError, match="metrics: the connection is broken, expected running"):
+        ends.host.tell(Metrics({}))
+    with pytest.raises(WireError, match="credit: the connection is broken, expected running"):
+        ends.gateway.give(1)
+
+
+def test_bytes_may_be_received_in_place() -> None:
+    ends = running()
+    data = frame_as(Credit(3)) + frame_as(Credit(4))
+    while data:
+        room = ends.host.buffer()
+        count = min(len(room), len(data), 7)
+        room[:count] = data[:count]
+        data = data[count:]
+        assert ends.host.filled(count, 1.0) == []
+    assert ends.host.credits == 7

@@ -1,0 +1,256 @@
+"""How two ends come to trust each other, or say why they don't."""
+
+import hashlib
+import hmac
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from wire_ends import Ends, greeted, running, taken_from
+from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
+
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import (
+    Broken,
+    Challenge,
+    Connection,
+    Event,
+    GatewayConnection,
+    GatewaySession,
+    Goodbye,
+    Hello,
+    HostConnection,
+    HostSession,
+    Limits,
+    Message,
+    Phase,
+    Ping,
+    Proof,
+    Refused,
+    Reset,
+    Welcome,
+    decode,
+    encode,
+)
+
+
+def frame_as(message: Message) -> bytes:
+    return b"".join(encode(message))
+
+
+def error_of(events: list[Event]) -> WireError:
+    """Why a connection broke: the last event."""
+    assert isinstance(events[-1], Broken), events
+    return events[-1].error
+
+
+def told_by(connection: Connection) -> Refused:
+    """The last thing that a connection has to say."""
+    data = taken_from(connection)
+    refused = decode(data[data.rindex(b"\x83\xa4kind\xa7refused") - 8 :])
+    assert isinstance(refused, Refused)
+    return refused
+
+
+@pytest.mark.parametrize("secret", [None, SECRET])
+def test_two_ends_with_one_secret_or_none_come_together(secret: bytes | None) -> None:
+    ends = running(host_secret=secret, gateway_secret=secret)
+    assert ends.host.phase is ends.gateway.phase is Phase.RUNNING
+    assert ends.host_session.token == TOKEN
+
+
+def test_the_secret_is_not_sent_and_the_proofs_are_those_of_the_documentation() -> None:
+    ends = Ends()
+    hello_frame = taken_from(ends.host)
+    ends.gateway.receive(hello_frame, 0.0)
+    challenge_frame = taken_from(ends.gateway)
+    ends.host.receive(challenge_frame, 0.0)
+    proof_frame = taken_from(ends.host)
+    transcript = hashlib.sha256(hello_frame + challenge_frame).digest()
+    assert decode(proof_frame).mac == hmac.new(SECRET, b"rollflow host" + transcript, "sha256").digest()  # type: ignore[union-attr]
+    ends.gateway.receive(proof_frame, 0.0)
+    ends.gateway.welcome(GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
+    welcome_frame = taken_from(ends.gateway)
+    assert decode(welcome_frame).mac == hmac.new(SECRET, b"rollflow gateway" + transcript, "sha256").digest()  # type: ignore[union-attr]
+    assert SECRET not in hello_frame + challenge_frame + proof_frame + welcome_frame
+
+
+@pytest.mark.parametrize(
+    ("host_secret", "gateway_secret", "told"),
+    [
+        (b"other", SECRET, "proof.mac: the host has another secret, or somebody has changed what it said"),
+        (None, SECRET, "the gateway asks for a secret, and this host has none"),
+        (SECRET, None, "the gateway asks for no secret, and this host has one"),
+    ],
+)
+def test_secrets_that_differ_are_said_to_both(
+    host_secret: bytes | None, gateway_secret: bytes | None, told: str
+) -> None:
+    ends = Ends(host_secret=host_secret, gateway_secret=gateway_secret)
+    errors = [event for _ in range(3) for event in [*ends.to_gateway(), *ends.to_host()] if isinstance(event, Broken)]
+    assert len(errors) == 2
+    for broken in errors:
+        assert told in str(broken.error)
+        assert broken.error.code == "secret"
+    assert not ends.host.is_open
+    assert not ends.gateway.is_open
+
+
+def test_a_gateway_that_does_not_know_the_secret_is_refused_by_the_host() -> None:
+    ends = Ends()
+    ends.to_gateway()
+    ends.to_host()
+    lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
+    events = ends.host.receive(frame_as(Welcome(bytes(32), TOKEN, False, 0, lanes, {})), 0.0)
+    assert "welcome.mac: the gateway does not know the secret" in str(error_of(events))
+    assert ends.host_session.send is None
+    assert told_by(ends.host).code == "secret"
+
+
+def test_a_proof_can_not_be_sent_back_as_the_others() -> None:
+    ends = Ends()
+    ends.to_gateway()
+    ends.to_host()
+    proof = decode(taken_from(ends.host))
+    assert isinstance(proof, Proof)
+    lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
+    assert isinstance(ends.host.receive(frame_as(Welcome(proof.mac, TOKEN, False, 0, lanes, {})), 0.0)[-1], Broken)
+
+
+@given(st.data())
+def test_whoever_changes_the_hello_or_the_challenge_on_its_way_is_found_out(data: st.DataObject) -> None:
+    ends = Ends()
+    of_host = data.draw(st.booleans())
+    frame = bytearray(taken_from(ends.host))
+    if not of_host:
+        ends.gateway.receive(frame, 0.0)
+        frame = bytearray(taken_from(ends.gateway))
+    at = data.draw(st.integers(0, len(frame) - 1))
+    frame[at] ^= data.draw(st.integers(1, 255))
+    (ends.gateway if of_host else ends.host).receive(frame, 0.0)
+    ends.to_host()
+    assert not any(isinstance(event, Hello) for event in ends.to_gateway())
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "told"),
+    [
+        ({"versions": (2, 3)}, "version", "hello.versions is 2 to 3, expected some with 1"),
+        ({"slots": ()}, "message", "hello.slots is empty"),
+    ],
+)
+def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
+    changed: dict[str, Any], code: str, told: str
+) -> None:
+    ends = Ends()
+    events = ends.gateway.receive(frame_as(hello(**changed)), 0.0)
+    assert error_of(events).code == code
+    with pytest.raises(WireError, match=f"^host 'sim-1': {told}"):
+        raise error_of(events)
+    refused = told_by(ends.gateway)
+    assert refused.code == code
+    (broken,) = ends.host.receive(frame_as(refused), 0.0)
+    assert isinstance(broken, Broken)
+    assert broken.error.code == code
+    assert str(broken.error).startswith(f"gateway: refuses: {refused.text}")
+
+
+def test_spaces_are_read_once_their_host_has_proved_itself() -> None:
+    said = hello(observation_space={"kind": "Text"})
+    with pytest.raises(WireError, match=r"hello.observation_space is .*, expected a space"):
+        Ends(said=said)
+    gateway = Ends(gateway_secret=None).gateway
+    assert gateway.receive(frame_as(said), 0.0) == []
+    error = error_of(gateway.receive(frame_as(Proof(b"")), 0.0))
+    assert error.code == "spaces"
+    assert str(error).startswith("host 'sim-1': hello.observation_space is ")
+
+
+def test_a_gateway_of_another_version_is_refused() -> None:
+    ends = Ends()
+    ends.to_gateway()
+    challenge = Challenge(2, "later", GATEWAY_NONCE, True, 1 << 20, 1.0, 1.0)
+    error = error_of(ends.host.receive(frame_as(challenge), 0.0))
+    assert str(error) == "gateway: challenge.version is 2, expected 1 to 1"
+
+
+@pytest.mark.parametrize(
+    "message", [Ping(1), Proof(b""), Reset(0, 1, None, None), Welcome(b"", TOKEN, False, 0, (), {})]
+)
+def test_a_message_out_of_turn_is_refused(message: Message) -> None:
+    for connection in (Ends().host, Ends().gateway):
+        error = error_of(connection.receive(frame_as(message), 0.0))
+        assert error.code == "order"
+        assert f"{message.kind} in the handshake" in str(error)
+        assert told_by(connection).code == "order"
+
+
+def test_nothing_is_taken_of_a_host_before_its_welcome() -> None:
+    ends = greeted()
+    error = error_of(ends.gateway.receive(frame_as(Proof(bytes(32))), 0.0))
+    assert "proof in the handshake, expected nothing before the welcome" in str(error)
+
+
+def test_the_handshake_has_a_time_limit_at_both_ends() -> None:
+    ends = Ends(limits=Limits(handshake_s=5), now=100.0)
+    ends.to_gateway()
+    for connection in (ends.host, ends.gateway):
+        assert connection.next_deadline() == 105.0
+        assert connection.tick(104.9) == []
+        error = error_of(connection.tick(105.0))
+        assert error.code == "handshake"
+        assert "the handshake is not over after 5 s" in str(error)
+        assert connection.next_deadline() is None
+        assert told_by(connection).code == "handshake"
+
+
+def test_little_is_taken_of_somebody_who_has_not_proved_himself() -> None:
+    ends = Ends(limits=Limits(max_frame=1 << 30))
+    events = ends.gateway.receive(((1 << 20) + 12).to_bytes(4, "little"), 0.0)
+    assert "frame of 1048588 bytes, expected at most 1048576" in str(error_of(events))
+
+
+def test_a_host_comes_back_to_its_session_and_a_stranger_does_not() -> None:
+    ends = running()
+    token = ends.host_session.token
+    again = greeted(host_session=ends.host_session)
+    assert again.gateway.hello is not None
+    assert again.gateway.hello.session == token == TOKEN
+    with pytest.raises(WireError, match="the session is not the one that the host named"):
+        again.gateway.welcome(GatewaySession(bytes(16), again.gateway.hello, (5, 6), (0, 2)))
+    again.gateway.welcome(GatewaySession(TOKEN, again.gateway.hello, (5, 6), (0, 2)))
+    (welcome,) = again.to_host()
+    assert isinstance(welcome, Welcome)
+    assert not welcome.resumed
+
+
+def test_a_host_that_changed_is_not_welcomed_to_its_session() -> None:
+    session = running().session
+    assert session is not None
+    again = greeted(said=hello(autoreset="DISABLED"))
+    with pytest.raises(WireError, match=r"hello.autoreset is not what it was"):
+        again.gateway.welcome(session)
+    again.gateway.refuse("session", "hello.autoreset is not what it was")
+    assert error_of(again.to_host()).code == "session"
+
+
+def test_a_host_says_the_token_of_its_session_and_no_other() -> None:
+    with pytest.raises(WireError, match=r"hello\.session is not the token of the session"):
+        HostConnection(hello(session=bytes(16)), HostSession(TOKEN), secret=None, limits=Limits(), now=0.0)
+
+
+def test_a_gateway_that_is_not_asked_in_can_not_welcome() -> None:
+    gateway = GatewayConnection(software="g", nonce=GATEWAY_NONCE, secret=None, limits=Limits(), now=0.0)
+    with pytest.raises(WireError, match="welcome: no host waits for it"):
+        gateway.welcome(GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
+
+
+def test_either_end_may_say_goodbye_in_the_handshake() -> None:
+    ends = greeted()
+    ends.host.goodbye("changed my mind")
+    ends.gateway.goodbye("full")
+    (at_gateway,), (at_host,) = ends.to_gateway(), ends.to_host()
+    assert isinstance(at_gateway, Goodbye)
+    assert isinstance(at_host, Goodbye)
+    assert ends.host.phase is ends.gateway.phase is Phase.ENDED

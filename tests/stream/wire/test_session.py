@@ -1,0 +1,319 @@
+"""Requests are taken once and answered once, however often connections break."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from wire_ends import Ends, taken_from
+from wire_messages import TOKEN, first_rows, hello, rows
+
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import (
+    Broken,
+    Event,
+    Failed,
+    GatewayConnection,
+    GatewaySession,
+    Hello,
+    HostSession,
+    LaneGrant,
+    Request,
+    Reset,
+    Rows,
+    Step,
+    Welcome,
+)
+from rollflow.stream.wire.session import Taken
+
+LANES = (0, 1)
+ALL = 1 << 20  # bytes
+SOME = st.integers(0, 1000) | st.just(0) | st.just(ALL)
+
+
+class TwoEnds(RuleBasedStateMachine):
+    """A gateway that asks, a host that answers, and a network that delivers some bytes and loses the others.
+
+    taken    by lane: the numbers of the requests that the host's environments took
+    given    by lane: the numbers of the answers that the gateway handed over, each with what its observations say
+    """
+
+    @initialize()
+    def begin(self) -> None:
+        self.host_session = HostSession(TOKEN)
+        self.session: GatewaySession | None = None
+        self.taken: dict[int, list[int]] = {lane: [] for lane in LANES}
+        self.given: dict[int, list[tuple[int, float]]] = {lane: [] for lane in LANES}
+        self.working: dict[int, Request] = {}
+        self.failed: set[int] = set()
+        self.late: list[tuple[GatewayConnection, bytes]] = []
+        self.ends = Ends(host_session=self.host_session)
+
+    @precondition(lambda self: self.session is not None and len(self.session.under_way) < len(LANES))
+    @rule(lane=st.sampled_from(LANES), reset=st.booleans())
+    def ask(self, lane: int, reset: bool) -> None:
+        assert self.session is not None
+        if any(request.lane == lane for request in self.session.under_way):
+            return
+        number = self.session.next_number(lane)
+        if number == 1 or lane in self.failed or reset:
+            self.failed.discard(lane)
+            request: Request = Reset(lane, number, (number, lane), None)
+        else:
+            request = Step(lane, number, np.array([number % 2, lane]))
+        if self.ends.gateway.hello is not None and self.ends.gateway.phase.name != "HANDSHAKE":
+            self.ends.gateway.ask(request)
+        else:
+            self.session.ask(request)  # between two connections
+
+    @precondition(lambda self: self.working)
+    @rule(lane=st.sampled_from(LANES), fails=st.booleans())
+    def answer(self, lane: int, fails: bool) -> None:
+        request = self.working.pop(lane, None)
+        if request is None:
+            return
+        answer: Rows | Failed
+        obs = np.full((2, 3), request.number, np.float32)
+        if fails:
+            answer = Failed.of(request, ValueError(str(request.number)))
+        elif isinstance(request, Reset):
+            answer = first_rows(lane=lane, number=request.number, obs=obs)
+        else:
+            answer = rows(lane=lane, number=request.number, obs=obs)
+        assert self.ends.host.answer(request, answer)
+
+    @rule(count=SOME)
+    def carry_to_gateway(self, count: int) -> None:
+        self.take_at_gateway(self.ends.gateway, self.ends.to_gateway(count))
+
+    @rule(count=SOME)
+    def carry_to_host(self, count: int) -> None:
+        self.take_at_host(self.ends.to_host(count))
+
+    @rule()
+    def carry_everything(self) -> None:
+        for _ in range(3):
+            self.carry_to_gateway(ALL)
+            self.carry_to_host(ALL)
+
+    @rule(lost=SOME, again=st.booleans())
+    def lose_the_connection(self, lost: int, again: bool) -> None:
+        old = self.ends
+        data = old.from_host + taken_from(old.host)
+        self.late.append((old.gateway, data[: max(0, len(data) - lost)]))
+        assert all(isinstance(event, Broken) for event in old.host.ended())
+        self.ends = Ends(host_session=self.host_session)
+        if again:
+            self.carry_everything()
+
+    @precondition(lambda self: self.late)
+    @rule(count=SOME, ends=st.booleans())
+    def carry_late_bytes(self, count: int, ends: bool) -> None:
+        gateway, data = self.late.pop(0)
+        self.take_at_gateway(gateway, gateway.receive(data[:count], 0.0))
+        if ends or not data:
+            gateway.ended()
+        else:
+            self.late.append((gateway, data[count:]))
+
+    @invariant()
+    def each_is_taken_once_and_given_once_in_order(self) -> None:
+        for lane in LANES:
+            assert self.taken[lane] == list(range(1, len(self.taken[lane]) + 1))
+            assert self.given[lane] == [(number, number) for number in range(1, len(self.given[lane]) + 1)]
+            assert len(self.given[lane]) <= len(self.taken[lane]) <= len(self.given[lane]) + 1
+
+    def teardown(self) -> None:
+        """A connection that holds brings everything to its end."""
+        self.ends = Ends(host_session=self.host_session)
+        for _ in range(4):
+            self.carry_to_gateway(ALL)
+            self.carry_to_host(ALL)
+            for lane in LANES:
+                self.answer(lane, False)
+        self.carry_to_gateway(ALL)
+        self.each_is_taken_once_and_given_once_in_order()
+        assert self.session is not None
+        assert not self.session.under_way
+        for lane in LANES:
+            assert len(self.given[lane]) == self.session.next_number(lane) - 1
+
+    def take_at_gateway(self, gateway: GatewayConnection, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Hello):
+                if self.session is None:
+                    self.session = GatewaySession(TOKEN, event, LANES, (0, 2))
+                gateway.welcome(self.session)
+            elif isinstance(event, Rows):
+                self.given[event.lane].append((event.number, float(event.obs[0, 0])))
+            else:
+                assert isinstance(event, Failed), event
+                self.failed.add(event.lane)
+                self.given[event.lane].append((event.number, float(event.text)))
+
+    def take_at_host(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Reset | Step):
+                if isinstance(event, Step):
+                    assert event.actions.tolist() == [event.number % 2, event.lane]
+                assert event.lane not in self.working
+                self.taken[event.lane].append(event.number)
+                self.working[event.lane] = event
+            else:
+                assert isinstance(event, Welcome), event
+
+
+TestTwoEnds = TwoEnds.TestCase
+TestTwoEnds.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def session_of_host(**changed: Any) -> HostSession:
+    session = HostSession(TOKEN)
+    session.begin(welcome(**changed), hello())
+    return session
+
+
+def welcome(**changed: Any) -> Welcome:
+    fields: dict[str, Any] = {
+        "mac": b"",
+        "session": TOKEN,
+        "resumed": False,
+        "credits": 0,
+        "lanes": (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)),
+        "settings": {},
+    }
+    return Welcome(**fields | changed)
+
+
+def reset(number: int) -> Reset:
+    return Reset(0, number, None, None)
+
+
+def step(number: int) -> Step:
+    return Step(0, number, np.array([0, 1]))
+
+
+def test_a_request_with_the_number_of_the_last_answer_is_answered_again() -> None:
+    session, request = session_of_host(), reset(1)
+    assert session.take(request) is Taken.NEW
+    assert session.take(reset(1)) is Taken.KNOWN  # it is being done
+    answer = first_rows()
+    session.keep(answer)
+    assert session.take(reset(1)) is Taken.AGAIN
+    assert session.answer_to(request) is answer
+    assert session.take(step(2)) is Taken.NEW
+    assert session.take(reset(1)) is Taken.KNOWN
+
+
+def test_a_number_too_high_is_refused() -> None:
+    session = session_of_host()
+    session.take(reset(1))
+    with pytest.raises(WireError, match="step 2 of lane 0: number 1 has not been answered yet"):
+        session.take(step(2))
+    session.keep(first_rows())
+    with pytest.raises(WireError, match="step 3 of lane 0: expected number 2 or less"):
+        session.take(step(3))
+    with pytest.raises(WireError, match="step 1 of lane 0: number 1 was another kind of request"):
+        session.take(step(1))
+    with pytest.raises(WireError, match=r"lane 7, expected one of \[0, 1\]"):
+        session.take(Reset(7, 1, None, None))
+
+
+def test_a_lane_is_reset_first_and_after_every_failure() -> None:
+    session = session_of_host()
+    with pytest.raises(WireError, match="step 1 of lane 0: expected a reset first"):
+        session.take(step(1))
+    session.take(reset(1))
+    session.keep(Failed.of(reset(1), ValueError()))
+    with pytest.raises(WireError, match="step 2 of lane 0: expected a reset first"):
+        session.take(step(2))
+    assert session.take(reset(2)) is Taken.NEW
+
+
+def test_an_answer_of_a_session_that_is_over_is_not_waited_for() -> None:
+    session = session_of_host()
+    old, new = reset(1), reset(1)
+    session.take(old)
+    session.begin(welcome(), hello())  # the gateway was started again
+    session.take(new)
+    assert not session.waits_for(old)
+    assert session.waits_for(new)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"lanes": (LaneGrant(0, 2, 0, 0),)},
+            r"lanes \[0\] of \[2\] slots, expected different ids, and \[2, 2\] slots",
+        ),
+        ({"lanes": (LaneGrant(0, 2, 0, 0), LaneGrant(0, 2, 2, 0))}, "expected different ids"),
+        ({"lanes": (LaneGrant(0, 2, 0, 1), LaneGrant(1, 2, 2, 0))}, "lane 0 at number 1, expected 0 in a new session"),
+        ({"session": bytes(16)}, "welcome.session is not the one in the hello"),
+    ],
+)
+def test_a_welcome_that_does_not_fit_is_refused(changed: dict[str, Any], told: str) -> None:
+    with pytest.raises(WireError, match=told):
+        session_of_host(**changed)
+
+
+def test_a_session_goes_on_only_where_both_ends_stood() -> None:
+    session = session_of_host()
+    for number in range(1, 4):
+        session.take(reset(number))
+        session.keep(first_rows(number=number))
+
+    def resumed(number: int, **changed: Any) -> None:
+        lanes = (LaneGrant(0, 2, 0, number), LaneGrant(1, 2, 2, 0))
+        session.begin(welcome(**{"resumed": True, "lanes": lanes} | changed), hello())
+
+    resumed(2)
+    resumed(3)
+    for number in (1, 4):
+        with pytest.raises(WireError, match=f"lane 0 at number {number}, expected 3 or 2"):
+            resumed(number)
+    with pytest.raises(WireError, match="resumes other lanes than this host's"):
+        resumed(3, lanes=(LaneGrant(0, 2, 0, 3), LaneGrant(5, 2, 2, 0)))
+
+
+def test_a_host_that_never_got_its_first_welcome_begins_with_the_second() -> None:
+    session = HostSession(TOKEN)
+    session.begin(welcome(resumed=True), hello())
+    assert session.take(reset(1)) is Taken.NEW
+
+
+@pytest.mark.parametrize("name", ["slots", "autoreset", "role", "observation_space"])
+def test_a_host_that_is_not_what_it_was_can_not_go_on(name: str) -> None:
+    session = GatewaySession(TOKEN, hello(), LANES, (0, 2))
+    other = {"slots": (4,), "autoreset": "DISABLED", "role": "rollout", "observation_space": {"kind": "MultiBinary"}}
+    session.check_same(hello(name="another name"))
+    with pytest.raises(WireError, match=f"hello.{name} is not what it was when the session began"):
+        session.check_same(hello(**{name: other[name]}))
+
+
+def test_a_gateway_asks_one_thing_at_a_time_of_a_lane() -> None:
+    session = GatewaySession(TOKEN, hello(), LANES, (0, 2))
+    with pytest.raises(WireError, match="step 1 of lane 0: expected a reset first"):
+        session.ask(step(1))
+    with pytest.raises(WireError, match="reset 2 of lane 0: expected number 1"):
+        session.ask(reset(2))
+    session.ask(reset(1))
+    assert [grant.number for grant in session.grants()] == [0, 0]
+    with pytest.raises(WireError, match="step 2 of lane 0: number 1 has not been answered yet"):
+        session.ask(step(2))
+    with pytest.raises(WireError, match="rows 2 of lane 0: nothing above number 1 was asked for"):
+        session.asked(rows())
+    session.take(first_rows())
+    assert session.asked(first_rows()) is None
+    assert [grant.number for grant in session.grants()] == [1, 0]
+
+
+def test_an_answer_that_comes_late_is_passed_over() -> None:
+    session = GatewaySession(TOKEN, hello(), LANES, (0, 2))
+    session.ask(reset(1))
+    session.take(first_rows())
+    session.ask(step(2))
+    assert session.asked(first_rows()) is None
+    assert session.asked(rows()) is not None

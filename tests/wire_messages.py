@@ -1,0 +1,130 @@
+"""One message of every kind, as the protocol's documentation has them."""
+
+import hashlib
+import hmac
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from rollflow.stream.infos import SlotInfos
+from rollflow.stream.space_codec import describe_space
+from rollflow.stream.wire import (
+    Challenge,
+    Credit,
+    Failed,
+    Fragment,
+    Goodbye,
+    Hello,
+    LaneGrant,
+    Message,
+    Metrics,
+    Ping,
+    Pong,
+    Proof,
+    Refused,
+    Reset,
+    Rows,
+    States,
+    Step,
+    Turn,
+    Weights,
+    Welcome,
+    encode,
+)
+
+SECRET = b"correct horse battery staple"
+HOST_NONCE, GATEWAY_NONCE = bytes(range(32)), bytes(range(32, 64))
+TOKEN = bytes.fromhex("f0e1d2c3b4a5968778695a4b3c2d1e0f")
+OBSERVATION_SPACE = spaces.Box(-1.0, 1.0, (3,), np.float32)
+ACTION_SPACE = spaces.Discrete(2)
+
+
+def hello(**changed: Any) -> Hello:
+    """Two lanes of two environments each, with three numbers as an observation and two actions."""
+    fields: dict[str, Any] = {
+        "versions": (1, 1),
+        "role": "env",
+        "software": "example 1.0",
+        "name": "sim-1",
+        "nonce": HOST_NONCE,
+        "session": TOKEN,
+        "max_frame": 1 << 26,
+        "slots": (2, 2),
+        "observation_space": describe_space(OBSERVATION_SPACE),
+        "action_space": describe_space(ACTION_SPACE),
+        "autoreset": "SAME_STEP",
+        "metadata": {"env": "Example-v0"},
+    }
+    return Hello(**fields | changed)
+
+
+def rows(**changed: Any) -> Rows:
+    """The answer to a step in which slot 1 ended."""
+    fields: dict[str, Any] = {
+        "lane": 0,
+        "number": 2,
+        "obs": np.array([[0, 0.25, 0.5], [0, 0, 0]], np.float32),
+        "rewards": np.array([1.0, -1.0]),
+        "terminateds": np.array([False, True]),
+        "truncateds": np.array([False, False]),
+        "final_slots": (1,),
+        "final_obs": np.array([[1, 1, 1]], np.float32),
+        "infos": {},
+        "final_infos": SlotInfos([{}, {"won": True}]),
+    }
+    return Rows(**fields | changed)
+
+
+def first_rows(**changed: Any) -> Rows:
+    """The answer to a reset."""
+    nothing = {"rewards": None, "terminateds": None, "truncateds": None, "final_obs": None}
+    return rows(**{"number": 1, "final_slots": (), "final_infos": {}} | nothing | changed)
+
+
+HELLO = hello()
+CHALLENGE = Challenge(1, "rollflow 0.1", GATEWAY_NONCE, True, 1 << 26, 10.0, 60.0)
+
+
+def proof_of(who: bytes) -> bytes:
+    """What the documentation says that a host or a gateway proves after this Hello and this Challenge."""
+    transcript = hashlib.sha256(b"".join([*encode(HELLO), *encode(CHALLENGE)])).digest()
+    return hmac.new(SECRET, who + transcript, hashlib.sha256).digest()
+
+
+EXAMPLES: dict[str, Message] = {
+    "hello": HELLO,
+    "challenge": CHALLENGE,
+    "proof": Proof(proof_of(b"rollflow host")),
+    "welcome": Welcome(
+        proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {}
+    ),
+    "reset": Reset(0, 1, (11, 12), None),
+    "step": Step(0, 2, np.array([1, 0])),
+    "rows": rows(),
+    "first rows": first_rows(),
+    "failed": Failed(0, 3, "ValueError", "the arm is stuck", ("slot 1",), "Traceback …\nValueError: the arm is stuck"),
+    "credit": Credit(4),
+    "ping": Ping(1),
+    "pong": Pong(1),
+    "goodbye": Goodbye("the run is over"),
+    "refused": Refused("secret", "proof.mac: the host has another secret, or somebody has changed what it said"),
+    "turn": Turn(0, 1),
+    "fragment": Fragment(
+        0,
+        1,
+        {
+            "rewards": np.array([[1.0, 0.5], [0.0, 2.0]], np.float32),
+            "obs": {"at": np.array([[1, 2], [3, 4]], np.int16)},
+        },
+        {"sequence": 0, "policy_version": 7},
+    ),
+    "weights": Weights(
+        7,
+        {"layer.weight": np.array([[0.5, -0.5]], np.float32), "layer.scale": np.array([0x3F80], np.uint16)},
+        {"layer.scale": "bfloat16"},
+        {},
+    ),
+    "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
+    "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
+}
