@@ -3,13 +3,14 @@
 import os
 import select
 import signal
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from held import Held, await_file, await_held, let_go, times_made
+from held import LONGEST_S, Held, await_file, await_held, let_go, times_made
 from numbered import NumberedModule
 
 from rollflow.nodes import Rollout
@@ -54,12 +55,12 @@ def closing() -> Iterator[Callable[[Any], Any]]:
 def come_back(node: Any, count: int = 1, until: Callable[[], bool] = lambda: True) -> list[Any]:
     """The lanes that come back until there are so many and something holds."""
     lanes: list[Any] = []
-    for _ in range(400):
-        if len(lanes) >= count and until():
-            return lanes
+    latest = time.monotonic() + LONGEST_S
+    while len(lanes) < count or not until():
+        assert time.monotonic() < latest
         select.select([node], [], [], 0.05)
         lanes += node.completed()
-    raise TimeoutError(f"{len(lanes)} lanes have come back, expected {count}")
+    return lanes
 
 
 def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward, closing: Any) -> None:
@@ -95,7 +96,7 @@ class Shared(Held):
     """One slot kills the process of both, the other hangs when it is made again."""
 
     def __init__(self, slot: int, folder: Path) -> None:
-        super().__init__(slot, folder, lives=0)
+        super().__init__(slot, folder, steps=[7] if slot == 1 else [])
         life = times_made(folder, slot)
         self.kills = life == 1 and slot == 0
         self.held_resets = [0] if life == 2 and slot == 1 else []
@@ -116,9 +117,10 @@ def test_every_lane_of_a_process_that_is_started_again_has_its_time(
         node(lane)
     assert come_back(node) == [lanes[1]]
     node(lanes[1])
+    await_held(tmp_path, 1)
     (tmp_path / "kill").touch()
     # Slot 0 makes its fragment now, while slot 1 hangs.
-    assert come_back(node, until=(tmp_path / "held 1 0").exists) == [lanes[0]]
+    assert come_back(node, until=(tmp_path / "held 1 1").exists) == [lanes[0]]
     forward(6.0)
     assert come_back(node) == [lanes[1]]
     assert (lanes[1].fragment.sequence, times_made(tmp_path, 1)) == (1, 3)

@@ -36,7 +36,7 @@ def shared_mappings() -> int:
 
 
 def ran(where: str, ending: str) -> None:
-    options: Any = {"num_envs": 4, "lanes": 2, "fragment_length": 8, "seed": 0, "prefetch": ending == "ahead"}
+    options: Any = {"num_envs": 4, "lanes": 2, "fragment_length": 8, "seed": 0, "prefetch": int(ending == "ahead")}
     rollout = Rollout("CartPole-v1", where=where, **options)  # type: ignore[arg-type]
     if ending == "never entered":
         return

@@ -1,5 +1,6 @@
 """What a socket has no room for is kept, in order, and nothing of it is dropped."""
 
+import gc
 import os
 import selectors
 import socket
@@ -46,6 +47,11 @@ def received(ends: Ends, count: int) -> list[Frame]:
     return frames
 
 
+def count_descriptors() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
 def test_a_small_frame_goes_at_once(ends: Ends) -> None:
     outbox, selector, theirs = ends
     with tempfile.TemporaryFile() as file:
@@ -69,25 +75,22 @@ def test_a_frame_that_is_cut_by_a_full_socket_comes_whole_and_before_the_next(en
 
 
 def test_more_frames_than_a_socket_holds_all_come_with_their_descriptors(ends: Ends) -> None:
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
-    before = count()
+    before = count_descriptors()
     with tempfile.TemporaryFile() as file:
         for number in range(2000):
             ends[0].put(frame(Kind.BLOCK, number=number), file.fileno() if number % 100 == 0 else -1)
     assert [each.number for each in received(ends, 2000)] == list(range(2000))
-    assert count() == before
+    assert count_descriptors() == before
 
 
 def test_what_is_kept_is_given_back_when_it_is_dropped(ends: Ends) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = count_descriptors()
     with tempfile.TemporaryFile() as file:
         ends[0].put(frame_with(Kind.LAYOUT, bytes(1_000_000)))
         ends[0].put(frame(Kind.BLOCK), file.fileno())
-    assert len(os.listdir("/proc/self/fd")) == before + 1
+    assert count_descriptors() == before + 1
     ends[0].close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert count_descriptors() == before
 
 
 def test_nothing_is_raised_where_the_other_end_has_gone(ends: Ends) -> None:

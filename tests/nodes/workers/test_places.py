@@ -219,9 +219,7 @@ def test_what_is_not_known_of_environments_elsewhere_is_refused_with_the_reason(
         assert not hasattr(env, "render_mode")
         return env.get_attr("spec")  # type: ignore[no-any-return]
 
-    with pytest.raises(
-        AttributeError, match="in another process, where 'get_attr' can't be asked for; known here: num"
-    ):
+    with pytest.raises(AttributeError, match="are elsewhere, where 'get_attr' can't be asked for; known here: num"):
         Rollout("CartPole-v1", where=where, workers=1, env_to_module_connector=connector)
 
 
