@@ -152,11 +152,12 @@ def failure(error: Exception, **more: Any) -> bytes:
 
 
 def end_with_parent(fd: int) -> None:
-    """End this process when the other end of a pipe is closed, whatever it is doing then.
+    """End this process's group when the other end of a pipe is closed, whatever it is doing then.
 
-    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn.
+    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
+    environments have forked as well.
     """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
 
