@@ -21,7 +21,10 @@ def secret_of(told: argparse.Namespace) -> str | None:
     """The secret in the file. Raises OSError where it can't be read, ValueError where it is empty."""
     if told.secret_file is None:
         return None
-    secret: str = told.secret_file.read_text().strip()
+    try:
+        secret: str = told.secret_file.read_text().strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--secret-file {told.secret_file}: {error}, expected text") from error
     if not secret:
         raise ValueError(f"--secret-file {told.secret_file} is empty, expected a secret")
     return secret
@@ -37,6 +40,9 @@ def tls_of(told: argparse.Namespace) -> ssl.SSLContext | None:
     listens = told.listen is not None
     if listens and told.tls_cert is None:
         raise ValueError("--tls with --listen, expected --tls-cert as well")
+    for name in (told.tls_ca, told.tls_cert, told.tls_key):
+        if name is not None and not Path(name).is_file():
+            raise ValueError(f"there is no file {name}, expected a certificate or its key")
     context = ssl.create_default_context(
         ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=told.tls_ca
     )

@@ -2,11 +2,17 @@
 
 import argparse
 import logging
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from rollflow.cli import check_host, env_host
 from rollflow.stream.errors import RollflowError
+
+
+class Terminated(BaseException):
+    """Raised where the program is told to end."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,15 +22,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in (env_host, check_host):
         command.add_to(commands)
     told = parser.parse_args(arguments)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _terminate)  # so that it says goodbye
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
         status: int = told.run(told)
+    except Terminated:
+        return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
         print(f"rollflow: {error}", file=sys.stderr)
         return 1
     return status
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 if __name__ == "__main__":

@@ -64,7 +64,9 @@ class EnvToModule:
         lane = steps
         if lane.is_set_aside:
             self._going -= 1
-            return Prepared(None, lane.cut() if lane.index in self._lanes else None)
+            known = self._lanes.pop(lane.index, None) is not None
+            self._ready.pop(lane.index, None)
+            return Prepared(None, lane.leave() if known else None)
         try:
             return self._prepared(lane)
         except Exception as error:
@@ -115,5 +117,5 @@ class EnvToModule:
     def finish(self) -> Iterator[Prepared]:
         """Cut what every lane has so far."""
         for lane in self._lanes.values():
-            if not lane.at_start and not lane.is_set_aside:
+            if not lane.at_start:
                 yield Prepared(None, lane.cut())

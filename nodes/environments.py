@@ -106,6 +106,11 @@ class Environments:
         return len(self.envs)
 
     @property
+    def most_lanes(self) -> int:
+        """How many there may come to be."""
+        return self.num_lanes
+
+    @property
     def num_steps(self) -> int:
         """Transitions that the environments have made."""
         return sum(lane.num_steps for lane in self.lanes)

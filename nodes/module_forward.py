@@ -158,7 +158,8 @@ class ReadyForward:
         ready, self._ready = self._ready, []
         while ready:
             slots, count = 0, 0
-            while count < len(ready) and slots + ready[count].layout.num_slots <= self._max_batch:
+            # A lane's slots go together, also where one came later that has more.
+            while count < len(ready) and (not count or slots + ready[count].layout.num_slots <= self._max_batch):
                 slots += ready[count].layout.num_slots
                 count += 1
             self._forward.forward_lanes(ready[:count])

@@ -22,7 +22,7 @@ def ring_of(
     gate: Gate | None,
 ) -> Graph:
     """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
-    lanes = environments.num_lanes
+    lanes = environments.most_lanes
     graph = Graph("rollout")
     graph.add(env=environments, env_to_module=prepare)
     graph.add(module=forward, module_to_env=act)

@@ -353,6 +353,13 @@ class Lane:
         self._latest = self._column.row(lookback)
         return old
 
+    def leave(self) -> Fragment:
+        """Give the last fragment away, and all memory back: no step is made any more."""
+        last = self.cut()
+        self.fragment.columns.clear()
+        self._latest = self._items = None
+        return last
+
     # Inside
 
     @property

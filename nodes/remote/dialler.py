@@ -68,18 +68,23 @@ class Dialler:
             return
         self._epoll.unregister(fd)
         del self.calling[fd]
-        dialled.failures, dialled.problem = 0, ""
+        dialled.problem = ""
         self._reached(sock, dialled)
+
+    def welcomed(self, dialled: Dialled | None) -> None:
+        """The host at an address has been taken in."""
+        if dialled is not None:
+            dialled.failures = 0
 
     def lost(self, dialled: Dialled) -> None:
         """A connection that had come about is no more."""
         dialled.is_busy = False
-        dialled.due = monotonic() + _FIRST_REDIAL_S
+        dialled.due = monotonic() + _delay(dialled)
 
     def _dial(self, dialled: Dialled, now: float) -> None:
         dialled.is_busy = True
         try:
-            sock = dial(dialled.address)
+            sock = dial(dialled.address, dialled.failures)
         except OSError as error:
             self._put_off(dialled, error.strerror or str(error), now)
             return
@@ -95,5 +100,10 @@ class Dialler:
     def _put_off(self, dialled: Dialled, why: str, now: float) -> None:
         dialled.problem = f"{dialled.address}: {why}"
         dialled.is_busy = False
-        dialled.failures += 1
-        dialled.due = now + min(_FIRST_REDIAL_S * 2 ** min(dialled.failures, 16), _LONGEST_REDIAL_S)
+        dialled.due = now + _delay(dialled)
+
+
+def _delay(dialled: Dialled) -> float:
+    """Seconds until an address is dialled again: longer each time that it was in vain."""
+    dialled.failures += 1
+    return min(_FIRST_REDIAL_S * 2.0 ** min(dialled.failures - 1, 16), _LONGEST_REDIAL_S)

@@ -1,6 +1,8 @@
 """The program on a host of environments: steps them as a gateway asks."""
 
+import contextlib
 import logging
+import os
 import secrets
 import select
 import socket
@@ -87,7 +89,7 @@ class EnvHost:
         self._transport: Transport | None = None
         self._lock = threading.Lock()  # of the session, its connections, and the transport
         self._bell = Bell()
-        self._is_stopped = False
+        self._is_stopped = self._was_welcomed = False  # by the connection that there is, or was last
         self._jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in self._lanes]
         self._threads = [
             threading.Thread(target=self._work, args=work, name=f"rollflow lane {place}", daemon=True)
@@ -119,7 +121,7 @@ class EnvHost:
                     if error.code == "session":
                         self._session = _new_session()
                     problem = str(error)
-                if self._session.send is not None:  # it was taken in
+                if self._was_welcomed:
                     since, delay = monotonic(), _FIRST_RETRY_S
                 logger.warning("%s", problem)
             if retry_s is not None and monotonic() - since >= retry_s:
@@ -142,7 +144,7 @@ class EnvHost:
     def serve(self) -> None:
         """Inside `listening`: serve gateways that dial, one after the other, until `stop` is called.
 
-        Raises WireError where one does not know the secret, or breaks the protocol.
+        What is wrong with one, such as another secret, is logged.
         """
         poll = select.poll()
         for fd in (*(sock.fileno() for sock in self._listeners), self._bell.fileno()):
@@ -196,7 +198,7 @@ class EnvHost:
                 raise TimeoutError(f"no answer within {_REACH_S:g} s")
             problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if problem:
-                raise OSError(problem, OSError(problem).strerror or "")
+                raise OSError(problem, os.strerror(problem))
         except BaseException:
             sock.close()
             raise
@@ -204,7 +206,7 @@ class EnvHost:
 
     def _serve(self, sock: socket.socket, address: Address | None, *, is_server: bool) -> str:
         """Serve a gateway until it says goodbye: its reason. Raises WireError when the connection breaks."""
-        session = self._session
+        session, self._was_welcomed = self._session, False
         connection = HostConnection(self._hello(), session, secret=self._secret, limits=self._limits, now=monotonic())
         name = address.host if isinstance(address, TcpAddress) else None
         transport = Transport(sock, connection)
@@ -232,6 +234,8 @@ class EnvHost:
                 transport.write()
                 deadline, waits = connection.next_deadline(), transport.waits_to_write
             poll.register(transport.fileno(), select.POLLIN | (select.POLLOUT if waits else 0))
+            if not connection.is_open:  # an answer was more than it takes
+                raise connection.error or WireError("gateway: connection lost", "lost")
             timeout = None if deadline is None else max(0.0, deadline - monotonic()) * 1e3
             ready = {fd for fd, _ in poll.poll(timeout)}
             if self._bell.fileno() in ready:
@@ -252,6 +256,7 @@ class EnvHost:
     def _handle(self, connection: HostConnection, event: Event) -> str | None:
         match event:
             case Welcome():
+                self._was_welcomed = True
                 self._by_id = {grant.lane: jobs for grant, jobs in zip(event.lanes, self._jobs, strict=True)}
             case Reset() | Step():
                 self._by_id[event.lane].put((connection, event))
@@ -293,7 +298,9 @@ class EnvHost:
     def _pause(self, seconds: float) -> None:
         poll = select.poll()
         poll.register(self._bell.fileno(), select.POLLIN)
-        poll.poll(seconds * 1e3)
+        self._bell.silence()
+        if not self._is_stopped:
+            poll.poll(seconds * 1e3)
 
     # Lanes
 
@@ -314,10 +321,11 @@ class EnvHost:
             connection.answer(request, answer)
         except (WireError, ColumnError) as error:
             if getattr(error, "code", "") != "undelivered":
-                connection.answer(request, Failed.of(request, error))
+                with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
+                    connection.answer(request, Failed.of(request, error))
         if self._transport is not None:
             self._transport.write()
-            if self._transport.waits_to_write:
+            if self._transport.waits_to_write or not self._transport.connection.is_open:
                 self._bell.ring()
 
 

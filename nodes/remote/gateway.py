@@ -15,7 +15,7 @@ from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled, Dialler
 from rollflow.nodes.remote.remote_envs import RemoteEnvs
-from rollflow.nodes.remote.remote_host import Answered, Joined, Left, News, RemoteHost
+from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost
 from rollflow.nodes.remote.transport import TlsTransport, Transport
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
+_MOST_TOLD = 300  # characters of why a stranger was turned away
 _GOODBYE_S = 1.0
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
@@ -73,6 +74,7 @@ class Gateway:
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._peer_of: dict[int, _Peer] = {}  # by identity of the connection
         self._listening = {sock.fileno(): sock for sock in envs.sockets}
+        self._deaf: list[socket.socket] = []  # listeners that are not listened to until the next tick
         self._news: deque[News] = deque()
         self._lock = threading.RLock()
         self._bell = Bell()
@@ -122,10 +124,16 @@ class Gateway:
             yield self._news.popleft()
 
     def ask(self, request: Request) -> None:
-        """Ask the host of a lane for something; it may take more than one connection. Raises WireError."""
+        """Ask the host of a lane for something; it may take more than one connection.
+
+        A host that takes no frame as large has to leave. Raises WireError for what can't be asked of any.
+        """
         with self._lock:
             host = self._host_of[request.lane]
-            host.connection.ask(request)
+            try:
+                host.connection.ask(request)
+            except WireError as error:
+                self._could_not_ask(host, error)
             self._write(host.connection)
 
     def next_number(self, lane: int) -> int:
@@ -135,15 +143,6 @@ class Gateway:
     def host_of(self, lane: int) -> RemoteHost:
         """The host that a lane is, or was, on."""
         return self._host_of[lane]
-
-    def dismiss(self, host: RemoteHost, code: str, reason: str) -> None:
-        """Have nothing to do with a host any more, and say why."""
-        with self._lock:
-            host.connection.refuse(code, reason)
-            peer = self._peer_of.get(id(host.connection))
-            if peer is not None:
-                self._drop(peer)
-            self._leave(host, reason)
 
     def close(self, reason: str = "the rollout has ended") -> None:
         """Say goodbye to all hosts, and close every socket."""
@@ -173,6 +172,18 @@ class Gateway:
         told = f"; {'; '.join(problems)}" if problems else ""
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {where}{told}"
 
+    def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
+        peer = self._peer_of.get(id(host.connection))
+        if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
+            self._broken(peer, error, monotonic())
+        elif error.code == "frame":
+            host.connection.refuse(error.code, str(error))
+            if peer is not None:
+                self._drop(peer)
+            self._leave(host, str(error))
+        else:
+            raise error
+
     # Sockets
 
     def _serve(self, fd: int, events: int, now: float) -> None:
@@ -200,6 +211,8 @@ class Gateway:
         for host in list(self.hosts.values()):
             if host.lost_at is not None and now - host.lost_at >= self._envs.limits.grace_s:
                 self._leave(host, f"{host.reason}, and not back within {self._envs.limits.grace_s:g} s")
+        while self._deaf:
+            self._epoll.register(self._deaf.pop().fileno(), select.EPOLLIN)
         self._dialler.tick(now)
 
     def tend(self) -> None:
@@ -212,13 +225,18 @@ class Gateway:
     def _accept(self, listener: socket.socket, now: float) -> None:
         try:
             sock, where = listener.accept()
-        except OSError:
+        except BlockingIOError:
             return
-        strangers = sum(peer.host is None for peer in self._peers.values())
-        if strangers >= _MOST_STRANGERS:
-            sock.close()
-            self.refusals.append(f"more than {_MOST_STRANGERS} connections that have not proved themselves")
+        except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
+            logger.warning("a connection can't be taken: %s", error)
+            self._epoll.unregister(listener.fileno())
+            self._deaf.append(listener)
             return
+        strangers = [peer for peer in self._peers.values() if peer.host is None]
+        if len(strangers) >= _MOST_STRANGERS:  # the oldest has had the most time
+            told = f"{_MOST_STRANGERS} connections have not proved themselves, expected fewer"
+            strangers[0].connection.refuse("busy", told)
+            self._broken(strangers[0], WireError(told, "busy"), now)
         self.greet(sock, _told(where) or "a Unix socket", now)
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None = None) -> None:
@@ -283,7 +301,10 @@ class Gateway:
                         self._leave(peer.host, f"said goodbye: {event.reason}")
                 case _:
                     self._news.append(Answered(event))  # type: ignore[arg-type]
-        if not peer.connection.is_open:
+        if not peer.connection.is_open and id(peer.connection) in self._peer_of:
+            error = peer.connection.error
+            if error is not None and not any(isinstance(event, Broken) for event in events):
+                self._broken(peer, error, now)
             self._drop(peer)
 
     def _take_in(self, peer: _Peer, hello: Hello, now: float) -> None:
@@ -293,6 +314,8 @@ class Gateway:
             if known is not None:
                 self._take_back(peer, known)
                 return
+            for host in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
+                self._leave(host, "it was started again")
             self._check_new(hello)
             lanes = range(self._next_lane, self._next_lane + len(hello.slots))
             firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
@@ -303,7 +326,9 @@ class Gateway:
             self._broken(peer, error, now)
             return
         self._next_lane, self._next_slot = lanes.stop, self._next_slot + hello.num_envs
-        peer.host = host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection)
+        self._first = self._first or hello
+        peer.host = host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection, peer.dialled)
+        self._dialler.welcomed(peer.dialled)
         self.hosts[session.token] = host
         self._host_of.update(dict.fromkeys(lanes, host))
         self._news.append(Joined(host))
@@ -313,6 +338,8 @@ class Gateway:
         peer.connection.welcome(host.session)
         old = self._peer_of.get(id(host.connection))
         peer.host, host.connection, host.lost_at = host, peer.connection, None
+        self._dialler.welcomed(peer.dialled)
+        self._news.append(Back(host))
         if old is not None:
             self._drop(old)
         logger.info("host %s is back", host.name)
@@ -325,7 +352,6 @@ class Gateway:
             raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
         first = self._first
         if first is None:
-            self._first = hello
             return
         for name in ("observation_space", "action_space"):
             if getattr(hello, name) != getattr(first, name):
@@ -339,8 +365,9 @@ class Gateway:
         self._drop(peer)
         host = peer.host
         if host is None:
-            self.refusals.append(f"{peer.where}: {error}")
-            logger.warning("a connection from %s is refused: %s", peer.where, error)
+            told = ascii(str(error)[:_MOST_TOLD])[1:-1]  # it may hold a stranger's words
+            self.refusals.append(f"{peer.where}: {told}")
+            logger.warning("a connection from %s is refused: %s", peer.where, told)
         elif host.connection is peer.connection:
             host.lost_at, host.reason = now, str(error)
             if error.code in _COMES_BACK:

@@ -159,17 +159,19 @@ def _takes_two_at_once(talk: Talk) -> None:
 def _goes_on(talk: Talk) -> None:
     """Goes on where it was after a connection is lost, and takes nothing twice."""
     with talk.begun() as line:
+        expected = [line.reset(), *(line.step(actions) for actions in line.actions(3))]
+    with talk.begun() as line:
         first, second, third = line.actions(3)
         session = line.session
-        line.reset()
-        line.step(first)
+        rows = [line.reset(), line.step(first)]
         request = line.step_request(second)
         session.ask(request)
         line.send(request)
-    with talk.begun(session) as line:
-        line.send(request)
-        line.answer_to(request)
-        line.step(third)
+    with talk.begun(session) as line:  # which asks again
+        rows += line.answer_to(request), line.step(third)
+    for number, (one, other) in enumerate(zip(rows, expected, strict=True)):
+        if not _same(one, other):
+            raise Wrong(f"gave something else at step {number} than without the break, expected the same")
 
 
 def _begins_anew(talk: Talk) -> None:

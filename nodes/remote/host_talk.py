@@ -123,6 +123,11 @@ class Line:
     def answer_to(self, request: Reset | Step) -> Rows:
         """The next message, as the answer to this."""
         answer = self.expect(Rows | Failed, f"rows for {request.kind} {request.number}")  # type: ignore[arg-type]
+        if (answer.lane, answer.number) != (request.lane, request.number):
+            raise Wrong(
+                f"sent {shown(answer)} of lane {answer.lane}, expected that of lane {request.lane}, "
+                f"number {request.number}"
+            )
         if isinstance(answer, Failed):
             raise Wrong(f"failed at {request.kind} {request.number}: {answer.type}: {answer.text}")
         if self.session.asked(answer) is not None:

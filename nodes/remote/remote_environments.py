@@ -1,6 +1,7 @@
 """Environments on other hosts, as a node: the same lanes as everywhere, whose hosts come and go."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -12,11 +13,11 @@ from gymnasium.vector import VectorEnv
 from rollflow.nodes.environments import Environments, actions_of
 from rollflow.nodes.remote.gateway import Gateway
 from rollflow.nodes.remote.remote_envs import RemoteEnvs
-from rollflow.nodes.remote.remote_host import Answered, Joined, Left, RemoteHost
+from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, RemoteHost
 from rollflow.nodes.stepping import seeds_for
 from rollflow.nodes.workers.lane_link import Elsewhere
 from rollflow.nodes.workers.patience import Patience
-from rollflow.stream.errors import EnvError, WireError
+from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.tree import map_tree
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
 _LOOK_S = 0.5
+_MOST_LANES = 1 << 16
+_MOST_FAREWELLS = 16
 
 
 class State(Enum):
@@ -95,7 +98,7 @@ class RemoteEnvironments(Environments):
         self._join_timeout = env.join_timeout
         self._records: list[_Record] = []
         self._lost: set[int] = set()  # lanes to be reset again
-        self._farewells: dict[str, str] = {}  # why hosts have left, by name
+        self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacant_since: float | None = None
         self._is_ending = False
         self._gateway = Gateway(env)
@@ -132,6 +135,11 @@ class RemoteEnvironments(Environments):
         return self._gateway.fileno()
 
     @property
+    def most_lanes(self) -> int:
+        """How many there may come to be."""
+        return _MOST_LANES
+
+    @property
     def patience(self) -> float | None:
         """Seconds until a lane is late or to be reset again, or the rollout has waited long enough for hosts."""
         now = monotonic()
@@ -153,13 +161,15 @@ class RemoteEnvironments(Environments):
                     yield from self._answered(news.answer)
                 case Joined():
                     self._join(news.host)
+                case Back():
+                    self._host_back(news.host)
                 case Left():
                     yield from self._host_left(news.host, news.reason)
         for index, told in self._patience.overdue().items():
             if self._records[index].host.lost_at is None:
                 yield from self._late(self._records[index], told)
-            else:  # it has time to come back, and begins then where it was
-                self._patience.begin(index)
+            else:  # it has time to come back, and its answer from then on
+                self._patience.end(index)
         now = monotonic()
         for record in [self._records[index] for index in self._lost]:
             if record.due <= now:
@@ -209,7 +219,7 @@ class RemoteEnvironments(Environments):
                 if isinstance(news, Joined):
                     hosts.append(news.host)
                 elif isinstance(news, Left):
-                    self._farewells[f"host {news.host.name}"] = news.reason
+                    self._farewells.append((f"host {news.host.name}", news.reason))
                     count += 1  # others are waited for in its place
         return hosts
 
@@ -221,10 +231,10 @@ class RemoteEnvironments(Environments):
             return
         if record.state is State.LATE:
             self._patience.end(answer.lane)
-            self._fail(record)
+            yield from self._fail_or_leave(record)
         elif isinstance(answer, Failed):
             where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
-            self._lose(record, f"host {record.host.name}: {answer.type}: {answer.text}{where}")
+            self._lose(record, f"host {record.host.name}: {answer.type}: {answer.text}{where}", answer.traceback)
             yield from self._fail_or_leave(record)
         elif isinstance(answer, Rows):
             self._record(record, answer)
@@ -256,20 +266,20 @@ class RemoteEnvironments(Environments):
         if record.state is State.LATE:
             self._patience.end(index)
             record.state = State.GONE
-            self._farewells[f"lane {index}"] = record.reason
+            self._farewells.append((f"lane {index}", record.reason))
             yield self._leave(record)
             return
         self._lose(record, f"host {record.host.name}, lane {index}, {self._slots_of(record.lane)}: {told}")
         record.state = State.LATE
         self._patience.begin(index, resets=True)
 
-    def _lose(self, record: _Record, reason: str) -> None:
+    def _lose(self, record: _Record, reason: str, traceback: str = "") -> None:
         """End the lane's open episodes."""
         self._patience.end(record.lane.index)
         record.reason = reason
         if record.state is State.STEPPING:
             self.lost_steps += record.lane.lose(reason)
-        logger.warning("lane %d is lost: %s", record.lane.index, reason)
+        logger.warning("lane %d is lost: %s%s", record.lane.index, reason, traceback and f"\n{traceback}")
 
     def _fail(self, record: _Record) -> None:
         """Have the lane reset after a while, longer each time."""
@@ -285,12 +295,18 @@ class RemoteEnvironments(Environments):
             logger.error(
                 "lane %d leaves, lost %d times in a row: %s", record.lane.index, record.failures, record.reason
             )
-            self._farewells[f"lane {record.lane.index}"] = record.reason
+            self._farewells.append((f"lane {record.lane.index}", record.reason))
             record.state = State.GONE
             yield self._leave(record)
 
+    def _host_back(self, host: RemoteHost) -> None:
+        """Give a host its time again for what it is at."""
+        for record in [self._records[index] for index in host.session.lanes if index < len(self._records)]:
+            if record.state in (State.RESETTING, State.STEPPING):
+                self._patience.begin(record.lane.index, resets=record.state is State.RESETTING)
+
     def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Lane]:
-        self._farewells[f"host {host.name}"] = reason
+        self._farewells.append((f"host {host.name}", reason))
         # One that came when the rollout was ending has been given no lanes.
         for record in [self._records[index] for index in host.session.lanes if index < len(self._records)]:
             if record.state is State.GONE:
@@ -317,7 +333,7 @@ class RemoteEnvironments(Environments):
         if self._vacant_since is None or self._join_timeout is None:
             return
         if now - self._vacant_since >= self._join_timeout:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells.items())
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells)
             raise EnvError(f"every host has left and none came within {self._join_timeout:g} s: {reasons}")
 
     def _given_up(self) -> Iterator[Lane]:
@@ -369,11 +385,7 @@ class RemoteEnvironments(Environments):
         is_reset = isinstance(request, Reset)
         record.state = State.RESETTING if is_reset else State.STEPPING
         self._patience.begin(record.lane.index, resets=is_reset)
-        try:
-            self._gateway.ask(request)
-        except WireError as error:
-            if error.code != "undelivered":  # then the connection is broken, and the next one asks
-                raise
+        self._gateway.ask(request)
 
     def _wait_for(self, record: _Record) -> None:
         self.in_flight += 1

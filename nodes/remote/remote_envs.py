@@ -165,14 +165,16 @@ def listen_on(address: Address) -> list[socket.socket]:
     return sockets
 
 
-def dial(address: Address) -> socket.socket:
-    """A non-blocking socket that is being connected. Raises OSError where that can't be."""
+def dial(address: Address, attempt: int = 0) -> socket.socket:
+    """A non-blocking socket that is being connected; another attempt takes another of a name's addresses.
+
+    Raises OSError where that can't be.
+    """
     if isinstance(address, UnixAddress):
         sock, target = socket.socket(socket.AF_UNIX), address.path
     else:
-        [(family, kind, protocol, _, target), *_] = socket.getaddrinfo(  # type: ignore[assignment]
-            address.host, address.port, type=socket.SOCK_STREAM
-        )
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, target = found[attempt % len(found)]  # type: ignore[assignment]
         sock = socket.socket(family, kind, protocol)
     sock.setblocking(False)
     try:

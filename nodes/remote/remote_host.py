@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rollflow.nodes.remote.dialler import Dialled
 from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
 
 
@@ -11,14 +12,18 @@ class RemoteHost:
     name          as it calls itself, and where it is
     session       what outlives its connections
     connection    the newest
+    dialled       the address that it was reached at; None: it dialled itself
     lost_at       since when it has none; None: it has one
     reason        why it was lost
     """
 
-    def __init__(self, name: str, session: GatewaySession, connection: GatewayConnection) -> None:
+    def __init__(
+        self, name: str, session: GatewaySession, connection: GatewayConnection, dialled: Dialled | None = None
+    ) -> None:
         self.name = name
         self.session = session
         self.connection = connection
+        self.dialled = dialled
         self.lost_at: float | None = None
         self.reason = ""
 
@@ -38,6 +43,13 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
+class Back:
+    """A host that had lost its connection has another one."""
+
+    host: RemoteHost
+
+
+@dataclass(frozen=True, slots=True)
 class Left:
     """A host has gone for good, its lanes with it."""
 
@@ -45,4 +57,4 @@ class Left:
     reason: str
 
 
-News = Joined | Answered | Left
+News = Joined | Answered | Back | Left

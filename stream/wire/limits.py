@@ -1,6 +1,6 @@
 """How much one end of a wire takes from the other."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 MAX_HEADER = 4 << 20  # bytes of a frame's header
 MAX_VALUES = 1 << 18  # values in a header: entries of lists, keys and values of maps
@@ -26,3 +26,8 @@ class Limits:
     handshake_s: float = 10.0
     heartbeat_s: float = 10.0
     grace_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}, expected more than 0")

@@ -50,15 +50,16 @@ def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -
     assert len(fragments) == 9
 
 
-def test_an_interrupted_host_says_goodbye() -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_host_says_goodbye(number: int, status: int) -> None:
     envs = listening()
     with (
         command("env-host", "--env", "CartPole-v1", "--connect", str(envs.addresses[0])) as host,
         Rollout(envs, fragment_length=8, prefetch=1) as rollout,
     ):
         next(iter(rollout.fragments()))
-        host.send_signal(signal.SIGINT)
-        assert host.wait() == 130
+        host.send_signal(number)
+        assert host.wait() == status
         rollout.drain()
         list(rollout.fragments())
 
@@ -164,6 +165,35 @@ def test_a_host_that_steps_twice_is_found_out(
     with served(EnvHost([lambda: NumberedEnv(0)]), tmp_path) as address:
         assert main(["check-host", address]) == 1
     assert "the second time, expected the same" in capsys.readouterr().out
+
+
+def test_a_host_that_steps_again_after_a_break_is_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollflow.stream.wire.session import HostSession, Taken
+
+    take, begin = HostSession.take, HostSession.begin
+    broken: set[HostSession] = set()
+
+    def begins(self: HostSession, welcome: Any, hello: Any) -> None:
+        begin(self, welcome, hello)
+        if welcome.resumed:
+            broken.add(self)
+
+    def takes_again(self: HostSession, request: Any) -> Taken:
+        taken = take(self, request)
+        if taken is Taken.NEW or self not in broken:
+            return taken
+        broken.discard(self)
+        lane = self._lane(request.lane)
+        lane.request, lane.answer = request, None
+        return Taken.NEW
+
+    monkeypatch.setattr(HostSession, "begin", begins)
+    monkeypatch.setattr(HostSession, "take", takes_again)
+    with served(EnvHost([lambda: NumberedEnv(0, lengths=(50, 60))]), tmp_path) as address:
+        assert main(["check-host", address]) == 1
+    assert "than without the break, expected the same" in capsys.readouterr().out
 
 
 def test_a_host_that_does_not_answer_is_found_out(

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
-from remote_hosts import SHORT, HostProcess, RawHost, hosting, listening
+from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, rollout_over, slots_of, taken_until, told
 
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Goodbye, Reset
+from rollflow.stream.wire import Goodbye, Limits, Reset
 
 
 def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
@@ -115,6 +117,30 @@ def test_a_host_that_finds_no_gateway_gives_up_and_says_so() -> None:
         host.connect("tcp://127.0.0.1:1", retry_s=0.2)
 
 
+def test_a_host_whose_gateway_is_gone_behind_a_proxy_gives_up_as_well() -> None:
+    envs = listening()
+    wire = BrokenWire(envs.addresses[0], lambda: None)
+    try:
+        with EnvHost(makers(0)) as host:
+            told: list[BaseException] = []
+
+            def serve() -> None:
+                try:
+                    host.connect(wire.address, retry_s=0.3)
+                except WireError as error:
+                    told.append(error)
+
+            serving = threading.Thread(target=serve)
+            serving.start()
+            rollout = rollout_over(envs)
+            rollout.environments._gateway._ending()  # as if it had been killed
+            serving.join()
+    finally:
+        wire.close()
+    assert "not reached for 0.3 s" in str(told[0])
+    rollout.environments.close()
+
+
 def test_goodbyes_leave_nothing_behind() -> None:
     before = set(threading.enumerate())
     envs = listening()
@@ -197,3 +223,54 @@ def test_limits_of_hosts_are_kept() -> None:
         next(iter(rollout.fragments()))
         with EnvHost(makers(1)) as other, pytest.raises(WireError, match="1 hosts are here already, expected no more"):
             other.connect(str(envs.addresses[0]), retry_s=0.0)
+
+
+@pytest.mark.parametrize("options", [{"forward_in_thread": True}, {"max_batch": 2}, {"max_batch": 2, "max_wait": 1e-3}])
+def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(options: dict[str, Any]) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, **options) as rollout:
+        fragments = iter(rollout.fragments())
+        taken = [next(fragments)]
+        with hosting(envs.addresses[0], makers(*range(1, 15)), lanes=12):  # some lanes are larger than max_batch
+            taken += taken_until(fragments, lambda more: slots_of(more) >= set(range(15)))
+            rollout.drain()
+            taken += list(fragments)
+    check_laws(taken, rollout.lost, slots_lost=15)
+
+
+def test_lanes_that_have_left_take_no_memory() -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        for slot in (1, 2):
+            with hosting(envs.addresses[0], makers(slot)):
+                taken_until(fragments, lambda more, slot=slot: slot in slots_of(more))
+            taken_until(fragments, lambda more: len(more) > 4 and slots_of(more[-3:]) == {0})
+        assert [bool(lane.fragment.columns) for lane in rollout.environments.lanes] == [True, False, False]
+        assert rollout.num_steps > 0
+
+
+def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening()
+    space = gym.spaces.Box(-1, 1, (20_000,))
+
+    class Wide(gym.Env[Any, Any]):
+        observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), space
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    with hosting(envs.addresses[0], Wide), Rollout(envs, fragment_length=4, prefetch=1, seed=0) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        with (
+            EnvHost(Wide, limits=Limits(max_frame=1 << 16)) as narrow,
+            pytest.raises(WireError, match=r"frame of \d+ bytes, expected at most 65536"),
+        ):
+            narrow.connect(str(envs.addresses[0]))
+        for _ in range(4):
+            next(fragments)
+    assert "takes no more" in caplog.text

@@ -11,7 +11,7 @@ from remote_rollouts import HASTY, check_laws, makers, rollout_over, taken_until
 
 from rollflow.nodes import EnvHost
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Reset, Step, encode
+from rollflow.stream.wire import Refused, Reset, Step, encode
 
 MISBEHAVIOUR: dict[str, tuple[Callable[[RawHost], None], str]] = {
     "a NaN reward": (
@@ -99,6 +99,22 @@ def test_a_wrong_secret_is_told_to_both_and_nobody_else_notices(caplog: pytest.L
             stranger.connect(str(envs.addresses[0]))
         next(fragments)
     assert "has another secret" in caplog.text
+
+
+def test_what_a_stranger_says_is_no_line_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        raw = RawHost(envs.addresses[0])
+        raw.send(Refused("x", "bad\nhost trusted has joined\x1b[31m" + "z" * 1000))
+        while "bad" not in caplog.text:
+            next(fragments)
+        raw.sock.close()
+    [line] = [record.getMessage() for record in caplog.records if "bad" in record.getMessage()]
+    assert "\n" not in line
+    assert "\x1b" not in line
+    assert len(line) < 500
 
 
 def test_another_version_and_other_spaces_are_refused_by_name() -> None:
