@@ -158,6 +158,7 @@ def test_goodbyes_leave_nothing_behind() -> None:
 
 
 def test_a_rollout_that_is_never_entered_leaves_nothing_behind() -> None:
+    gc.collect()  # of what other tests have left
     before, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     envs = listening()
     raw = RawHost(envs.addresses[0])
