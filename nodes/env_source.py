@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
@@ -86,10 +87,15 @@ def is_ready(env: EnvSource) -> bool:
     return any(isinstance(one, VectorEnv) for one in each)
 
 
+def is_whole(number: Any) -> bool:
+    """Whether this is a whole number, Python's or numpy's; True is none."""
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+
+
 def sizes_of(num_envs: int, lanes: int) -> list[int]:
     """How many slots each lane has: as even as it goes. Raises EnvError where there are not enough."""
     for name, number in (("num_envs", num_envs), ("lanes", lanes)):
-        if not isinstance(number, int) or isinstance(number, bool):
+        if not is_whole(number):
             raise EnvError(f"{name} is {number!r}, expected a whole number")
     if num_envs < 1 or not 1 <= lanes <= num_envs:
         raise EnvError(f"num_envs is {num_envs} and lanes is {lanes}, expected 1 <= lanes <= num_envs")

@@ -8,11 +8,11 @@ from functools import wraps
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 
 from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.default_module import DefaultModule
+from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.stream.errors import ConnectorError, ModuleError
 
@@ -120,8 +120,7 @@ def check_numbers(**numbers: tuple[float | None, int]) -> None:
     for name, (number, least) in numbers.items():
         if number is None:
             continue
-        is_whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-        if not is_whole and not (name in _SECONDS and isinstance(number, float) and math.isfinite(number)):
+        if not is_whole(number) and not (name in _SECONDS and isinstance(number, float) and math.isfinite(number)):
             raise ValueError(f"{name} is {number!r}, expected {'seconds' if name in _SECONDS else 'a whole number'}")
         if number < least:
             raise ValueError(f"{name} is {number}, expected at least {least}")

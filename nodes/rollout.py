@@ -218,7 +218,6 @@ class Rollout:
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
         self._weights = PolicyWeights(acting)
-        self._acting_version = 0
         self.lag = LagBound(self._weights, max_lag, on_excess)
         self.learner_pipeline = LearnerConnectorPipeline.default(
             *spaces, pieces_given(learner_connector, "learner_connector", *spaces), stateful=stateful

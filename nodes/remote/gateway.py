@@ -302,9 +302,8 @@ class Gateway:
                 case _:
                     self._news.append(Answered(event))  # type: ignore[arg-type]
         if not peer.connection.is_open and id(peer.connection) in self._peer_of:
-            error = peer.connection.error
-            if error is not None and not any(isinstance(event, Broken) for event in events):
-                self._broken(peer, error, now)
+            if peer.connection.error is not None:  # it broke while something was sent
+                self._broken(peer, peer.connection.error, now)
             self._drop(peer)
 
     def _take_in(self, peer: _Peer, hello: Hello, now: float) -> None:

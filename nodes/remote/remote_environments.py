@@ -301,14 +301,13 @@ class RemoteEnvironments(Environments):
 
     def _host_back(self, host: RemoteHost) -> None:
         """Give a host its time again for what it is at."""
-        for record in [self._records[index] for index in host.session.lanes if index < len(self._records)]:
+        for record in self._records_of(host):
             if record.state in (State.RESETTING, State.STEPPING):
                 self._patience.begin(record.lane.index, resets=record.state is State.RESETTING)
 
     def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Lane]:
         self._farewells.append((f"host {host.name}", reason))
-        # One that came when the rollout was ending has been given no lanes.
-        for record in [self._records[index] for index in host.session.lanes if index < len(self._records)]:
+        for record in self._records_of(host):
             if record.state is State.GONE:
                 continue
             self._lose(record, f"host {host.name}: {reason}")
@@ -396,6 +395,10 @@ class RemoteEnvironments(Environments):
         record.is_waited = False
         self._patience.end(record.lane.index)
         return record.lane
+
+    def _records_of(self, host: RemoteHost) -> list[_Record]:
+        """A host's lanes; one that came when the rollout was ending has been given none."""
+        return [self._records[index] for index in host.session.lanes if index < len(self._records)]
 
     def _slots_of(self, lane: Lane) -> str:
         first, count = self.first_slots()[lane.index], lane.layout.num_slots

@@ -117,11 +117,6 @@ class TlsTransport(Transport):
         self._encrypted = 0  # bytes of the connection's that are encrypted and not sent
         self._is_agreed = False
 
-    @property
-    def waits_to_write(self) -> bool:
-        """Whether something is left to be sent once the socket takes more."""
-        return bool(self._unsent)
-
     def read(self, now: float) -> list[Event]:
         """Receive what is there, decrypt it; what it comes to."""
         has_ended = self._receive()

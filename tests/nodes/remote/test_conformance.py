@@ -9,6 +9,7 @@ import anyio
 import gymnasium as gym
 import numpy as np
 import pytest
+from alike import assert_alike
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -17,8 +18,6 @@ from remote_hosts import BrokenWire, dialled_host, hosting, listening
 
 from rollflow.nodes import RemoteEnvs, Rollout
 from rollflow.stream import Fragment
-from rollflow.stream.testing import check
-from rollflow.stream.tree import map_tree
 
 
 class Setting(NamedTuple):
@@ -67,16 +66,6 @@ def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     assert rollout.lost == {}
     return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
-
-
-def assert_alike(ours: list[Fragment], others: list[Fragment]) -> None:
-    for mine, other in zip(ours, others, strict=True):
-        assert (mine.lane, mine.sequence, mine.columns.keys()) == (other.lane, other.sequence, other.columns.keys())
-        for name in mine.columns:
-            map_tree(np.testing.assert_array_equal, mine.column(name), other.column(name))
-        states = [[chunk.get_state() for chunk in fragment.episodes()] for fragment in (mine, other)]
-        for state, like in zip(*states, strict=True):
-            check({**state, "duration_s": 0}, {**like, "duration_s": 0})
 
 
 @given(drawn=drawn_settings)

@@ -8,6 +8,7 @@ import anyio
 import gymnasium as gym
 import numpy as np
 import pytest
+from alike import assert_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule
@@ -15,8 +16,6 @@ from numbered import NumberedEnv, NumberedModule
 from rollflow.nodes import ConnectorV2, FlattenObservations, MeanStdFilter, Rollout
 from rollflow.stream import EnvError, Fragment
 from rollflow.stream.background import Waiter
-from rollflow.stream.testing import check
-from rollflow.stream.tree import map_tree
 
 
 class Setting(NamedTuple):
@@ -89,17 +88,6 @@ def fragments_of(drawn: Setting, where: Any, **options: Any) -> list[Fragment]:
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     assert rollout.lost == {}
     return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
-
-
-def assert_alike(ours: list[Fragment], others: list[Fragment]) -> None:
-    for mine, other in zip(ours, others, strict=True):
-        assert (mine.lane, mine.sequence, mine.columns.keys()) == (other.lane, other.sequence, other.columns.keys())
-        # Rows of dead steps have no meaning, but are the same all the same.
-        for name in mine.columns:
-            map_tree(np.testing.assert_array_equal, mine.column(name), other.column(name))
-        states = [[chunk.get_state() for chunk in fragment.episodes()] for fragment in (mine, other)]
-        for state, like in zip(*states, strict=True):
-            check({**state, "duration_s": 0}, {**like, "duration_s": 0})
 
 
 @given(drawn=drawn_settings, where=st.sampled_from(["threads", "processes"]), prefetch=st.integers(0, 2))
