@@ -71,10 +71,12 @@ def in_steady_state(rollout: Rollout, at_least_s: float, *, dropped: int = 2) ->
     return steps_per_s(lambda: len(next(batches)["obs"]), at_least_s)
 
 
-def record(workload: str, slots: int, pairs: Sequence[tuple[float, float]], *, aim: float, **told: Any) -> Record:
+def record(
+    workload: str, slots: int, pairs: Sequence[tuple[float, float]], *, aim: float | None, **told: Any
+) -> Record:
     """One line of the table: medians of (ours, the other's) steps per second.
 
-    `beside`, `ratio` and `aim` are None in a line that stands for itself.
+    `beside`, `ratio` and `aim` are None in a line that stands for itself, `aim` alone where there is none.
     """
     return {
         "workload": workload,
@@ -102,10 +104,12 @@ def show(records: Sequence[Record]) -> None:
 
 
 def _beside(each: Record) -> str:
-    if each["aim"] is None:
+    if each["ratio"] is None:
         return ""
-    verdict = "met" if each["ratio"] >= each["aim"] else "missed"
-    return f" {each['beside']:>11,} {each['ratio']:>6.2f} {each['aim']:>5.2f}  {verdict}"
+    beside = f" {each['beside']:>11,} {each['ratio']:>6.2f}"
+    if each["aim"] is None:
+        return beside
+    return f"{beside} {each['aim']:>5.2f}  {'met' if each['ratio'] >= each['aim'] else 'missed'}"
 
 
 def machine() -> str:

@@ -53,7 +53,7 @@ def _round_trip(sizes: Sizes) -> list[Record]:
         try:
             lane = _Lane(node)
             pairs = in_turns(lambda: lane.times(sizes.seconds), lambda: _echoes(port, sizes.seconds), sizes.rounds)
-            told: dict[str, Any] = {"where": "remote", "aim": 0.0, "beside_name": "a bare socket's echo"}
+            told: dict[str, Any] = {"where": "remote", "aim": None, "beside_name": "a bare socket's echo"}
             return [
                 record(f"round trip, {name} (per s)", 1, [(1 / mine[i], 1 / other[i]) for mine, other in pairs], **told)
                 for i, name in enumerate(("median", "99th percentile"))
@@ -128,7 +128,8 @@ def _many(sizes: Sizes, hosts: int) -> Record:
                 next(fragments)
             rates = [steps_per_s(lambda: next(fragments).num_steps, sizes.seconds) for _ in range(sizes.rounds)]
     rate = statistics.median(rates)
-    return record(f"{hosts} hosts, one lane of one slot each", hosts, [(rate, rate)], aim=0.0, where="remote")
+    told: dict[str, Any] = {"where": "remote", "beside": None, "ratio": None}
+    return record(f"{hosts} hosts, one lane of one slot each", hosts, [(rate, rate)], aim=None, **told)
 
 
 def host(address: str, count: int) -> None:

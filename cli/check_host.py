@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from rollflow.cli import connection
 from rollflow.nodes.remote.host_checks import check_host
 from rollflow.nodes.remote.remote_envs import address_of, close_sockets, listen_on, secret_bytes
 from rollflow.stream.wire import UnixAddress, check_secret, parse_address
@@ -21,7 +22,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("address", nargs="?", help="where the host listens: tcp://host:port or unix:/path")
     parser.add_argument("--listen", metavar="ADDRESS", help="wait here for a host that dials, again after each check")
-    parser.add_argument("--secret-file", metavar="FILE", help="the secret that both sides must know")
+    connection.add_secret_to(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for a step or a reset (10)")
     parser.set_defaults(run=run)
 
@@ -30,10 +31,7 @@ def run(told: argparse.Namespace) -> int:
     """Do it; 0 where nothing is wrong."""
     if (told.address is None) == (told.listen is None):
         raise ValueError("expected either an address or --listen")
-    secret = None
-    if told.secret_file is not None:
-        with open(told.secret_file) as file:
-            secret = secret_bytes(file.read())
+    secret = secret_bytes(connection.secret_of(told))
     wrong = 0
     with ExitStack() as stack:
         opened = _dialled(told.address, secret) if told.listen is None else _listened(told, secret, stack)

@@ -17,7 +17,7 @@ from typing import Any, Self
 from rollflow.nodes.env_source import EnvSource, lane_makers
 from rollflow.nodes.remote.host_lane import HostLane
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, dial, listen_on, secret_bytes
-from rollflow.nodes.remote.transport import TlsTransport, Transport
+from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import ColumnError, EnvError, WireError
 from rollflow.stream.space_codec import describe_space
@@ -36,7 +36,6 @@ from rollflow.stream.wire import (
     Limits,
     Reset,
     Step,
-    TcpAddress,
     Welcome,
     check_secret,
     parse_address,
@@ -114,7 +113,7 @@ class EnvHost:
                 problem = error.strerror or str(error)
             else:
                 try:
-                    return self._serve(sock, target, is_server=False)
+                    return self._serve(sock, target)
                 except WireError as error:
                     if error.code not in _COMES_BACK:
                         raise
@@ -185,7 +184,7 @@ class EnvHost:
         except OSError:
             return
         try:
-            logger.info("the gateway says goodbye: %s", self._serve(sock, None, is_server=True))
+            logger.info("the gateway says goodbye: %s", self._serve(sock, None))
         except WireError as error:
             logger.warning("%s", error)
 
@@ -204,14 +203,11 @@ class EnvHost:
             raise
         return sock
 
-    def _serve(self, sock: socket.socket, address: Address | None, *, is_server: bool) -> str:
-        """Serve a gateway until it says goodbye: its reason. Raises WireError when the connection breaks."""
+    def _serve(self, sock: socket.socket, dialled: Address | None) -> str:
+        """Serve a gateway, dialled or not, until it says goodbye: its reason. Raises WireError when it breaks."""
         session, self._was_welcomed = self._session, False
         connection = HostConnection(self._hello(), session, secret=self._secret, limits=self._limits, now=monotonic())
-        name = address.host if isinstance(address, TcpAddress) else None
-        transport = Transport(sock, connection)
-        if self._tls is not None:
-            transport = TlsTransport(sock, connection, self._tls, is_server=is_server, server_hostname=name)
+        transport = transport_for(sock, connection, self._tls, dialled=dialled)
         with self._lock:
             self._transport = transport
         try:

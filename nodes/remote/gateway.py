@@ -16,7 +16,7 @@ from typing import Any
 from rollflow.nodes.remote.dialler import Dialled, Dialler
 from rollflow.nodes.remote.remote_envs import RemoteEnvs
 from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost
-from rollflow.nodes.remote.transport import TlsTransport, Transport
+from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
@@ -248,11 +248,9 @@ class Gateway:
             limits=self._envs.limits,
             now=now,
         )
-        if self._envs.tls is None:
-            transport = Transport(sock, connection)
-        else:
-            name = dialled.address.host if dialled and isinstance(dialled.address, TcpAddress) else None
-            transport = TlsTransport(sock, connection, self._envs.tls, is_server=dialled is None, server_hostname=name)
+        transport = transport_for(
+            sock, connection, self._envs.tls, dialled=None if dialled is None else dialled.address
+        )
         peer = _Peer(transport, connection, where, dialled=dialled)
         self._peers[transport.fileno()] = self._peer_of[id(connection)] = peer
         self._epoll.register(transport.fileno(), select.EPOLLIN)

@@ -52,6 +52,7 @@ class _Record:
 
     lane: Lane
     host: RemoteHost
+    first_slot: int
     state: State = State.READY
     is_waited: bool = False
     has_left: bool = False
@@ -112,7 +113,7 @@ class RemoteEnvironments(Environments):
         """Have every environment reset, all at a time; the lanes come by `completed`."""
         self._begin()
         hosts = [self._gateway.host_of(index) for index in range(len(self.lanes))]
-        self._records = [_Record(lane, host) for lane, host in zip(self.lanes, hosts, strict=True)]
+        self._records = [_Record(*each) for each in zip(self.lanes, hosts, self.first_slots(), strict=True)]
         for record in self._records:
             if record.host.session.token in self._gateway.hosts:
                 self._reset(record)
@@ -269,7 +270,7 @@ class RemoteEnvironments(Environments):
             self._farewells.append((f"lane {index}", record.reason))
             yield self._leave(record)
             return
-        self._lose(record, f"host {record.host.name}, lane {index}, {self._slots_of(record.lane)}: {told}")
+        self._lose(record, f"host {record.host.name}, lane {index}, {_slots_of(record)}: {told}")
         record.state = State.LATE
         self._patience.begin(index, resets=True)
 
@@ -359,11 +360,11 @@ class RemoteEnvironments(Environments):
             self.in_flight -= 1
         for index, env in zip(host.session.lanes, _elsewhere(host), strict=True):
             assert index == len(self.lanes)
-            self.envs = [*self.envs, env]
-            self.num_envs += env.num_envs
             lane = self._lane(index, env)
             self.lanes.append(lane)
-            record = _Record(lane, host)
+            record = _Record(lane, host, first_slot=self.num_envs)
+            self.envs = [*self.envs, env]
+            self.num_envs += env.num_envs
             self._records.append(record)
             self.joined(lane, is_first)
             self._reset(record)
@@ -374,7 +375,7 @@ class RemoteEnvironments(Environments):
         self._lost.discard(lane.index)
         # Another start goes on with other episodes than the first: the same might fail in the same way.
         seed = self.seed if not record.starts else seed_for(self.seed, "restart", record.starts)
-        seeds = tuple(seeds_for(seed, self.first_slots()[lane.index], lane.layout.num_slots))
+        seeds = tuple(seeds_for(seed, record.first_slot, lane.layout.num_slots))
         record.starts += 1
         if not record.is_waited:
             self._wait_for(record)
@@ -400,9 +401,10 @@ class RemoteEnvironments(Environments):
         """A host's lanes; one that came when the rollout was ending has been given none."""
         return [self._records[index] for index in host.session.lanes if index < len(self._records)]
 
-    def _slots_of(self, lane: Lane) -> str:
-        first, count = self.first_slots()[lane.index], lane.layout.num_slots
-        return f"slot {first}" if count == 1 else f"slots {first} to {first + count - 1}"
+
+def _slots_of(record: _Record) -> str:
+    first, count = record.first_slot, record.lane.layout.num_slots
+    return f"slot {first}" if count == 1 else f"slots {first} to {first + count - 1}"
 
 
 def _elsewhere(host: RemoteHost) -> list[Any]:

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from rollflow.stream.wire import Broken, Connection, Event
+from rollflow.stream.wire import Address, Broken, Connection, Event, TcpAddress
 
 _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
@@ -184,3 +184,13 @@ class TlsTransport(Transport):
         self.connection.refuse("tls", f"TLS: {reason}")
         assert self.connection.error is not None
         return [Broken(self.connection.error)]
+
+
+def transport_for(
+    sock: socket.socket, connection: Connection, tls: ssl.SSLContext | None, *, dialled: Address | None
+) -> Transport:
+    """What carries a connection, encrypted where there is a context; `dialled` is None where the other end dialled."""
+    if tls is None:
+        return Transport(sock, connection)
+    name = dialled.host if isinstance(dialled, TcpAddress) else None
+    return TlsTransport(sock, connection, tls, is_server=dialled is None, server_hostname=name)
