@@ -245,6 +245,7 @@ class Rollout:
         if isinstance(self.environments, RolloutProcesses):
             check_for_rollouts(self.metrics, max_batch, forward_in_thread)
             self.environments.replica, self.environments.heard = self._replica, self._heard
+            self.environments.acting = self._how_to_act
         if isinstance(self.environments, RemoteEnvironments):
             self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
@@ -416,7 +417,6 @@ class Rollout:
             "version": self._acting_version,
             "env_to_module": self.env_to_module,
             "module_to_env": self.module_to_env,
-            **self._how_to_act,
         }
 
     def _lane_joined(self, lane: Lane, fills_a_vacancy: bool) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from rollflow.nodes.env_source import EnvSource
+from rollflow.nodes.lane_rollout import LanePlan
 from rollflow.nodes.weights_codec import pack_weights
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
@@ -33,6 +34,7 @@ class Dealt(NamedTuple):
 class RolloutProcesses(ProcessEnvironments):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
+        acting      how forward passes are done: what `ModuleForward` takes beside module and weights
         replica     what a worker needs beside its environments, to be pickled: asked for whenever one is started
         heard       told of what connectors have learnt and logged: (lane, message)
 
@@ -44,6 +46,7 @@ class RolloutProcesses(ProcessEnvironments):
     link_class = RolloutLink
 
     def __init__(self, env: EnvSource, **options: Any) -> None:
+        self.acting: Mapping[str, Any] = {}
         self.replica: Callable[[], dict[str, Any]] = dict
         self.heard: Callable[[int, Mapping[str, Any]], None] = lambda lane, told: None
         self._states: SharedBlock | None = None  # of connectors, for workers to take over
@@ -210,14 +213,16 @@ class RolloutProcesses(ProcessEnvironments):
 
     def _replica_for(self, link: RolloutLink, seed: int) -> dict[str, Any]:
         assert link.remote is not None
-        return self.replica() | {
-            "lane": link.index,
-            "first_slot": self.first_slots()[link.index],
-            "first_sequence": link.remote.sequence,
-            "rows": self.fragment_length,
-            "lookback": self.lookback,
-            "seed": seed,
-        }
+        plan = LanePlan(
+            lane=link.index,
+            first_slot=self.first_slots()[link.index],
+            sequence=link.remote.sequence,
+            fragment_length=self.fragment_length,
+            lookback=self.lookback,
+            seed=seed,
+            acting=self.acting,
+        )
+        return self.replica() | {"plan": plan}
 
 
 class Deal:

@@ -1,0 +1,246 @@
+"""One lane's whole rollout apart from the others', in a process or on a host of its own."""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.env_to_module import EnvToModule
+from rollflow.nodes.environments import Environments
+from rollflow.nodes.metrics_logger import MetricsLogger
+from rollflow.nodes.module_forward import ModuleForward
+from rollflow.nodes.module_to_env import ModuleToEnv
+from rollflow.nodes.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.ring import ring_of, seed_lane
+from rollflow.nodes.stepping import step_of
+from rollflow.stream.errors import RollflowError
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.inline_run import InlineRun
+from rollflow.stream.lane import Lane
+
+# Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
+# the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
+_first_passes = threading.Lock()
+_BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
+
+
+class Drained(BaseException):
+    """Raised between two forward passes where what there is of the fragment is wanted now."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """What one lane's rollout is to be.
+
+    lane, first_slot    its number, and that of its first slot, among all of the rollout's
+    sequence            number of its first fragment
+    fragment_length     vector steps in a fragment (T)
+    lookback            steps of the fragment before in each (H)
+    seed                of environments and sampling
+    acting              how forward passes are done: what `ModuleForward` takes beside module and weights
+    """
+
+    lane: int
+    first_slot: int
+    sequence: int
+    fragment_length: int
+    lookback: int
+    seed: int
+    acting: Mapping[str, Any]
+
+
+class Turned(NamedTuple):
+    """What a turn gave.
+
+    fragment      None where nothing was made
+    error         what the environments raised; None: nothing. After it, the lane is of no use any more
+    lost_steps    transitions that were under way then
+    """
+
+    fragment: Fragment | None
+    error: Exception | None = None
+    lost_steps: int = 0
+
+
+class WeightsFrom(PolicyWeights):
+    """Newly published weights, as they come between two forward passes.
+
+    version    that the module's have
+    between    called before every pass; it may `put` others, or raise
+    """
+
+    def __init__(self, module: Any, version: int, between: Callable[[], None]) -> None:
+        super().__init__(module)
+        self._version = version
+        self.between = between
+
+    def take(self) -> tuple[int, dict[str, Any]] | None:
+        """The newest weights, once."""
+        self.between()
+        return super().take()
+
+    def put(self, version: int, weights: Weights) -> None:
+        """Have the next pass use these, unless newer ones are here already.
+
+        Raises ModuleError when names or shapes are not those of the module.
+        """
+        self._check(weights)
+        with self._lock:
+            if version > self._version:
+                self._version, self._unused = version, (version, dict(weights))
+
+
+class LaneRollout:
+    """Environments, connectors and a module of one lane, which gives a fragment for every turn.
+
+    env                             a vector environment, which whoever gives it closes
+    plan                            what this is to be
+    module, weights                 a copy of the module for this lane alone, and where others of its weights
+                                    come from
+    env_to_module, module_to_env    connector pipelines for this lane alone
+    began                           called when the first reset and the first forward pass are done
+
+    lane                            the lane
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        plan: LanePlan,
+        *,
+        module: Any,
+        weights: WeightsFrom,
+        env_to_module: EnvToModulePipeline,
+        module_to_env: ModuleToEnvPipeline,
+        began: Callable[[], None],
+    ) -> None:
+        environments = _OneLane(
+            env,
+            fragment_length=plan.fragment_length,
+            lookback=plan.lookback,
+            seed=plan.seed,
+            first_lane=plan.lane,
+            first_slot=plan.first_slot,
+        )
+        self.lane: Lane
+        [self.lane] = environments.lanes
+        seed_lane(self.lane, plan.seed)
+        self._first_sequence = plan.sequence
+        self._pipelines = env_to_module, module_to_env
+        self._metrics = MetricsLogger()
+        self._turns = _Turns()
+        context = {"module": module, "explore": plan.acting["explore"], "metrics": self._metrics}
+        forward = _FirstInTurn(module, weights, began, **plan.acting)
+        prepare, act = EnvToModule(env_to_module, **context), ModuleToEnv(module_to_env, **context)
+        self._run = InlineRun(ring_of(environments, prepare, forward, act, self._turns))
+        self._run.__enter__()
+
+    def turn(self) -> Turned:
+        """Make the next fragment. Raises what the module or a connector raises."""
+        self._turns.want()
+        try:
+            [(_, fragment)] = self._run.next_outputs()
+        except Drained:
+            fragment = self.lane.cut()
+        except Exception as error:
+            if not is_of_environment(error):
+                raise
+            lost = self.lane.lose(f"{type(error).__name__}: {error}")
+            return Turned(None if self.lane.at_start else self._numbered(self.lane.cut()), error, lost)
+        return Turned(self._numbered(fragment))
+
+    def take_states(self, states: Sequence[dict[str, Any]]) -> None:
+        """Have the connectors go on from states that they have come to elsewhere: one for each of the two pipelines."""
+        for pipeline, state in zip(self._pipelines, states, strict=True):
+            pipeline.set_state(state)
+
+    def told(self) -> dict[str, Any]:
+        """What there is to say beside a fragment.
+
+        steps      transitions made so far
+        nodes      what every stage has counted: [name, items, busy seconds]
+        states     of the pipelines' connectors; not there where none has any
+        metrics    what was logged since this was asked last; not there where nothing was
+        """
+        told: dict[str, Any] = {"steps": self.lane.num_steps}
+        told["nodes"] = [[node.name, node.items, node.busy_s] for node in self._run.report().nodes]
+        states = [pipeline.get_state() for pipeline in self._pipelines]
+        if any(states):
+            told["states"] = states
+        if self._metrics.keys():
+            told["metrics"] = self._metrics.get_state()
+            self._metrics.reset()
+        return told
+
+    def _numbered(self, fragment: Fragment) -> Fragment:
+        fragment.sequence += self._first_sequence
+        return fragment
+
+
+def is_of_environment(error: Exception) -> bool:
+    """Whether it was an environment of a lane that raised, rather than the module, a connector, or what is ours."""
+    return "in node 'env'" in getattr(error, "__notes__", ()) and not isinstance(error, RollflowError)
+
+
+class _OneLane(Environments):
+    """The environments of one lane, made already."""
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        self._steps = [step_of(env, is_ours=True)]
+        return [env]
+
+
+class _Turns:
+    """A gate that lets the lane begin a fragment whenever one is wanted."""
+
+    def __init__(self) -> None:
+        self.wanted = 0
+        self._changed: Any = None
+
+    def admits(self, lane: Lane) -> bool:
+        """Whether the lane may take its next step."""
+        if not lane.at_start:
+            return True
+        self.wanted -= 1
+        return self.wanted >= 0
+
+    def watch(self, changed: Any) -> None:
+        """Take the function to be called when a fragment is wanted."""
+        self._changed = changed
+
+    def want(self) -> None:
+        """A fragment is wanted."""
+        self.wanted = 1
+        self._changed()
+
+
+class _FirstInTurn(ModuleForward):
+    """Forward passes, the first of which waits for that of another lane in this process."""
+
+    def __init__(self, module: Any, weights: WeightsFrom, began: Callable[[], None], **how: Any) -> None:
+        super().__init__(module, weights, **how)
+        self._began: Callable[[], None] | None = began
+        self._between = weights.between
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One pass with one version of the weights."""
+        if self._began is None:
+            return super().forward(batch)
+        with self._alone():
+            output = super().forward(batch)
+        self._began()
+        self._began = None
+        return output
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        self._between()
+        while not _first_passes.acquire(timeout=_BEAT_S):
+            self._between()
+        try:
+            yield
+        finally:
+            _first_passes.release()
