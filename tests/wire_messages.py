@@ -25,6 +25,7 @@ from rollflow.stream.wire import (
     Refused,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Turn,
@@ -96,9 +97,7 @@ EXAMPLES: dict[str, Message] = {
     "hello": HELLO,
     "challenge": CHALLENGE,
     "proof": Proof(proof_of(b"rollflow host")),
-    "welcome": Welcome(
-        proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {}
-    ),
+    "welcome": Welcome(proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0))),
     "reset": Reset(0, 1, (11, 12), None),
     "step": Step(0, 2, np.array([1, 0])),
     "rows": rows(),
@@ -119,6 +118,7 @@ EXAMPLES: dict[str, Message] = {
         },
         {"sequence": 0, "policy_version": 7},
     ),
+    "settings": Settings({"fragment_length": 32, "lookback": 4, "seed": 7}),
     "weights": Weights(
         7,
         {"layer.weight": np.array([[0.5, -0.5]], np.float32), "layer.scale": np.array([0x3F80], np.uint16)},

@@ -14,6 +14,7 @@ from rollflow.stream.wire.running import (
     Request,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Turn,
@@ -30,8 +31,9 @@ class HostConnection(Connection):
     secret     None: the host has none
     credits    messages that nobody asked for which it may send
 
-    Events: Welcome; then Reset and Step, or Turn, Weights and States, each request once; Goodbye; Broken. Every request
-    is to be answered with `answer`, those of different lanes in any order. Raises WireError where spaces are no spaces.
+    Events: Welcome; then Reset and Step, or Turn, each request once, with Settings, Weights and States between them;
+    Goodbye; Broken. Every request is to be answered with `answer`, those of different lanes in any order. Raises
+    WireError where spaces are no spaces.
     """
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
@@ -89,7 +91,7 @@ class HostConnection(Connection):
                 return self._take_request(request)
             case Turn() if self._hello.role == "rollout":
                 return self._take_request(message)
-            case Weights() | States() if self._hello.role == "rollout":
+            case Settings() | Weights() | States() if self._hello.role == "rollout":
                 return [message]
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")

@@ -18,6 +18,7 @@ from rollflow.stream.wire.running import (
     Refused,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Turn,
@@ -33,6 +34,7 @@ Running = (
     | Failed
     | Turn
     | Fragment
+    | Settings
     | Weights
     | States
     | Metrics
@@ -48,7 +50,7 @@ KINDS: dict[str, type[Message]] = {
     kind.kind: kind
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
-        *(Reset, Step, Rows, Failed, Turn, Fragment, Weights, States, Metrics),
+        *(Reset, Step, Rows, Failed, Turn, Fragment, Settings, Weights, States, Metrics),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )
 }

@@ -142,6 +142,17 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """Gateway to rollout host, after every Welcome: what it needs to know of the rollout, the same for a session.
+
+    A Turn that comes before it waits for it, on the host's side.
+    """
+
+    kind: ClassVar[str] = "settings"
+    settings: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Weights:
     """Gateway to rollout host: a module's parameters, to be used from the next Turn on.
 

@@ -19,6 +19,7 @@ from rollflow.stream.wire import (
     Metrics,
     Refused,
     Reset,
+    Settings,
     States,
     Step,
     Weights,
@@ -78,6 +79,7 @@ MESSAGES = (
         st.dictionaries(st.text(max_size=4), st.text(max_size=4)),
         MAPS,
     )
+    | st.builds(Settings, MAPS)
     | st.builds(States, MAPS)
     | st.builds(Metrics, MAPS)
     | st.builds(Refused, st.text(max_size=64), st.text(max_size=9))
