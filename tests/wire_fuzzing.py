@@ -113,7 +113,10 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_gateway_stepping, [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")]),
     (_gateway_of_rollouts, [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")]),
     (_host_stepping, [frame_as("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")]),
-    (_host_of_rollouts, [stream_of("settings", "states", "weights", "turn"), stream_of("turn", "ping", "refused")]),
+    (
+        _host_of_rollouts,
+        [stream_of("settings", "states", "weights", "turn", "cut"), stream_of("turn", "ping", "refused")],
+    ),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

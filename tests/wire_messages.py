@@ -12,6 +12,7 @@ from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     Challenge,
     Credit,
+    Cut,
     Failed,
     Fragment,
     Goodbye,
@@ -109,6 +110,7 @@ EXAMPLES: dict[str, Message] = {
     "goodbye": Goodbye("the run is over"),
     "refused": Refused("secret", "proof.mac: the host has another secret, or somebody has changed what it said"),
     "turn": Turn(0, 1),
+    "cut": Cut(0, 1),
     "fragment": Fragment(
         0,
         1,

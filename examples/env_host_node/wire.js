@@ -217,7 +217,7 @@ const FIELDS = {
   goodbye: { reason: text(4096) },
   refused: { code: text(64), text: text(4096) },
 };
-const FOR_ROLLOUTS = ["turn", "fragment", "settings", "weights", "states", "metrics"];
+const FOR_ROLLOUTS = ["turn", "cut", "fragment", "settings", "weights", "states", "metrics"];
 const NOT_FOR_US = ["hello", "proof", "rows", "failed", ...FOR_ROLLOUTS];
 
 function checkFields(place, map, checks) {

@@ -21,6 +21,7 @@ from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
+    Cut,
     Failed,
     Fragment,
     Goodbye,
@@ -50,6 +51,7 @@ __all__ = [
     "Challenge",
     "Connection",
     "Credit",
+    "Cut",
     "Event",
     "Failed",
     "Fragment",

@@ -10,6 +10,7 @@ from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
+    Cut,
     Failed,
     Fragment,
     Metrics,
@@ -95,14 +96,18 @@ class GatewayConnection(Connection):
         self._send(Credit(count))
         self.credits += count
 
-    def tell(self, news: Settings | Weights | States) -> None:
-        """Send settings, weights or states, whose arrays must stay as they are until sent.
+    def tell(self, news: Settings | Weights | States | Cut) -> None:
+        """Send settings, weights, states or a cut, whose arrays must stay as they are until sent.
 
-        Raises WireError when not running, or the host runs no rollouts.
+        A cut of a turn that has been answered is not sent; none is sent again by the session's next connection.
+
+        Raises WireError when not running, the host runs no rollouts, or a cut is of a turn that was not asked for.
         """
         self._check_running(news.kind)
         if self.hello is None or self.hello.role != "rollout":
             raise WireError(f"{news.kind}: not for a host of environments", "role")
+        if isinstance(news, Cut) and not self._welcomed(news.kind)[0].cuts(news):
+            return
         self._send(news)
 
     def _welcomed(self, what: str) -> tuple[GatewaySession, RowForm]:

@@ -10,6 +10,7 @@ from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
+    Cut,
     Metrics,
     Request,
     Reset,
@@ -31,9 +32,9 @@ class HostConnection(Connection):
     secret     None: the host has none
     credits    messages that nobody asked for which it may send
 
-    Events: Welcome; then Reset and Step, or Turn, each request once, with Settings, Weights and States between them;
-    Goodbye; Broken. Every request is to be answered with `answer`, those of different lanes in any order. Raises
-    WireError where spaces are no spaces.
+    Events: Welcome; then Reset and Step, or Turn, each request once, with Settings, Weights and States between them,
+    and Cut for a Turn that is not answered yet; Goodbye; Broken. Every request is to be answered with `answer`, those
+    of different lanes in any order. Raises WireError where spaces are no spaces.
     """
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
@@ -93,6 +94,8 @@ class HostConnection(Connection):
                 return self._take_request(message)
             case Settings() | Weights() | States() if self._hello.role == "rollout":
                 return [message]
+            case Cut() if self._hello.role == "rollout":
+                return [message] if self._session.cuts(message) else []
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 

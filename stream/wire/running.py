@@ -127,6 +127,18 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Gateway to a rollout host: the Turn with this number is to end now, with what there is of its Fragment.
+
+    It has no answer of its own: the Turn is answered, with fewer rows, or was answered already.
+    """
+
+    kind: ClassVar[str] = "cut"
+    lane: LaneId
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
     """Rollout host to gateway: what a Turn with this number gave.
 

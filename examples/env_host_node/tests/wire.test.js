@@ -154,7 +154,7 @@ test("a header of more than 4 MiB is refused", () => {
   assert.throws(() => framesOf(prefix(length, (4 << 20) + 1), 1 << 30), { code: "frame" });
 });
 
-for (const kind of ["hello", "rows", "turn", "settings", "weights"]) {
+for (const kind of ["hello", "rows", "turn", "cut", "settings", "weights"]) {
   test(`${kind} is nothing for a host of environments`, () => {
     assert.throws(() => decodeMessage(framesOf(EXAMPLES[kind === "rows" ? "first rows" : kind])[0]), { code: "order" });
   });
