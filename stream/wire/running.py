@@ -143,7 +143,7 @@ class Fragment:
     """Rollout host to gateway: what a Turn with this number gave.
 
     columns    name -> a tree of arrays `any[rows, slots, ...]`
-    rest       what else there is to say of it
+    rest       what else there is to say of it, as the rollout's software has it
     """
 
     kind: ClassVar[str] = "fragment"
@@ -166,7 +166,10 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Gateway to rollout host: a module's parameters, to be used from the next Turn on.
+    """Gateway to rollout host: a module's parameters.
+
+    They are to be used from the next forward pass on, and from the next Turn on at the latest. Versions may be left
+    out: only the newest counts.
 
     version    the policy version, growing
     tensors    name -> array
@@ -191,7 +194,7 @@ class States:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metrics:
-    """Rollout host to gateway, unasked: what its metrics are. Takes one credit."""
+    """Rollout host to gateway, unasked: how far it has come. Takes one credit."""
 
     kind: ClassVar[str] = "metrics"
     metrics: Annotated[Mapping[str, Any], mapping]
