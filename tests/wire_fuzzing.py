@@ -54,7 +54,7 @@ FRAMES = [frame_as(name) for name in EXAMPLES]
 # Without a secret, so that what follows a changed hello or challenge is looked at.
 OPEN_PROOF = b"".join(encode(Proof(b"")))
 OPEN_CHALLENGE = b"".join(encode(replace(CHALLENGE, secret=False)))
-OPEN_WELCOME = b"".join(encode(Welcome(b"", TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {})))
+OPEN_WELCOME = b"".join(encode(Welcome(b"", TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)))))
 
 
 def _at_first_gateway() -> Connection:
@@ -113,7 +113,10 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_gateway_stepping, [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")]),
     (_gateway_of_rollouts, [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")]),
     (_host_stepping, [frame_as("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")]),
-    (_host_of_rollouts, [stream_of("weights", "states", "turn"), stream_of("turn", "ping", "refused")]),
+    (
+        _host_of_rollouts,
+        [stream_of("settings", "states", "weights", "turn", "cut"), stream_of("turn", "ping", "refused")],
+    ),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

@@ -12,6 +12,7 @@ from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     Challenge,
     Credit,
+    Cut,
     Failed,
     Fragment,
     Goodbye,
@@ -25,6 +26,7 @@ from rollflow.stream.wire import (
     Refused,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Turn,
@@ -96,9 +98,7 @@ EXAMPLES: dict[str, Message] = {
     "hello": HELLO,
     "challenge": CHALLENGE,
     "proof": Proof(proof_of(b"rollflow host")),
-    "welcome": Welcome(
-        proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)), {}
-    ),
+    "welcome": Welcome(proof_of(b"rollflow gateway"), TOKEN, False, 0, (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0))),
     "reset": Reset(0, 1, (11, 12), None),
     "step": Step(0, 2, np.array([1, 0])),
     "rows": rows(),
@@ -110,6 +110,7 @@ EXAMPLES: dict[str, Message] = {
     "goodbye": Goodbye("the run is over"),
     "refused": Refused("secret", "proof.mac: the host has another secret, or somebody has changed what it said"),
     "turn": Turn(0, 1),
+    "cut": Cut(0, 1),
     "fragment": Fragment(
         0,
         1,
@@ -119,6 +120,7 @@ EXAMPLES: dict[str, Message] = {
         },
         {"sequence": 0, "policy_version": 7},
     ),
+    "settings": Settings({"fragment_length": 32, "lookback": 4, "seed": 7}),
     "weights": Weights(
         7,
         {"layer.weight": np.array([[0.5, -0.5]], np.float32), "layer.scale": np.array([0x3F80], np.uint16)},

@@ -208,7 +208,6 @@ const FIELDS = {
     resumed: flag,
     credits: whole(0),
     lanes: listOf((lane) => (isMap(lane) ? checkFields("welcome.lanes", lane, LANE) : undefined)),
-    settings: map,
   },
   reset: { lane: whole(0), number: whole(1), seeds: orNil(listOf(seed)), options: orNil(map) },
   step: { lane: whole(0), number: whole(1), actions: tree },
@@ -218,7 +217,8 @@ const FIELDS = {
   goodbye: { reason: text(4096) },
   refused: { code: text(64), text: text(4096) },
 };
-const NOT_FOR_US = ["hello", "proof", "rows", "failed", "turn", "fragment", "weights", "states", "metrics"];
+const FOR_ROLLOUTS = ["turn", "cut", "fragment", "settings", "weights", "states", "metrics"];
+const NOT_FOR_US = ["hello", "proof", "rows", "failed", ...FOR_ROLLOUTS];
 
 function checkFields(place, map, checks) {
   const checked = {};

@@ -1,8 +1,5 @@
 """A gateway's end of a connection to a host."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire.connection import Connection, Event, Phase, encoded
 from rollflow.stream.wire.handshake import VERSION, Challenge, Hello, Proof, Welcome
@@ -13,12 +10,14 @@ from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
+    Cut,
     Failed,
     Fragment,
     Metrics,
     Request,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Weights,
@@ -49,7 +48,7 @@ class GatewayConnection(Connection):
         self._transcript = b""
         self._session: GatewaySession | None = None
 
-    def welcome(self, session: GatewaySession, *, credits: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+    def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
         """Take the host in, with the session that its Hello names, which is new or was there before.
 
         What was under way in the session is asked again, and its connection before this one is asked nothing more: it
@@ -64,7 +63,7 @@ class GatewayConnection(Connection):
         if resumed:
             session.check_same(self.hello)
         mac = prove(self._secret, GATEWAY, self._transcript)
-        self._send(Welcome(mac, session.token, resumed, credits, session.grants(), settings or {}))
+        self._send(Welcome(mac, session.token, resumed, credits, session.grants()))
         self.phase = Phase.RUNNING
         self.credits = credits
         self._decoder.max_frame = self.limits.max_frame
@@ -97,14 +96,18 @@ class GatewayConnection(Connection):
         self._send(Credit(count))
         self.credits += count
 
-    def tell(self, news: Weights | States) -> None:
-        """Send weights or states, whose arrays must stay as they are until sent.
+    def tell(self, news: Settings | Weights | States | Cut) -> None:
+        """Send settings, weights, states or a cut, whose arrays must stay as they are until sent.
 
-        Raises WireError when not running, or the host runs no rollouts.
+        A cut of a turn that has been answered is not sent; none is sent again by the session's next connection.
+
+        Raises WireError when not running, the host runs no rollouts, or a cut is of a turn that was not asked for.
         """
         self._check_running(news.kind)
         if self.hello is None or self.hello.role != "rollout":
             raise WireError(f"{news.kind}: not for a host of environments", "role")
+        if isinstance(news, Cut) and not self._welcomed(news.kind)[0].cuts(news):
+            return
         self._send(news)
 
     def _welcomed(self, what: str) -> tuple[GatewaySession, RowForm]:

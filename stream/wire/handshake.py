@@ -114,12 +114,11 @@ class LaneGrant:
 class Welcome:
     """A gateway proves that it knows the secret as well, and takes the host in.
 
-    mac         32 bytes, `proof.prove`; none where there is no secret
-    session     the host's own, to come back with after the connection was lost
-    resumed     whether the gateway knows it from an earlier Welcome, which may not have arrived
-    credits     messages that nobody asked for which the host may send
-    lanes       the host's lanes, in the order of the Hello's `slots`
-    settings    what a rollout host needs to know of the rollout; empty for one of environments
+    mac        32 bytes, `proof.prove`; none where there is no secret
+    session    the host's own, to come back with after the connection was lost
+    resumed    whether the gateway knows it from an earlier Welcome, which may not have arrived
+    credits    messages that nobody asked for which the host may send
+    lanes      the host's lanes, in the order of the Hello's `slots`
     """
 
     kind: ClassVar[str] = "welcome"
@@ -128,4 +127,3 @@ class Welcome:
     resumed: Annotated[bool, flag]
     credits: Annotated[int, whole(0, MOST_NUMBER)]
     lanes: Annotated[tuple[LaneGrant, ...], list_of(record(LaneGrant), MOST_LANES)]
-    settings: Annotated[Mapping[str, Any], mapping]

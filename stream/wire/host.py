@@ -10,10 +10,12 @@ from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
+    Cut,
     Metrics,
     Request,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Turn,
@@ -30,8 +32,9 @@ class HostConnection(Connection):
     secret     None: the host has none
     credits    messages that nobody asked for which it may send
 
-    Events: Welcome; then Reset and Step, or Turn, Weights and States, each request once; Goodbye; Broken. Every request
-    is to be answered with `answer`, those of different lanes in any order. Raises WireError where spaces are no spaces.
+    Events: Welcome; then Reset and Step, or Turn, each request once, with Settings, Weights and States between them,
+    and Cut for a Turn that is not answered yet; Goodbye; Broken. Every request is to be answered with `answer`, those
+    of different lanes in any order. Raises WireError where spaces are no spaces.
     """
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
@@ -89,8 +92,10 @@ class HostConnection(Connection):
                 return self._take_request(request)
             case Turn() if self._hello.role == "rollout":
                 return self._take_request(message)
-            case Weights() | States() if self._hello.role == "rollout":
+            case Settings() | Weights() | States() if self._hello.role == "rollout":
                 return [message]
+            case Cut() if self._hello.role == "rollout":
+                return [message] if self._session.cuts(message) else []
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 

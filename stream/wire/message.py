@@ -9,6 +9,7 @@ from rollflow.stream.wire.frame import Buffer, frame_of, taken_apart
 from rollflow.stream.wire.handshake import Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.running import (
     Credit,
+    Cut,
     Failed,
     Fragment,
     Goodbye,
@@ -18,6 +19,7 @@ from rollflow.stream.wire.running import (
     Refused,
     Reset,
     Rows,
+    Settings,
     States,
     Step,
     Turn,
@@ -32,7 +34,9 @@ Running = (
     | Rows
     | Failed
     | Turn
+    | Cut
     | Fragment
+    | Settings
     | Weights
     | States
     | Metrics
@@ -48,7 +52,8 @@ KINDS: dict[str, type[Message]] = {
     kind.kind: kind
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
-        *(Reset, Step, Rows, Failed, Turn, Fragment, Weights, States, Metrics),
+        *(Reset, Step, Rows, Failed),
+        *(Turn, Cut, Fragment, Settings, Weights, States, Metrics),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )
 }

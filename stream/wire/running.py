@@ -127,11 +127,23 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Gateway to a rollout host: the Turn with this number is to end now, with what there is of its Fragment.
+
+    It has no answer of its own: the Turn is answered, with fewer rows, or was answered already.
+    """
+
+    kind: ClassVar[str] = "cut"
+    lane: LaneId
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
     """Rollout host to gateway: what a Turn with this number gave.
 
     columns    name -> a tree of arrays `any[rows, slots, ...]`
-    rest       what else there is to say of it
+    rest       what else there is to say of it, as the rollout's software has it
     """
 
     kind: ClassVar[str] = "fragment"
@@ -142,8 +154,22 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """Gateway to rollout host, after every Welcome: what it needs to know of the rollout, the same for a session.
+
+    A Turn that comes before it waits for it, on the host's side.
+    """
+
+    kind: ClassVar[str] = "settings"
+    settings: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Gateway to rollout host: a module's parameters, to be used from the next Turn on.
+    """Gateway to rollout host: a module's parameters.
+
+    They are to be used from the next forward pass on, and from the next Turn on at the latest. Versions may be left
+    out: only the newest counts.
 
     version    the policy version, growing
     tensors    name -> array
@@ -168,7 +194,7 @@ class States:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metrics:
-    """Rollout host to gateway, unasked: what its metrics are. Takes one credit."""
+    """Rollout host to gateway, unasked: how far it has come. Takes one credit."""
 
     kind: ClassVar[str] = "metrics"
     metrics: Annotated[Mapping[str, Any], mapping]

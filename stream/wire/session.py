@@ -12,7 +12,7 @@ from enum import Enum, auto
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire.frame import Buffer
 from rollflow.stream.wire.handshake import Hello, LaneGrant, Welcome
-from rollflow.stream.wire.running import Answer, Failed, Fragment, Request, Reset, Rows, Turn
+from rollflow.stream.wire.running import Answer, Cut, Failed, Fragment, Request, Reset, Rows, Turn
 
 
 class Taken(Enum):
@@ -90,6 +90,12 @@ class HostSession:
             raise WireError(f"{where}: expected a reset first", "order")
         lane.number, lane.request, lane.answer = request.number, request, None
         return Taken.NEW
+
+    def cuts(self, cut: Cut) -> bool:
+        """Whether the turn that is to end now is being done. Raises WireError for one that there never was."""
+        lane = self._lane(cut.lane)
+        _check_cut(cut, lane.number)
+        return cut.number == lane.number and lane.answer is None
 
     def waits_for(self, request: Request) -> bool:
         """Whether a request that was taken is still to be answered: not where another session has begun since."""
@@ -203,6 +209,12 @@ class GatewaySession:
             raise WireError(f"{where}: expected a reset first", "order")
         lane.number, lane.request = request.number, request
 
+    def cuts(self, cut: Cut) -> bool:
+        """Whether the turn that is to end now is under way. Raises WireError for one that was not asked for."""
+        lane = self._lane(cut.lane)
+        _check_cut(cut, lane.number)
+        return cut.number == lane.number and lane.request is not None
+
     def asked(self, answer: Answer) -> Request | None:
         """The request that an answer is to; None: its answer has come before. Raises WireError where there is none."""
         lane, where = self._lane(answer.lane), f"{answer.kind} {answer.number} of lane {answer.lane}"
@@ -236,6 +248,11 @@ def check_answer(request: Request, answer: Answer) -> None:
             f"of lane {request.lane}, the answer to {request.kind}",
             "number",
         )
+
+
+def _check_cut(cut: Cut, last: int) -> None:
+    if cut.number > last:
+        raise WireError(f"cut {cut.number} of lane {cut.lane}: expected number {last} or less", "number")
 
 
 def _no_lane(lane: int, lanes: list[int]) -> WireError:

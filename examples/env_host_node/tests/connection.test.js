@@ -85,7 +85,6 @@ class Gateway {
       resumed: false,
       credits: 0,
       lanes,
-      settings: {},
       ...fields,
     });
   }
@@ -183,7 +182,7 @@ test("a pong above the last ping is refused", () =>
 
 test("a frame above the host's limit is refused, after welcome only", () =>
   connected({}, async (gateway, ended) => {
-    await gateway.welcome({ settings: { filler: "x".repeat(1 << 17) } });
+    await gateway.welcome({ filler: "x".repeat(1 << 17) });
     gateway.say("reset", { ...RESET, options: { filler: "x".repeat(1 << 16) } });
     assert.equal(await refusal(gateway, ended), "frame");
   }));

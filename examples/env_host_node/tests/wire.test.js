@@ -116,7 +116,6 @@ test("what a gateway sends is read as the document says", () => {
       { lane: 0, slots: 2, first_slot: 0, number: 0 },
       { lane: 1, slots: 2, first_slot: 2, number: 0 },
     ],
-    settings: {},
   });
   assert.deepEqual(messageOf("reset"), { kind: "reset", lane: 0, number: 1, seeds: [11n, 12n], options: null });
   const step = messageOf("step");
@@ -155,7 +154,7 @@ test("a header of more than 4 MiB is refused", () => {
   assert.throws(() => framesOf(prefix(length, (4 << 20) + 1), 1 << 30), { code: "frame" });
 });
 
-for (const kind of ["hello", "rows", "turn", "weights"]) {
+for (const kind of ["hello", "rows", "turn", "cut", "settings", "weights"]) {
   test(`${kind} is nothing for a host of environments`, () => {
     assert.throws(() => decodeMessage(framesOf(EXAMPLES[kind === "rows" ? "first rows" : kind])[0]), { code: "order" });
   });

@@ -102,7 +102,7 @@ def test_a_gateway_that_does_not_know_the_secret_is_refused_by_the_host() -> Non
     ends.to_gateway()
     ends.to_host()
     lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
-    events = ends.host.receive(frame_as(Welcome(bytes(32), TOKEN, False, 0, lanes, {})), 0.0)
+    events = ends.host.receive(frame_as(Welcome(bytes(32), TOKEN, False, 0, lanes)), 0.0)
     assert "welcome.mac: the gateway does not know the secret" in str(error_of(events))
     assert ends.host_session.send is None
     assert told_by(ends.host).code == "secret"
@@ -115,7 +115,7 @@ def test_a_proof_can_not_be_sent_back_as_the_others() -> None:
     proof = decode(taken_from(ends.host))
     assert isinstance(proof, Proof)
     lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
-    assert isinstance(ends.host.receive(frame_as(Welcome(proof.mac, TOKEN, False, 0, lanes, {})), 0.0)[-1], Broken)
+    assert isinstance(ends.host.receive(frame_as(Welcome(proof.mac, TOKEN, False, 0, lanes)), 0.0)[-1], Broken)
 
 
 @given(st.data())
@@ -175,9 +175,7 @@ def test_a_gateway_of_another_version_is_refused() -> None:
     assert str(error) == "gateway: challenge.version is 2, expected 1 to 1"
 
 
-@pytest.mark.parametrize(
-    "message", [Ping(1), Proof(b""), Reset(0, 1, None, None), Welcome(b"", TOKEN, False, 0, (), {})]
-)
+@pytest.mark.parametrize("message", [Ping(1), Proof(b""), Reset(0, 1, None, None), Welcome(b"", TOKEN, False, 0, ())])
 def test_a_message_out_of_turn_is_refused(message: Message) -> None:
     for connection in (Ends().host, Ends().gateway):
         error = error_of(connection.receive(frame_as(message), 0.0))

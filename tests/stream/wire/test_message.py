@@ -12,6 +12,7 @@ from wire_values import ARRAYS, VALUES, same
 
 from rollflow.stream.errors import ColumnError, WireError
 from rollflow.stream.wire import (
+    Cut,
     Failed,
     Fragment,
     LaneGrant,
@@ -19,6 +20,7 @@ from rollflow.stream.wire import (
     Metrics,
     Refused,
     Reset,
+    Settings,
     States,
     Step,
     Weights,
@@ -78,6 +80,8 @@ MESSAGES = (
         st.dictionaries(st.text(max_size=4), st.text(max_size=4)),
         MAPS,
     )
+    | st.builds(Cut, LANES, NUMBERS)
+    | st.builds(Settings, MAPS)
     | st.builds(States, MAPS)
     | st.builds(Metrics, MAPS)
     | st.builds(Refused, st.text(max_size=64), st.text(max_size=9))

@@ -182,7 +182,6 @@ def welcome(**changed: Any) -> Welcome:
         "resumed": False,
         "credits": 0,
         "lanes": (LaneGrant(0, 2, 0, 0), LaneGrant(1, 2, 2, 0)),
-        "settings": {},
     }
     return Welcome(**fields | changed)
 
