@@ -78,7 +78,8 @@ if TYPE_CHECKING:
     from rollflow.nodes.module_to_env import ModuleToEnv
     from rollflow.nodes.policy_weights import PolicyWeights
     from rollflow.nodes.remote.env_host import EnvHost
-    from rollflow.nodes.remote.remote_envs import RemoteEnvs
+    from rollflow.nodes.remote.remote_envs import RemoteEnvs, RemoteRollouts
+    from rollflow.nodes.remote.rollout_host import RolloutHost
     from rollflow.nodes.rl_module import RLModule
     from rollflow.nodes.rollout import Rollout
 
@@ -138,8 +139,10 @@ __all__ = [
     "RLModule",
     "ReadyForward",
     "RemoteEnvs",
+    "RemoteRollouts",
     "RemoveSingleTsTimeRankFromBatch",
     "Rollout",
+    "RolloutHost",
     "SingleAgentObservationPreprocessor",
     "TensorToNumpy",
     "UnBatchToIndividualItems",
@@ -205,9 +208,11 @@ _HOMES = {
     "PrevActionsPrevRewards": "connectors.env_to_module.prev_actions_prev_rewards",
     "RLModule": "rl_module",
     "RemoteEnvs": "remote.remote_envs",
+    "RemoteRollouts": "remote.remote_envs",
     "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.remove_single_ts_time_rank_from_batch",
     "ReadyForward": "module_forward",
     "Rollout": "rollout",
+    "RolloutHost": "remote.rollout_host",
     "SingleAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
     "TensorToNumpy": "connectors.common.tensor_to_numpy",
     "UnBatchToIndividualItems": "connectors.module_to_env.unbatch_to_individual_items",

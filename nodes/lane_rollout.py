@@ -55,12 +55,12 @@ class LanePlan:
 class Turned(NamedTuple):
     """What a turn gave.
 
-    fragment      None where nothing was made
+    fragment      without rows where nothing was made
     error         what the environments raised; None: nothing. After it, the lane is of no use any more
     lost_steps    transitions that were under way then
     """
 
-    fragment: Fragment | None
+    fragment: Fragment
     error: Exception | None = None
     lost_steps: int = 0
 
@@ -149,7 +149,7 @@ class LaneRollout:
             if not is_of_environment(error):
                 raise
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return Turned(None if self.lane.at_start else self._numbered(self.lane.cut()), error, lost)
+            return Turned(self._numbered(self.lane.cut()), error, lost)
         return Turned(self._numbered(fragment))
 
     def take_states(self, states: Sequence[dict[str, Any]]) -> None:

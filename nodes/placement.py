@@ -6,8 +6,9 @@ from rollflow.nodes.choice import Asked, choose
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.environments import Environments
 from rollflow.nodes.probe import Trial, probe
+from rollflow.nodes.remote.hosted_rollouts import HostedRollouts
 from rollflow.nodes.remote.remote_environments import RemoteEnvironments
-from rollflow.nodes.remote.remote_envs import RemoteEnvs
+from rollflow.nodes.remote.remote_envs import RemoteEnvs, RemoteHosts
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
 from rollflow.nodes.workers.rollout_processes import RolloutProcesses
 from rollflow.nodes.workers.thread_environments import ThreadEnvironments
@@ -18,7 +19,7 @@ Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 
 def environments_for(
     where: Where,
-    env: EnvSource | RemoteEnvs,
+    env: EnvSource | RemoteHosts,
     *,
     num_envs: int | None,
     lanes: int | None,
@@ -37,11 +38,12 @@ def environments_for(
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
     options |= {"num_envs": num_envs}
     timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
-    if isinstance(env, RemoteEnvs):
+    if isinstance(env, RemoteHosts):
         if where != "inline":
             env.close()
             raise ValueError(f"where is '{where}', but remote environments are where their hosts are; leave it out")
-        return RemoteEnvironments(env, lanes=lanes, **timeouts, **options)
+        made = RemoteEnvironments if isinstance(env, RemoteEnvs) else HostedRollouts
+        return made(env, lanes=lanes, **timeouts, **options)
     if where == "inline":
         return Environments(env, lanes=lanes, **options)
     slots = count_of(env, num_envs)

@@ -9,27 +9,21 @@ from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import gymnasium as gym
-import torch
 
+from rollflow.nodes.acting import acting_for
 from rollflow.nodes.choice import Asked
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
-from rollflow.nodes.connectors.learner.values import device_of
-from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.given import (
-    acting_copy,
     check_for_rollouts,
     check_numbers,
     copied_module,
     copied_pieces,
-    module_for,
     pieces_given,
 )
 from rollflow.nodes.lag import LagBound, OnExcess
@@ -39,12 +33,11 @@ from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.remote.remote_environments import RemoteEnvironments
-from rollflow.nodes.remote.remote_envs import RemoteEnvs
+from rollflow.nodes.remote.remote_envs import RemoteHosts
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.ring import ring_of, seed_lane
+from rollflow.nodes.rollouts_elsewhere import Deal, RolloutsElsewhere, Turns, ring_of_turns
 from rollflow.nodes.rounds import Rounds
-from rollflow.nodes.workers.rollout_link import packed_states
-from rollflow.nodes.workers.rollout_processes import Deal, RolloutProcesses, ring_of_turns
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
@@ -54,7 +47,7 @@ from rollflow.stream.lane import Lane
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.report import CALLER, Report
 from rollflow.stream.run import Run
-from rollflow.stream.seeding import fresh_seed, seed_for
+from rollflow.stream.seeding import fresh_seed
 
 T = TypeVar("T")
 Batch = dict[str, Any]
@@ -117,7 +110,7 @@ class Rollout:
 
     def __init__(
         self,
-        env: EnvSource | RemoteEnvs,
+        env: EnvSource | RemoteHosts,
         *,
         module: Any = None,
         model_config: Any = None,
@@ -170,7 +163,7 @@ class Rollout:
         self.seed = fresh_seed() if seed is None else seed
         self.returns = EpisodeReturns()
         self.placement = ""  # why it goes where it goes, where that was left to it
-        if where == "auto" and not isinstance(env, RemoteEnvs):
+        if where == "auto" and not isinstance(env, RemoteHosts):
             trial = partial(
                 Rollout,
                 module=copied_module(module),
@@ -197,32 +190,27 @@ class Rollout:
             fragment_length=fragment_length,
             seed=self.seed,
         )
-        observation_space, action_space = self.environments.observation_space, self.environments.action_space
-        first_env = self.environments.envs[0]
-        given = observation_space, action_space
-        before = pieces_given(env_to_module_connector, "env_to_module_connector", first_env, spaces=given)
-        after = pieces_given(module_to_env_connector, "module_to_env_connector", first_env, spaces=given)
-        seen_space = EnvToModulePipeline(observation_space, action_space, connectors=before).observation_space
-        spaces = observation_space if seen_space is None else seen_space, action_space
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed_for(self.seed, "weights"))  # of a module that is made here
-            self.module = module_for(module, model_config, *spaces)
+        acting = acting_for(
+            self.environments.envs[0],
+            (self.environments.observation_space, self.environments.action_space),
+            module=module,
+            model_config=model_config,
+            env_to_module_connector=env_to_module_connector,
+            module_to_env_connector=module_to_env_connector,
+            device=device,
+            seed=self.seed,
+        )
+        self.module, self._acting = acting.module, acting.copy
+        self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
         self._makes_module = module is None
         self._compared = False
-        self._acting = acting = acting_copy(self.module, device)
-        stateful, on = is_stateful(acting), device_of(acting)
-        self.env_to_module = EnvToModulePipeline.default(
-            observation_space, action_space, before, stateful=stateful, device=None if on.type == "cpu" else on
-        )
-        self.module_to_env = ModuleToEnvPipeline.default(observation_space, action_space, after, stateful=stateful)
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
-        self._weights = PolicyWeights(acting)
+        self._weights = PolicyWeights(self._acting)
         self.lag = LagBound(self._weights, max_lag, on_excess)
-        self.learner_pipeline = LearnerConnectorPipeline.default(
-            *spaces, pieces_given(learner_connector, "learner_connector", *spaces), stateful=stateful
-        )
-        self._lookback_asked, self._stateful = lookback, stateful
+        taught = pieces_given(learner_connector, "learner_connector", *acting.spaces)
+        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, taught, stateful=acting.is_stateful)
+        self._lookback_asked, self._stateful = lookback, acting.is_stateful
         self._set_lookback()
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = self.environments.num_lanes
@@ -231,22 +219,23 @@ class Rollout:
         self._credits = FragmentCredits(self._lanes_count * self._fragments_per_lane)
         self.metrics = MetricsLogger() if metrics is None else metrics
         compiled = None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
-        flat = type(acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
+        flat = type(self._acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
         self._acting_version = 0  # of the copy that workers are given
         self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
         self._how_to_act["compiled"] = compiled
-        self._forward = ModuleForward(acting, self._weights, **self._how_to_act)
-        context = {"module": acting, "explore": explore, "metrics": self.metrics}
+        self._forward = ModuleForward(self._acting, self._weights, **self._how_to_act)
+        context = {"module": self._acting, "explore": explore, "metrics": self.metrics}
         self._prepare = EnvToModule(
             self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
         )
         self._act = ModuleToEnv(self.module_to_env, **context)
+        self._deal = Deal(self._lanes_count, num_fragments)
         self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
-        if isinstance(self.environments, RolloutProcesses):
+        if isinstance(self.environments, RolloutsElsewhere):
             check_for_rollouts(self.metrics, max_batch, forward_in_thread)
             self.environments.replica, self.environments.heard = self._replica, self._heard
             self.environments.acting = self._how_to_act
-        if isinstance(self.environments, RemoteEnvironments):
+        if isinstance(self.environments, RemoteLanes):
             self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
@@ -278,10 +267,10 @@ class Rollout:
         environments = self.environments
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
-        if isinstance(environments, RolloutProcesses):
-            give_back = _ignored if gate is None else gate.release
-            deal = Deal(environments.num_lanes, self._num_fragments, give_back)
-            return ring_of_turns(environments, deal, gate)
+        if isinstance(environments, RolloutsElsewhere):
+            if gate is not None:
+                self._deal.give_back = gate.release
+            return ring_of_turns(environments, self._deal, gate)
         return ring_of(environments, self._prepare, self._gathering or self._forward, self._act, gate)
 
     # The loop
@@ -345,7 +334,7 @@ class Rollout:
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
         version = self._weights.publish(weights)
-        if isinstance(self.environments, RolloutProcesses):
+        if isinstance(self.environments, RolloutsElsewhere):
             self.environments.broadcast(version, weights)
         return version
 
@@ -402,7 +391,7 @@ class Rollout:
 
     def _told(self, report: Report) -> Report:
         report = report.moved(CALLER, self._learner_meter)
-        if isinstance(self.environments, RolloutProcesses):
+        if isinstance(self.environments, RolloutsElsewhere):
             report = report.with_parts("rollouts", self.environments.stages(report.elapsed_s))
         return report
 
@@ -419,17 +408,20 @@ class Rollout:
             "module_to_env": self.module_to_env,
         }
 
-    def _lane_joined(self, lane: Lane, fills_a_vacancy: bool) -> None:
+    def _lane_joined(self, lane: Lane | Turns, fills_a_vacancy: bool) -> None:
         """Make room for a lane that has come while the rollout runs."""
-        seed_lane(lane, self.seed)
-        self._prepare.expect(int(not fills_a_vacancy))
+        if isinstance(lane, Lane):
+            seed_lane(lane, self.seed)
+        for node in (self._prepare, self._deal):
+            node.expect(int(not fills_a_vacancy))
         self._credits.add(self._fragments_per_lane)
         self._rounds.size += int(not fills_a_vacancy)
 
-    def _lane_left(self, lane: Lane, was_the_last: bool) -> None:
+    def _lane_left(self, lane: Lane | Turns, was_the_last: bool) -> None:
         """A lane goes round for the last time; where it is the last, others are waited for."""
         self._credits.add(-self._fragments_per_lane)
-        self._prepare.expect(int(was_the_last))
+        for node in (self._prepare, self._deal):
+            node.expect(int(was_the_last))
         self._rounds.size -= int(not was_the_last)
 
     def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
@@ -441,8 +433,8 @@ class Rollout:
             pipelines = self.env_to_module, self.module_to_env
             for pipeline, states in zip(pipelines, zip(*self._states.values(), strict=True), strict=True):
                 pipeline.set_state(pipeline.merge_states(list(states)))
-            assert isinstance(self.environments, RolloutProcesses)
-            self.environments.hand_on(packed_states([pipeline.get_state() for pipeline in pipelines]))
+            assert isinstance(self.environments, RolloutsElsewhere)
+            self.environments.hand_on([pipeline.get_state() for pipeline in pipelines])
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"
@@ -569,7 +561,3 @@ class Stream(Generic[T]):
         async for _ in self._rollout._take_rounds_async():
             for item in self._made():
                 yield item
-
-
-def _ignored(fragments: int) -> None:
-    """Takes back credits where there are none."""

@@ -50,12 +50,12 @@ class LaneColumns:
             Columns.POLICY_VERSION: np.zeros(slots, np.int64),
         }
         columns = {Columns.OBS: self.observations(observation_space)}
-        columns |= {name: Column.empty(name, row, self._rows) for name, row in types.items()}
+        columns |= {name: self._empty(name, row, self._rows) for name, row in types.items()}
         return columns if self._memory is None else columns | self._memory.next_columns()
 
     def observations(self, space: gym.Space[Any]) -> Column:
         """A column for observations in a space."""
-        return Column.empty(Columns.OBS, row_of(space, self._layout.num_slots), self._rows + 1)
+        return self._empty(Columns.OBS, row_of(space, self._layout.num_slots), self._rows + 1)
 
     def extra(self, name: str, values: Tree) -> Column:
         """A column for an output such as these values. Raises ColumnError where they have not one row per slot."""
@@ -67,7 +67,7 @@ class LaneColumns:
                     f"output '{name}' is {leaf.dtype}{list(leaf.shape)}, expected numbers with a leading axis of "
                     f"{slots}, one row per slot"
                 )
-        return Column.empty(name, row, self._rows)
+        return self._empty(name, row, self._rows)
 
     def like(self, old: Mapping[str, Column], *, are_written: bool) -> dict[str, Column]:
         """The columns of the next fragment: like the last one's.
@@ -84,3 +84,10 @@ class LaneColumns:
         layout, pool = self._blocks
         given |= layout.columns(pool.take()[1])
         return {name: given[name] for name in old}
+
+    def _empty(self, name: str, row: Tree, rows: int) -> Column:
+        """A column whose lookback, which nobody writes to in the first fragment, is zeros."""
+        column = Column.empty(name, row, rows)
+        for leaf in leaves_of(column.tree):
+            leaf[: self._layout.lookback] = 0
+        return column

@@ -1,57 +1,18 @@
-"""The program on a host of environments: steps them as a gateway asks."""
+"""Environments on this host, for a rollout on another."""
 
-import contextlib
-import logging
-import os
-import secrets
-import select
-import socket
 import ssl
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from queue import SimpleQueue
-from time import monotonic
-from typing import Any, Self
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from rollflow.nodes.env_source import EnvSource, lane_makers
+from rollflow.nodes.remote.host import Host
 from rollflow.nodes.remote.host_lane import HostLane
-from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, dial, listen_on, secret_bytes
-from rollflow.nodes.remote.transport import Transport, transport_for
-from rollflow.stream.bell import Bell
-from rollflow.stream.errors import ColumnError, EnvError, WireError
-from rollflow.stream.space_codec import describe_space
-from rollflow.stream.wire import (
-    NONCE_BYTES,
-    SESSION_BYTES,
-    VERSION,
-    Address,
-    Broken,
-    Event,
-    Failed,
-    Goodbye,
-    Hello,
-    HostConnection,
-    HostSession,
-    Limits,
-    Reset,
-    Step,
-    Welcome,
-    check_secret,
-    parse_address,
-)
-
-logger = logging.getLogger(__name__)
-
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
-_REACH_S = 10.0  # how long a connection may take to come about
-# Codes of errors after which the gateway is dialled again.
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
-
-Job = tuple[HostConnection, Reset | Step]
+from rollflow.nodes.remote.remote_envs import Secret
+from rollflow.stream.wire import Answer, Limits
 
 
-class EnvHost:
+class EnvHost(Host):
     """Environments for a rollout on another host.
 
         env, num_envs, lanes    as for `Rollout`; lanes overlap: while one's actions are on their way, others step
@@ -66,6 +27,8 @@ class EnvHost:
     Raises EnvError where environments can't be made, or lanes differ.
     """
 
+    role = "env"
+
     def __init__(
         self,
         env: EnvSource,
@@ -77,253 +40,9 @@ class EnvHost:
         name: str | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self.name = socket.gethostname() if name is None else name
-        self._secret, self._tls = secret_bytes(secret), tls
-        self._limits = Limits() if limits is None else limits
-        self._lanes = [HostLane(maker) for maker in lane_makers(env, num_envs, lanes)]
-        self._check_lanes()
-        self._metadata = {"env": env} if isinstance(env, str) else {}
-        self._by_id: dict[int, SimpleQueue[Job | None]] = {}
-        self._session = _new_session()
-        self._transport: Transport | None = None
-        self._lock = threading.Lock()  # of the session, its connections, and the transport
-        self._bell = Bell()
-        self._is_stopped = self._was_welcomed = False  # by the connection that there is, or was last
-        self._jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in self._lanes]
-        self._threads = [
-            threading.Thread(target=self._work, args=work, name=f"rollflow lane {place}", daemon=True)
-            for place, work in enumerate(zip(self._lanes, self._jobs, strict=True))
-        ]
-        for thread in self._threads:
-            thread.start()
+        made = [HostLane(maker) for maker in lane_makers(env, num_envs, lanes)]
+        metadata = {"env": env} if isinstance(env, str) else {}
+        super().__init__(made, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
 
-    def connect(self, address: str, *, retry_s: float | None = 60.0) -> str:
-        """Dial a gateway and serve it until it says goodbye; the reason that it gives.
-
-        A connection that can't be made, or breaks, is dialled again for up to `retry_s` seconds, None for ever. Raises
-        WireError where the gateway refuses, is not to be reached, or does not know the secret.
-        """
-        target = parse_address(address)
-        check_secret(target, self._secret)
-        since, delay = monotonic(), _FIRST_RETRY_S
-        while not self._is_stopped:
-            try:
-                sock = self._reach(target)
-            except OSError as error:
-                problem = error.strerror or str(error)
-            else:
-                try:
-                    return self._serve(sock, target)
-                except WireError as error:
-                    if error.code not in _COMES_BACK:
-                        raise
-                    if error.code == "session":
-                        self._session = _new_session()
-                    problem = str(error)
-                if self._was_welcomed:
-                    since, delay = monotonic(), _FIRST_RETRY_S
-                logger.warning("%s", problem)
-            if retry_s is not None and monotonic() - since >= retry_s:
-                raise WireError(f"gateway {target} not reached for {retry_s:g} s: {problem}", "lost")
-            self._pause(delay)
-            delay = min(2 * delay, _LONGEST_RETRY_S)
-        return "stopped"
-
-    @contextmanager
-    def listening(self, address: str) -> Iterator[Address]:
-        """Listen on an address, which is given with the port that it has; what comes is served by `serve`."""
-        target = parse_address(address)
-        check_secret(target, self._secret)
-        self._listeners = listen_on(target)
-        try:
-            yield address_of(self._listeners[0])
-        finally:
-            close_sockets(self._listeners)
-
-    def serve(self) -> None:
-        """Inside `listening`: serve gateways that dial, one after the other, until `stop` is called.
-
-        What is wrong with one, such as another secret, is logged.
-        """
-        poll = select.poll()
-        for fd in (*(sock.fileno() for sock in self._listeners), self._bell.fileno()):
-            poll.register(fd, select.POLLIN)
-        while not self._is_stopped:
-            ready = {fd for fd, _ in poll.poll()}
-            self._bell.silence()
-            for listener in self._listeners:
-                if listener.fileno() in ready:
-                    self._serve_next(listener)
-
-    def stop(self) -> None:
-        """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
-        self._is_stopped = True
-        self._bell.ring()
-
-    def close(self) -> None:
-        """End the threads, once they have done the step that they are at, and close the environments."""
-        for jobs in self._jobs:
-            jobs.put(None)
-        for thread, lane in zip(self._threads, self._lanes, strict=True):
-            thread.join(self._limits.handshake_s)
-            if not thread.is_alive():
-                lane.close()
-        self._bell.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # Connections
-
-    def _serve_next(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
-        try:
-            logger.info("the gateway says goodbye: %s", self._serve(sock, None))
-        except WireError as error:
-            logger.warning("%s", error)
-
-    def _reach(self, address: Address) -> socket.socket:
-        sock = dial(address)
-        try:
-            poll = select.poll()
-            poll.register(sock.fileno(), select.POLLOUT)
-            if not poll.poll(_REACH_S * 1e3):
-                raise TimeoutError(f"no answer within {_REACH_S:g} s")
-            problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if problem:
-                raise OSError(problem, os.strerror(problem))
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    def _serve(self, sock: socket.socket, dialled: Address | None) -> str:
-        """Serve a gateway, dialled or not, until it says goodbye: its reason. Raises WireError when it breaks."""
-        session, self._was_welcomed = self._session, False
-        connection = HostConnection(self._hello(), session, secret=self._secret, limits=self._limits, now=monotonic())
-        transport = transport_for(sock, connection, self._tls, dialled=dialled)
-        with self._lock:
-            self._transport = transport
-        try:
-            return self._converse(connection, transport)
-        except BaseException:
-            with self._lock:
-                connection.goodbye("the host was stopped")
-            raise
-        finally:
-            with self._lock:
-                self._transport = None
-                transport.write()
-                transport.close()
-
-    def _converse(self, connection: HostConnection, transport: Transport) -> str:
-        poll = select.poll()
-        poll.register(self._bell.fileno(), select.POLLIN)
-        while True:
-            with self._lock:
-                transport.write()
-                deadline, waits = connection.next_deadline(), transport.waits_to_write
-            poll.register(transport.fileno(), select.POLLIN | (select.POLLOUT if waits else 0))
-            if not connection.is_open:  # an answer was more than it takes
-                raise connection.error or WireError("gateway: connection lost", "lost")
-            timeout = None if deadline is None else max(0.0, deadline - monotonic()) * 1e3
-            ready = {fd for fd, _ in poll.poll(timeout)}
-            if self._bell.fileno() in ready:
-                self._bell.silence()
-            if self._is_stopped:
-                with self._lock:
-                    connection.goodbye("the host was stopped")
-                return "stopped"
-            with self._lock:
-                now = monotonic()
-                events = transport.read(now) if transport.fileno() in ready else []
-                events += connection.tick(now)
-            for event in events:
-                reason = self._handle(connection, event)
-                if reason is not None:
-                    return reason
-
-    def _handle(self, connection: HostConnection, event: Event) -> str | None:
-        match event:
-            case Welcome():
-                self._was_welcomed = True
-                self._by_id = {grant.lane: jobs for grant, jobs in zip(event.lanes, self._jobs, strict=True)}
-            case Reset() | Step():
-                self._by_id[event.lane].put((connection, event))
-            case Goodbye():
-                self._session = _new_session()  # for another rollout
-                return event.reason
-            case Broken():
-                raise event.error
-        return None
-
-    def _hello(self) -> Hello:
-        env = self._lanes[0].env
-        return Hello(
-            versions=(VERSION, VERSION),
-            role="env",
-            software="rollflow",
-            name=self.name,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            session=self._session.token,
-            max_frame=self._limits.max_frame,
-            slots=tuple(lane.env.num_envs for lane in self._lanes),
-            observation_space=describe_space(env.single_observation_space),
-            action_space=describe_space(env.single_action_space),
-            autoreset=self._lanes[0].autoreset.name,  # type: ignore[arg-type]
-            metadata=self._metadata,
-        )
-
-    def _check_lanes(self) -> None:
-        first = self._lanes[0]
-        for place, lane in enumerate(self._lanes):
-            for told, mine, other in (
-                ("observation space", lane.env.single_observation_space, first.env.single_observation_space),
-                ("action space", lane.env.single_action_space, first.env.single_action_space),
-                ("autoreset mode", lane.autoreset, first.autoreset),
-            ):
-                if mine != other:
-                    raise EnvError(f"lane {place}: its {told} is {mine}, expected that of lane 0, {other}")
-
-    def _pause(self, seconds: float) -> None:
-        poll = select.poll()
-        poll.register(self._bell.fileno(), select.POLLIN)
-        self._bell.silence()
-        if not self._is_stopped:
-            poll.poll(seconds * 1e3)
-
-    # Lanes
-
-    def _work(self, lane: HostLane, jobs: "SimpleQueue[Job | None]") -> None:
-        while (job := jobs.get()) is not None:
-            connection, request = job
-            answer: Any
-            try:
-                answer = lane.answer(request)
-            except BaseException as error:
-                logger.warning("lane %d: %r", request.lane, error)
-                answer = Failed.of(request, error)  # type: ignore[arg-type]
-            with self._lock:
-                self._answer(connection, request, answer)
-
-    def _answer(self, connection: HostConnection, request: Reset | Step, answer: Any) -> None:
-        try:
-            connection.answer(request, answer)
-        except (WireError, ColumnError) as error:
-            if getattr(error, "code", "") != "undelivered":
-                with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
-                    connection.answer(request, Failed.of(request, error))
-        if self._transport is not None:
-            self._transport.write()
-            if self._transport.waits_to_write or not self._transport.connection.is_open:
-                self._bell.ring()
-
-
-def _new_session() -> HostSession:
-    return HostSession(secrets.token_bytes(SESSION_BYTES))
+    def _work_on(self, lane: HostLane, request: Any) -> Callable[[], Answer]:
+        return partial(lane.answer, request)

@@ -8,27 +8,33 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
 from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled, Dialler
-from rollflow.nodes.remote.remote_envs import RemoteEnvs
-from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost
+from rollflow.nodes.remote.remote_envs import RemoteHosts
+from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost, Told
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
     NONCE_BYTES,
     Broken,
+    Cut,
     Event,
     GatewayConnection,
     GatewaySession,
     Goodbye,
     Hello,
+    Metrics,
     Request,
+    Settings,
+    States,
     TcpAddress,
+    Weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -63,7 +69,7 @@ class Gateway:
     Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
     """
 
-    def __init__(self, envs: RemoteEnvs) -> None:
+    def __init__(self, envs: RemoteHosts) -> None:
         envs.take()
         self.hosts: dict[bytes, RemoteHost] = {}  # by the token of their session
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
@@ -136,6 +142,42 @@ class Gateway:
                 self._could_not_ask(host, error)
             self._write(host.connection)
 
+    def tell(self, host: RemoteHost, news: Weights | States | Settings | Cut) -> bool:
+        """Tell a host something that needs no answer; whether it could be told: not where its connection is lost.
+
+        Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
+        """
+        with self._lock:
+            if host.lost_at is not None or not host.connection.is_open:
+                return False
+            try:
+                host.connection.tell(news)
+            except WireError as error:
+                self._could_not_ask(host, error)
+                self._bell.ring()
+                return False
+            self._write(host.connection)
+            return True
+
+    def is_behind(self, host: RemoteHost) -> bool:
+        """Whether something that a host was told or asked is still on its way into the socket."""
+        return host.connection.undelivered > 0
+
+    def give_credit(self, host: RemoteHost) -> None:
+        """Let a host say again how far it is."""
+        with self._lock, suppress(WireError):  # its connection is lost: the next one begins with a credit
+            host.connection.give(1)
+            self._write(host.connection)
+
+    def expel(self, host: RemoteHost, error: WireError) -> None:
+        """Have a host leave that has sent what it must not."""
+        with self._lock:
+            self._refuse(host, error)
+
+    def wake(self) -> None:
+        """Have `fileno` say that there is something to do. From any thread."""
+        self._bell.ring()
+
     def next_number(self, lane: int) -> int:
         """The number of a lane's next request."""
         return self._host_of[lane].session.next_number(lane)
@@ -177,12 +219,16 @@ class Gateway:
         if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
             self._broken(peer, error, monotonic())
         elif error.code == "frame":
-            host.connection.refuse(error.code, str(error))
-            if peer is not None:
-                self._drop(peer)
-            self._leave(host, str(error))
+            self._refuse(host, error)
         else:
             raise error
+
+    def _refuse(self, host: RemoteHost, error: WireError) -> None:
+        host.connection.refuse(error.code, str(error))
+        peer = self._peer_of.get(id(host.connection))
+        if peer is not None:
+            self._drop(peer)
+        self._leave(host, str(error))
 
     # Sockets
 
@@ -237,7 +283,7 @@ class Gateway:
             told = f"{_MOST_STRANGERS} connections have not proved themselves, expected fewer"
             strangers[0].connection.refuse("busy", told)
             self._broken(strangers[0], WireError(told, "busy"), now)
-        self.greet(sock, _told(where) or "a Unix socket", now)
+        self.greet(sock, _place(where) or "a Unix socket", now)
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None = None) -> None:
         """Take over a socket with a host at its other end."""
@@ -297,6 +343,9 @@ class Gateway:
                     self._drop(peer)
                     if peer.host is not None and peer.host.connection is peer.connection:
                         self._leave(peer.host, f"said goodbye: {event.reason}")
+                case Metrics():
+                    assert peer.host is not None
+                    self._news.append(Told(peer.host, event.metrics))
                 case _:
                     self._news.append(Answered(event))  # type: ignore[arg-type]
         if not peer.connection.is_open and id(peer.connection) in self._peer_of:
@@ -317,7 +366,7 @@ class Gateway:
             lanes = range(self._next_lane, self._next_lane + len(hello.slots))
             firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
             session = GatewaySession(hello.session, hello, lanes, firsts)
-            peer.connection.welcome(session)
+            peer.connection.welcome(session, credits=1)
         except WireError as error:
             peer.connection.refuse(error.code, str(error))
             self._broken(peer, error, now)
@@ -332,7 +381,7 @@ class Gateway:
         logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
 
     def _take_back(self, peer: _Peer, host: RemoteHost) -> None:
-        peer.connection.welcome(host.session)
+        peer.connection.welcome(host.session, credits=1)
         old = self._peer_of.get(id(host.connection))
         peer.host, host.connection, host.lost_at = host, peer.connection, None
         self._dialler.welcomed(peer.dialled)
@@ -343,8 +392,8 @@ class Gateway:
 
     def _check_new(self, hello: Hello) -> None:
         """Raise WireError for a host that can't be taken in."""
-        if hello.role != "env":
-            raise WireError(f"hello.role is '{hello.role}', expected 'env'", "role")
+        if hello.role != self._envs.role:
+            raise WireError(f"hello.role is '{hello.role}', expected '{self._envs.role}'", "role")
         if len(self.hosts) >= self._envs.max_hosts:
             raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
         first = self._first
@@ -396,7 +445,7 @@ def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
 
 def _end(
     closing: threading.Event,
-    envs: RemoteEnvs,
+    envs: RemoteHosts,
     peers: Mapping[int, _Peer],
     calling: Mapping[int, tuple[socket.socket, Dialled, float]],
     epoll: select.epoll,
@@ -420,5 +469,5 @@ def _software() -> str:
         return "rollflow"
 
 
-def _told(where: Any) -> str:
+def _place(where: Any) -> str:
     return str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else ""

@@ -1,422 +1,80 @@
 """Environments on other hosts, as a node: the same lanes as everywhere, whose hosts come and go."""
 
-import logging
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from enum import Enum, auto
-from time import monotonic
+from collections.abc import Iterator
 from typing import Any
 
-from gymnasium.vector import VectorEnv
-
-from rollflow.nodes.environments import Environments, actions_of
-from rollflow.nodes.remote.gateway import Gateway
-from rollflow.nodes.remote.remote_envs import RemoteEnvs
-from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, RemoteHost
+from rollflow.nodes.environments import actions_of
+from rollflow.nodes.remote.lane_record import Record, State
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.stepping import seeds_for
-from rollflow.nodes.workers.lane_link import Elsewhere
-from rollflow.nodes.workers.patience import Patience
-from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.tree import map_tree
-from rollflow.stream.wire import Failed, Reset, Rows, Step
-
-logger = logging.getLogger(__name__)
-
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
-_LOOK_S = 0.5
-_MOST_LANES = 1 << 16
-_MOST_FAREWELLS = 16
+from rollflow.stream.wire import Reset, Rows, Step
 
 
-class State(Enum):
-    """What a lane's host is at."""
+class RemoteEnvironments(RemoteLanes):
+    """`Environments` on hosts that a gateway takes in: they reset and step, one request after the other.
 
-    RESETTING = auto()
-    STEPPING = auto()
-    READY = auto()  # nothing: the lane is somewhere else in the ring
-    LATE = auto()  # still at what nobody waits for any more
-    LOST = auto()  # to be reset at `due`
-    GONE = auto()
-
-
-@dataclass(slots=True)
-class _Record:
-    """One lane.
-
-    is_waited    whether the lane has been handed over and not come back
-    has_left     whether it has set out on its last round
+    A lane that is late has its episodes given up, and begins anew once its host has answered after all. Where a host
+    leaves, open episodes end as truncated; its lanes give the fragment that they have begun, and no more.
     """
-
-    lane: Lane
-    host: RemoteHost
-    first_slot: int
-    state: State = State.READY
-    is_waited: bool = False
-    has_left: bool = False
-    starts: int = 0
-    failures: int = 0  # in a row
-    reason: str = ""  # of the last one
-    due: float = 0.0
-    steps: int = 0  # since the last one
-
-
-class RemoteEnvironments(Environments):
-    """`Environments` on hosts that a gateway takes in.
-
-        step_timeout, reset_timeout    seconds after which a lane's episodes are given up, and, once its host has
-                                       answered after all, begun anew; None: never
-        max_failures                   how often in a row a lane may be lost; then it leaves
-
-        lost_steps    transitions that were under way when they were lost
-        joined        called with every lane that comes after the beginning, and with whether it is the first after the
-                      last has left
-        left          called with every lane that has left, before it goes round for the last time, and with whether
-                      it was the last
-
-    A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
-    or breaks the protocol, leaves: its open episodes end as truncated, its lanes give the fragment that they have
-    begun, and no more. Hosts that come later get lanes of their own. While there is none at all, the rollout waits, for
-    as long as it did for the first; then it ends with an EnvError that says why each has left.
-    """
-
-    def __init__(
-        self,
-        env: RemoteEnvs,
-        *,
-        step_timeout: float | None = 60.0,
-        reset_timeout: float | None = 120.0,
-        max_failures: int = 5,
-        **options: Any,
-    ) -> None:
-        self.in_flight = 0
-        self.joined: Callable[[Lane, bool], None] = _ignore
-        self.left: Callable[[Lane, bool], None] = _ignore
-        self._patience = Patience(step_timeout, reset_timeout)
-        self._max_failures = max_failures
-        self._join_timeout = env.join_timeout
-        self._records: list[_Record] = []
-        self._lost: set[int] = set()  # lanes to be reset again
-        self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
-        self._vacant_since: float | None = None
-        self._is_ending = False
-        self._gateway = Gateway(env)
-        try:
-            super().__init__(env, **options)  # type: ignore[arg-type]
-        except BaseException:
-            self._gateway.close("the rollout could not be made")
-            raise
-
-    def start(self) -> Iterator[Lane]:
-        """Have every environment reset, all at a time; the lanes come by `completed`."""
-        self._begin()
-        hosts = [self._gateway.host_of(index) for index in range(len(self.lanes))]
-        self._records = [_Record(*each) for each in zip(self.lanes, hosts, self.first_slots(), strict=True)]
-        for record in self._records:
-            if record.host.session.token in self._gateway.hosts:
-                self._reset(record)
-            else:
-                record.state, record.reason = State.GONE, f"host {record.host.name} left before the first step"
-                yield self._leave(record)
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's host step its environments with the actions that it brings."""
         record = self._records[actions.index]
         if record.state is State.GONE:  # while the lane was somewhere else: no step is under way
             actions.lose(record.reason)
-            return self._leave(record)
+            return self._leave(record)  # type: ignore[no-any-return]
         self._wait_for(record)
         self._ask(record, Step(actions.index, self._gateway.next_number(actions.index), actions_of(actions)))
         return None
 
-    def fileno(self) -> int:
-        """Can be read once a host has something to say."""
-        return self._gateway.fileno()
+    # What RemoteLanes leaves open
 
-    @property
-    def most_lanes(self) -> int:
-        """How many there may come to be."""
-        return _MOST_LANES
+    def _lane_for(self, index: int, env: Any) -> Lane:
+        if index == len(self.lanes):
+            self.lanes.append(self._lane(index, env))
+        return self.lanes[index]
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds until a lane is late or to be reset again, or the rollout has waited long enough for hosts."""
-        now = monotonic()
-        due = [self._records[index].due - now for index in self._lost]
-        if self._vacant_since is not None and self._join_timeout is not None:
-            due.append(self._vacant_since + self._join_timeout - now)
-        if self._patience.left is not None:
-            due.append(self._patience.left)
-        if self._is_ending:
-            due.append(_LOOK_S)  # whether a host has been lost
-        return max(0.0, min(due)) if due else None
-
-    def completed(self) -> Iterator[Lane]:
-        """The lanes that have been stepped, or begin anew. Raises EnvError when no host is left and none comes."""
-        self._gateway.service()
-        for news in self._gateway.news():
-            match news:
-                case Answered():
-                    yield from self._answered(news.answer)
-                case Joined():
-                    self._join(news.host)
-                case Back():
-                    self._host_back(news.host)
-                case Left():
-                    yield from self._host_left(news.host, news.reason)
-        for index, told in self._patience.overdue().items():
-            if self._records[index].host.lost_at is None:
-                yield from self._late(self._records[index], told)
-            else:  # it has time to come back, and its answer from then on
-                self._patience.end(index)
-        now = monotonic()
-        for record in [self._records[index] for index in self._lost]:
-            if record.due <= now:
-                self._reset(record)
-        self._check_vacancy(now)
-        if self._is_ending:
-            yield from self._given_up()
-
-    def hasten(self) -> None:
-        """Have lanes come back that make no step: no more will be asked for."""
-        self._is_ending = True
-
-    def describe(self) -> str:
-        """Lanes, slots and hosts, for `explain()`."""
-        return f"{super().describe()}, on {self._gateway.describe()}"
-
-    def close(self) -> None:
-        """Say goodbye to the hosts."""
-        self.is_closed = True
-        self._gateway.close()
-
-    # What Environments does otherwise
-
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
-        if num_envs is not None or lanes is not None:
-            raise EnvError(
-                f"num_envs is {num_envs} and lanes is {lanes}, expected neither: hosts say how many environments and "
-                "lanes they have"
-            )
-        made: list[VectorEnv[Any, Any, Any]] = []
-        for host in self._first_hosts(env.hosts):
-            made += _elsewhere(host)
-        return made
-
-    def _first_hosts(self, count: int) -> list[RemoteHost]:
-        """Wait for so many hosts. Raises EnvError when they don't come in time."""
-        hosts: list[RemoteHost] = []
-        until = None if self._join_timeout is None else monotonic() + self._join_timeout
-        while len(hosts) < count:
-            if until is not None and monotonic() >= until:
-                raise EnvError(
-                    f"{len(hosts)} of {count} hosts came within {self._join_timeout:g} s, {self._gateway.waited_for()}"
-                )
-            self._gateway.wait(None if until is None else until - monotonic())
-            self._gateway.service()
-            for news in self._gateway.news():
-                if isinstance(news, Joined):
-                    hosts.append(news.host)
-                elif isinstance(news, Left):
-                    self._farewells.append((f"host {news.host.name}", news.reason))
-                    count += 1  # others are waited for in its place
-        return hosts
-
-    # Answers
-
-    def _answered(self, answer: Any) -> Iterator[Lane]:
-        record = self._records[answer.lane]
-        if record.state is State.GONE:
-            return
-        if record.state is State.LATE:
-            self._patience.end(answer.lane)
-            yield from self._fail_or_leave(record)
-        elif isinstance(answer, Failed):
-            where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
-            self._lose(record, f"host {record.host.name}: {answer.type}: {answer.text}{where}", answer.traceback)
-            yield from self._fail_or_leave(record)
-        elif isinstance(answer, Rows):
-            self._record(record, answer)
-            yield self._come_back(record)
-
-    def _record(self, record: _Record, rows: Rows) -> None:
-        lane = record.lane
-        if record.state is State.RESETTING:
-            lane.reset(rows.obs, rows.infos)
-        else:
-            assert rows.rewards is not None
-            assert rows.terminateds is not None
-            assert rows.truncateds is not None
-            final = None
-            if rows.final_slots:
-                last = [map_tree(lambda leaf, i=i: leaf[i], rows.final_obs) for i in range(len(rows.final_slots))]
-                final = last, rows.final_infos
-            lane.record_step(rows.obs, rows.rewards, rows.terminateds, rows.truncateds, rows.infos, final)
-            record.steps += 1
-            if record.steps >= lane.layout.num_rows:
-                record.failures = 0
-        record.state = State.READY
-
-    # Losses
-
-    def _late(self, record: _Record, told: str) -> Iterator[Lane]:
-        """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
+    def _set_out(self, record: Record) -> Iterator[Lane]:
+        """Have a lane's environments reset."""
         index = record.lane.index
-        if record.state is State.LATE:
-            self._patience.end(index)
-            record.state = State.GONE
-            self._farewells.append((f"lane {index}", record.reason))
+        if record.state is State.GONE:
             yield self._leave(record)
             return
-        self._lose(record, f"host {record.host.name}, lane {index}, {_slots_of(record)}: {told}")
-        record.state = State.LATE
-        self._patience.begin(index, resets=True)
-
-    def _lose(self, record: _Record, reason: str, traceback: str = "") -> None:
-        """End the lane's open episodes."""
-        self._patience.end(record.lane.index)
-        record.reason = reason
-        if record.state is State.STEPPING:
-            self.lost_steps += record.lane.lose(reason)
-        logger.warning("lane %d is lost: %s%s", record.lane.index, reason, traceback and f"\n{traceback}")
-
-    def _fail(self, record: _Record) -> None:
-        """Have the lane reset after a while, longer each time."""
-        record.failures += 1
-        record.steps = 0
-        record.state = State.LOST
-        self._lost.add(record.lane.index)
-        record.due = monotonic() + min(_FIRST_DELAY_S * 2 ** (record.failures - 1), _LONGEST_DELAY_S)
-
-    def _fail_or_leave(self, record: _Record) -> Iterator[Lane]:
-        self._fail(record)
-        if record.failures > self._max_failures:
-            logger.error(
-                "lane %d leaves, lost %d times in a row: %s", record.lane.index, record.failures, record.reason
-            )
-            self._farewells.append((f"lane {record.lane.index}", record.reason))
-            record.state = State.GONE
-            yield self._leave(record)
-
-    def _host_back(self, host: RemoteHost) -> None:
-        """Give a host its time again for what it is at."""
-        for record in self._records_of(host):
-            if record.state in (State.RESETTING, State.STEPPING):
-                self._patience.begin(record.lane.index, resets=record.state is State.RESETTING)
-
-    def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Lane]:
-        self._farewells.append((f"host {host.name}", reason))
-        for record in self._records_of(host):
-            if record.state is State.GONE:
-                continue
-            self._lose(record, f"host {host.name}: {reason}")
-            record.state = State.GONE
-            if record.is_waited:
-                yield self._leave(record)
-
-    def _leave(self, record: _Record) -> Lane:
-        """Let the lane go round for the last time."""
-        if record.is_waited:
-            self._come_back(record)
-        record.has_left = record.lane.is_set_aside = True
-        self._lost.discard(record.lane.index)
-        is_last = all(each.has_left for each in self._records)
-        if is_last:
-            self._vacant_since = monotonic()
-            self.in_flight += 1  # hosts that may come
-        self.left(record.lane, is_last)
-        return record.lane
-
-    def _check_vacancy(self, now: float) -> None:
-        if self._vacant_since is None or self._join_timeout is None:
-            return
-        if now - self._vacant_since >= self._join_timeout:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells)
-            raise EnvError(f"every host has left and none came within {self._join_timeout:g} s: {reasons}")
-
-    def _given_up(self) -> Iterator[Lane]:
-        """The lanes that make no step, or whose hosts are not there."""
-        if self._vacant_since is not None:
-            self._vacant_since = None
-            self.in_flight -= 1
-        for record in self._records:
-            if record.is_waited and (record.state is not State.STEPPING or record.host.lost_at is not None):
-                self._lose(record, f"the rollout ended: {record.reason or 'no host'}")
-                self._lost.discard(record.lane.index)
-                record.state = State.GONE
-                yield self._come_back(record)
-
-    # Inside
-
-    def _join(self, host: RemoteHost) -> None:
-        """Give a host that came later its lanes."""
-        if self._is_ending:
-            return
-        is_first = self._vacant_since is not None
-        if is_first:
-            self._vacant_since = None
-            self.in_flight -= 1
-        for index, env in zip(host.session.lanes, _elsewhere(host), strict=True):
-            assert index == len(self.lanes)
-            lane = self._lane(index, env)
-            self.lanes.append(lane)
-            record = _Record(lane, host, first_slot=self.num_envs)
-            self.envs = [*self.envs, env]
-            self.num_envs += env.num_envs
-            self._records.append(record)
-            self.joined(lane, is_first)
-            self._reset(record)
-            is_first = False
-
-    def _reset(self, record: _Record) -> None:
-        lane = record.lane
-        self._lost.discard(lane.index)
         # Another start goes on with other episodes than the first: the same might fail in the same way.
         seed = self.seed if not record.starts else seed_for(self.seed, "restart", record.starts)
-        seeds = tuple(seeds_for(seed, record.first_slot, lane.layout.num_slots))
+        seeds = tuple(seeds_for(seed, record.first_slot, record.num_slots))
         record.starts += 1
         if not record.is_waited:
             self._wait_for(record)
-        self._ask(record, Reset(lane.index, self._gateway.next_number(lane.index), seeds, None))
+        self._ask(record, Reset(index, self._gateway.next_number(index), seeds, None), resets=True)
 
-    def _ask(self, record: _Record, request: Reset | Step) -> None:
-        is_reset = isinstance(request, Reset)
-        record.state = State.RESETTING if is_reset else State.STEPPING
-        self._patience.begin(record.lane.index, resets=is_reset)
-        self._gateway.ask(request)
+    def _take(self, record: Record, answer: Any) -> Iterator[Lane]:
+        assert isinstance(answer, Rows)
+        lane = record.lane
+        if record.state is State.RESETTING:
+            lane.reset(answer.obs, answer.infos)
+        else:
+            _record_step(lane, answer)
+            record.steps += 1
+            if record.steps >= self.fragment_length:
+                record.failures = 0
+        record.state = State.READY
+        yield self._come_back(record)
 
-    def _wait_for(self, record: _Record) -> None:
-        self.in_flight += 1
-        record.is_waited = True
-
-    def _come_back(self, record: _Record) -> Lane:
-        self.in_flight -= 1
-        record.is_waited = False
-        self._patience.end(record.lane.index)
-        return record.lane
-
-    def _records_of(self, host: RemoteHost) -> list[_Record]:
-        """A host's lanes; one that came when the rollout was ending has been given none."""
-        return [self._records[index] for index in host.session.lanes if index < len(self._records)]
+    def _lost_with(self, record: Record, reason: str) -> int:
+        lost: int = record.lane.lose(reason) if record.state is State.STEPPING else 0
+        return lost
 
 
-def _slots_of(record: _Record) -> str:
-    first, count = record.first_slot, record.lane.layout.num_slots
-    return f"slot {first}" if count == 1 else f"slots {first} to {first + count - 1}"
-
-
-def _elsewhere(host: RemoteHost) -> list[Any]:
-    """What is known here of a host's environments, lane by lane."""
-    hello = host.session.hello
-    told = {
-        "observation_space": hello.observation_space,
-        "action_space": hello.action_space,
-        "autoreset_mode": hello.autoreset,
-    }
-    return [Elsewhere({**told, "num_envs": slots}) for slots in hello.slots]
-
-
-def _ignore(*_: Any) -> None:
-    """Nobody wants to know."""
+def _record_step(lane: Lane, rows: Rows) -> None:
+    assert rows.rewards is not None
+    assert rows.terminateds is not None
+    assert rows.truncateds is not None
+    final = None
+    if rows.final_slots:
+        last = [map_tree(lambda leaf, i=i: leaf[i], rows.final_obs) for i in range(len(rows.final_slots))]
+        final = last, rows.final_infos
+    lane.record_step(rows.obs, rows.rewards, rows.terminateds, rows.truncateds, rows.infos, final)

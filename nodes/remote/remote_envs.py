@@ -1,4 +1,4 @@
-"""What a user gives a rollout whose environments are on other hosts."""
+"""What a user gives a rollout whose environments, or all of it, are on other hosts."""
 
 import os
 import socket
@@ -6,7 +6,7 @@ import ssl
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Literal, Self
 
 from rollflow.stream.errors import EnvError
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
@@ -14,13 +14,15 @@ from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check
 Secret = bytes | str | None
 
 
-class RemoteEnvs:
-    """Environments on hosts that dial in, or are dialled: see `listen` and `connect`.
+class RemoteHosts:
+    """Hosts that dial in, or are dialled, for `RemoteEnvs` and `RemoteRollouts`: see `listen` and `connect`.
 
     addresses    listened on, with the ports that they have; or to be dialled
 
     For one rollout, which closes it; `close` is for one that was never given to any.
     """
+
+    role: Literal["env", "rollout"]  # of the hosts
 
     def __init__(
         self,
@@ -136,12 +138,29 @@ class RemoteEnvs:
     def take(self) -> None:
         """Say that a rollout has it. Raises EnvError where another has."""
         if self.is_taken:
-            raise EnvError("these remote environments have been given to a rollout already, expected others")
+            raise EnvError("these remote hosts have been given to a rollout already, expected others")
         self.is_taken = True
 
     def close(self) -> None:
         """Stop listening."""
         close_sockets(self.sockets)
+
+
+class RemoteEnvs(RemoteHosts):
+    """Environments on other hosts, `rollflow env-host` or an `EnvHost` there: the policy acts here."""
+
+    role = "env"
+
+
+class RemoteRollouts(RemoteHosts):
+    """Whole rollouts on other hosts, `rollflow rollout-host` or a `RolloutHost` there: the policy acts there.
+
+    It serves where a round trip for each step would take too long. Hosts are sent weights and what connectors have
+    learnt, and send fragments. They must have the same connectors, and, unless that is the default one, the same
+    module.
+    """
+
+    role = "rollout"
 
 
 def secret_bytes(secret: Secret) -> bytes | None:

@@ -1,6 +1,8 @@
 """Hosts that a gateway has taken in, and what is told of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled
 from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
@@ -57,4 +59,12 @@ class Left:
     reason: str
 
 
-News = Joined | Answered | Back | Left
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A host has said how far it is; it may do so again once it is given a credit."""
+
+    host: RemoteHost
+    metrics: Mapping[str, Any]
+
+
+News = Told | Joined | Answered | Back | Left

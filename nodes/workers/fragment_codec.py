@@ -2,12 +2,14 @@
 
 import weakref
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
+from rollflow.stream.column import Column
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.space_codec import describe_space, space_of
@@ -43,7 +45,7 @@ class FragmentWriter:
         self._lent[index] = block
         for name, column in self._layout.columns(block).items():
             column.copy_rows(fragment.columns[name], 0, fragment.last_row + (name == "obs"))
-        return index, told | _described(fragment)
+        return index, told | described(fragment)
 
     def free(self, index: int) -> None:
         """The other process has no more use for a block."""
@@ -76,25 +78,33 @@ class FragmentReader:
         assert self._columns is not None
         array = self._blocks[index].array()
         weakref.finalize(array, self.freed.append, index).atexit = False
-        fragment = Fragment(
-            self._layout,
-            self._lane,
-            told["sequence"],
-            self._columns.columns(array),
-            episode_start=told["episode_start"],
-            episode_number=told["episode_number"],
-        )
-        fragment.observation_space = self._space
-        fragment.finals = _finals_of(told["finals"])
-        fragment.losses = [Loss(*loss) for loss in told["losses"]]
-        if told["infos"] is not None:
-            fragment.infos[: len(told["infos"])] = told["infos"]
-        fragment.custom_data = {(slot, number): data for slot, number, data in told["custom_data"]}
-        fragment.seal(told["num_rows"])
-        return fragment
+        return restored(self._layout, self._lane, self._columns.columns(array), told, self._space)
 
 
-def _described(fragment: Fragment) -> Plain:
+def restored(
+    layout: FragmentLayout, lane: int, columns: dict[str, Column], told: Mapping[str, Any], observation_space: Any
+) -> Fragment:
+    """A fragment out of its columns and of what `described` said of it; read-only."""
+    fragment = Fragment(
+        layout,
+        lane,
+        told["sequence"],
+        columns,
+        episode_start=told["episode_start"],
+        episode_number=told["episode_number"],
+    )
+    fragment.observation_space = observation_space
+    fragment.finals = _finals_of(told["finals"])
+    fragment.losses = [Loss(*loss) for loss in told["losses"]]
+    if told["infos"] is not None:
+        fragment.infos[: len(told["infos"])] = told["infos"]
+    fragment.custom_data = {(slot, number): data for slot, number, data in told["custom_data"]}
+    fragment.seal(told["num_rows"])
+    return fragment
+
+
+def described(fragment: Fragment) -> Plain:
+    """What there is to say of a fragment beside its columns."""
     return {
         "sequence": fragment.sequence,
         "num_rows": fragment.num_rows,

@@ -5,12 +5,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.rollouts_elsewhere import Turns
 from rollflow.nodes.workers.fragment_codec import FragmentReader
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.stream.blocks import SharedBlock
-from rollflow.stream.fragment import Fragment, FragmentLayout
-from rollflow.stream.packing import pack, unpack
+from rollflow.stream.fragment import FragmentLayout
+from rollflow.stream.packing import unpack
 
 # At the head of what a worker is set up with, i64 each: how many transitions it has made, and how often it has got on
 # with something, which is what tells it from one that hangs.
@@ -22,27 +23,6 @@ class News(NamedTuple):
 
     version: int
     block: SharedBlock
-
-
-class RemoteLane:
-    """What goes round in place of a lane that is in another process: each turn of it is a fragment.
-
-    fragment    that it came back with; None where it has none
-    """
-
-    at_start = True
-
-    def __init__(self, index: int, num_slots: int) -> None:
-        self.index = index
-        self.num_slots = num_slots
-        self.sequence = 0  # of the next fragment
-        self.fragment: Fragment | None = None
-        self.is_set_aside = False
-
-    @property
-    def vector_steps(self) -> str:
-        """Where it is, for messages."""
-        return f"of fragment {self.sequence}"
 
 
 class RolloutLink(LaneLink):
@@ -57,7 +37,7 @@ class RolloutLink(LaneLink):
 
     def __init__(self, index: int, maker: bytes) -> None:
         super().__init__(index, maker)
-        self.remote: RemoteLane | None = None
+        self.remote: Turns | None = None
         self.steps = 0
         self.version = self.untaken = 0
         self.lost: str | None = None
@@ -154,8 +134,3 @@ class RolloutLink(LaneLink):
     def pulse(self) -> int:
         """How often the worker has got on with something: first when its environments have been reset."""
         return 0 if self._progress is None else int(self._progress[1])
-
-
-def packed_states(states: Any) -> bytes:
-    """The states of connectors as bytes."""
-    return pack(states, "the connectors' state")

@@ -2,53 +2,37 @@
 
 import selectors
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import cloudpickle
 
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.lane_rollout import LanePlan
+from rollflow.nodes.rollouts_elsewhere import RolloutsElsewhere, Turns
 from rollflow.nodes.weights_codec import pack_weights
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.nodes.workers.process_environments import ProcessEnvironments
-from rollflow.nodes.workers.rollout_link import News, RemoteLane, RolloutLink
+from rollflow.nodes.workers.rollout_link import News, RolloutLink
 from rollflow.stream.bell import Bell
 from rollflow.stream.blocks import SharedBlock
-from rollflow.stream.errors import EnvError, RunError
-from rollflow.stream.fragment import Fragment
-from rollflow.stream.gate import Gate
-from rollflow.stream.graph import Graph
-from rollflow.stream.report import NodeReport
+from rollflow.stream.errors import EnvError
+from rollflow.stream.packing import pack
 from rollflow.stream.seeding import seed_for
 
 
-class Dealt(NamedTuple):
-    """What one lane's turn gives."""
-
-    turns: RemoteLane | None
-    fragments: Fragment | None
-
-
-class RolloutProcesses(ProcessEnvironments):
+class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
-        acting      how forward passes are done: what `ModuleForward` takes beside module and weights
-        replica     what a worker needs beside its environments, to be pickled: asked for whenever one is started
-        heard       told of what connectors have learnt and logged: (lane, message)
-
-    A worker that is killed takes the fragment with it that it was making: its transitions are in `lost_steps`. One
-    whose environment raises gives what it has.
+    What `replica` gives is pickled. A worker that is killed takes the fragment with it that it was making: its
+    transitions are in `lost_steps`. One whose environment raises gives what it has.
     """
 
     program = "rollflow.nodes.workers.rollout_worker"
     link_class = RolloutLink
 
     def __init__(self, env: EnvSource, **options: Any) -> None:
-        self.acting: Mapping[str, Any] = {}
-        self.replica: Callable[[], dict[str, Any]] = dict
-        self.heard: Callable[[int, Mapping[str, Any]], None] = lambda lane, told: None
         self._states: SharedBlock | None = None  # of connectors, for workers to take over
         self._states_of: dict[int, SharedBlock | None] = {}
         self._news: News | None = None
@@ -62,10 +46,10 @@ class RolloutProcesses(ProcessEnvironments):
         self._begin()
         for link, env in zip(self._links, self.envs, strict=True):
             assert isinstance(link, RolloutLink)
-            link.remote = RemoteLane(link.index, env.num_envs)
+            link.remote = Turns(link.index, env.num_envs)
             yield link.remote
 
-    def __call__(self, turns: RemoteLane) -> RemoteLane | None:  # type: ignore[override]
+    def __call__(self, turns: Turns) -> Turns | None:  # type: ignore[override]
         """Have the lane's worker make its next fragment."""
         link = self._links[turns.index]
         turns.fragment = None
@@ -77,10 +61,7 @@ class RolloutProcesses(ProcessEnvironments):
         return None
 
     def broadcast(self, version: int, weights: Mapping[str, Any]) -> None:
-        """Have every worker use these weights from its next forward pass on. From any thread; waits for no worker.
-
-        One that is slower than they are published is given the newest whenever it is done with those before.
-        """
+        """Have every worker use these weights from its next forward pass on."""
         data = pack_weights(version, weights)
         block = SharedBlock(len(data))
         block.write(data)
@@ -89,10 +70,11 @@ class RolloutProcesses(ProcessEnvironments):
                 self._news = News(version, block)
                 self._bell.ring()
 
-    def hand_on(self, states: bytes) -> None:
-        """Have every worker's connectors take over packed states before its next turn."""
-        self._states = SharedBlock(len(states))
-        self._states.write(states)
+    def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have every worker's connectors take over states before its next turn."""
+        data = pack(list(states), "the connectors' state")
+        self._states = SharedBlock(len(data))
+        self._states.write(data)
 
     def hasten(self) -> None:
         """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
@@ -111,18 +93,9 @@ class RolloutProcesses(ProcessEnvironments):
         """Those of them that are in no fragment yet."""
         return sum(link.unreported for link in self._rollout_links)
 
-    def stages(self, elapsed_s: float) -> list[NodeReport]:
-        """What the workers' stages have counted: items of all, times of the average worker."""
-        found: dict[str, list[tuple[int, float]]] = {}
-        for link in self._rollout_links:
-            for name, items, busy in link.stages:
-                if name != "caller":
-                    found.setdefault(name, []).append((items, busy))
-        reports = []
-        for name, counted in found.items():
-            busy = min(elapsed_s, sum(busy for _, busy in counted) / len(self._links))
-            reports.append(NodeReport(name, sum(items for items, _ in counted), busy, elapsed_s - busy, 0.0))
-        return reports
+    def counted(self) -> Iterable[list[list[Any]]]:
+        """What each worker's stages have counted."""
+        return [link.stages for link in self._rollout_links]
 
     def describe(self) -> str:
         """Lanes, slots and processes, for `explain()`."""
@@ -137,12 +110,6 @@ class RolloutProcesses(ProcessEnvironments):
             self._bell.close()
 
     # What ProcessEnvironments does otherwise
-
-    def set_lookback(self, lookback: int) -> None:
-        """Have every fragment begin with so many steps of the one before (H). Before the first step only."""
-        if self.is_started and lookback != self.lookback:
-            raise RunError("these environments have been started: their lookback stays as it is")
-        self.lookback = lookback
 
     @property
     def _rollout_links(self) -> list[RolloutLink]:
@@ -223,51 +190,6 @@ class RolloutProcesses(ProcessEnvironments):
             acting=self.acting,
         )
         return self.replica() | {"plan": plan}
-
-
-class Deal:
-    """A node that parts the fragments from the turns, which go round.
-
-    num_lanes        lanes that come by
-    num_fragments    after so many fragments a lane stops; None: it never does
-    give_back        called when a turn has given no fragment, and never will
-    """
-
-    def __init__(self, num_lanes: int, num_fragments: int | None, give_back: Callable[[int], None]) -> None:
-        self._going = num_lanes
-        self._num_fragments = num_fragments
-        self._give_back = give_back
-
-    def __call__(self, turns: RemoteLane) -> Dealt:
-        """Take a lane that has done its turn."""
-        lane, fragment = turns, turns.fragment
-        is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
-        if lane.is_set_aside and fragment is None:
-            self._give_back(1)
-        if lane.is_set_aside or is_last:
-            self._going -= 1
-            return Dealt(None, fragment)
-        return Dealt(lane, fragment)
-
-    @property
-    def done(self) -> bool:
-        """Whether every lane has stopped."""
-        return self._going == 0
-
-
-def ring_of_turns(rollouts: RolloutProcesses, deal: Deal, gate: Gate | None) -> Graph:
-    """The ring of turns, with the output `fragments`; the gate lets a lane take its next one."""
-    graph = Graph("rollout")
-    graph.add(rollouts=rollouts, deal=deal, pace=_passed_on)
-    graph.output("fragments", "deal.fragments", capacity=rollouts.num_lanes)
-    graph.connect("rollouts", "deal")
-    graph.connect("deal.turns", "pace", gate=gate)
-    graph.connect("pace", "rollouts", feedback=True)
-    return graph
-
-
-def _passed_on(turns: RemoteLane) -> RemoteLane:
-    return turns
 
 
 def _pickled(replica: dict[str, Any]) -> bytes:

@@ -106,7 +106,7 @@ class RolloutServer(LaneServer):
         if error is None:
             self._send(fragment)
             return b""
-        if fragment is None:
+        if not fragment.num_rows:
             return failure(error, lost_steps=lost)
         self._send(fragment, failure=described(error), lost_steps=lost)
         self._rollout = None

@@ -1,0 +1,294 @@
+"""Whole rollouts on other hosts, as a node: environments, connectors and a copy of the module on each."""
+
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rollflow.nodes.default_model_config import model_config_of
+from rollflow.nodes.default_module import DefaultModule
+from rollflow.nodes.remote.fragment_message import fragment_of
+from rollflow.nodes.remote.lane_record import Record, State
+from rollflow.nodes.remote.remote_host import Back, Left, News, RemoteHost, Told
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
+from rollflow.nodes.rollouts_elsewhere import RolloutsElsewhere, Turns
+from rollflow.nodes.weights_codec import to_arrays
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import Answer, Cut, Fragment, Settings, States, Turn, Weights
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Count:
+    """How far a lane is, by what its host has said.
+
+    start       how often its environments were made anew
+    steps       transitions in the fragments that have come
+    reported    those of them since the last start
+    made        all that were made since then
+    pulse       how often it has got on with something
+    seen        the same, when it was asked last
+    stages      [name, items, busy seconds]
+    """
+
+    start: int = 0
+    steps: int = 0
+    reported: int = 0
+    made: int = 0
+    pulse: int = 0
+    seen: int = -1
+    stages: list[list[Any]] = field(default_factory=list)
+
+    @property
+    def unreported(self) -> int:
+        """Transitions that were made and are in no fragment that has come."""
+        return max(0, self.made - self.reported)
+
+    def begin(self, start: int) -> None:
+        """The environments have been made anew, maybe."""
+        if start != self.start:
+            self.start, self.reported, self.made = start, 0, 0
+
+
+@dataclass(slots=True)
+class _Equipment:
+    """What a host has been told through the connection that it has."""
+
+    has_settings: bool = False
+    states: States | None = None
+    version: int = -1
+
+
+class HostedRollouts(RolloutsElsewhere, RemoteLanes):
+    """A node that has each lane's rollout done on another host: takes turns, gives fragments.
+
+    Hosts are told settings, weights and connectors' states: nothing is pickled, so each must have the same connectors
+    and module. A lane that is late is waited for until `reset_timeout` is over as well. A host that leaves takes the
+    fragments with it that it was making: their transitions, as far as it has said that it made them, are in
+    `lost_steps`.
+    """
+
+    def __init__(self, env: Any, **options: Any) -> None:
+        self._counts: list[_Count] = []
+        self._equipped: dict[bytes, _Equipment] = {}
+        self._settings: Settings | None = None
+        self._weights: Weights | None = None
+        self._states: States | None = None
+        self._publishing = threading.Lock()
+        super().__init__(env, **options)
+
+    def __call__(self, turns: Turns) -> Turns | None:  # type: ignore[override]
+        """Have the lane's host make its next fragment."""
+        record = self._records[turns.index]
+        turns.fragment = None
+        if record.state is State.GONE:
+            self._leave(record)
+        elif self._is_ending:
+            turns.is_set_aside = True
+        else:
+            self._wait_for(record)
+            if record.state is not State.LOST:  # then it has its turn when it is due
+                self._turn(record)
+            return None
+        return turns
+
+    def broadcast(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Have every host use these weights from its next forward pass on."""
+        message = Weights(version, *to_arrays(weights))
+        with self._publishing:
+            if self._weights is None or version > self._weights.version:
+                self._weights = message
+        self._gateway.wake()
+
+    def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have every host's connectors take over states before its next turn."""
+        env_to_module, module_to_env = states
+        self._states = States({"env_to_module": env_to_module, "module_to_env": module_to_env})
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
+        yield from super().completed()
+        for token, known in list(self._equipped.items()):
+            host = self._gateway.hosts.get(token)
+            newest = self._weights
+            if host is not None and newest is not None and known.version < newest.version:
+                if not self._gateway.is_behind(host):
+                    self._equip(host)
+
+    def hasten(self) -> None:
+        """Have every host give what there is of the fragments that it is making."""
+        super().hasten()
+        self._cut(self._records)
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made, but for those that were lost."""
+        return sum(count.steps + count.unreported for count in self._counts)
+
+    @property
+    def uncut_steps(self) -> int:
+        """Those of them that are in no fragment yet."""
+        return sum(count.unreported for count in self._counts)
+
+    def counted(self) -> Iterable[list[list[Any]]]:
+        """What each lane's stages have counted."""
+        return [count.stages for count in self._counts]
+
+    def describe(self) -> str:
+        """Lanes, slots and hosts, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
+
+    # What RemoteLanes leaves open
+
+    def _lane_for(self, index: int, env: Any) -> Turns:
+        self._counts.append(_Count())
+        return Turns(index, env.num_envs)
+
+    def _set_out(self, record: Record) -> Iterator[Turns]:
+        """Have a lane take its first turn, or, where it was lost, its next."""
+        if record.is_waited:
+            self._turn(record)
+        elif record.state is State.LOST:
+            record.state = State.READY
+        else:
+            yield record.lane
+
+    def _heard(self, news: News) -> Iterator[Any]:
+        match news:
+            case Told():
+                self._take_told(news)
+            case Back():
+                self._equipped.pop(news.host.session.token, None)
+                self._equip(news.host)
+                if self._is_ending:
+                    self._cut(self._records_of(news.host))
+            case Left():
+                self._equipped.pop(news.host.session.token, None)
+        yield from super()._heard(news)
+
+    def _take(self, record: Record, answer: Any) -> Iterator[Any]:
+        assert isinstance(answer, Fragment)
+        lane, count, told = record.lane, self._counts[record.lane.index], answer.rest
+        try:
+            fragment = fragment_of(answer, self._layout(lane.index, self.envs[lane.index], told.get("seed", self.seed)))
+            if fragment.sequence != lane.sequence:
+                raise WireError(
+                    f"fragment {fragment.sequence} of lane {lane.index}, expected {lane.sequence}", "fragment"
+                )
+            count.begin(told["start"])
+            count.steps += told["steps"] - count.reported
+            count.reported, count.stages = told["steps"], told["nodes"]
+            self.heard(lane.index, told)
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            self._expel(record.host, error)
+            return
+        lane.fragment, lane.sequence = fragment, fragment.sequence + 1
+        self.lost_steps += told["lost_steps"]
+        record.state = State.READY
+        if told["failure"] is None:
+            record.failures = 0
+            yield self._come_back(record)
+            return
+        logger.warning("lane %d is lost: host %s: %s", lane.index, record.host.name, told["failure"])
+        record.reason = told["failure"]
+        yield from list(self._fail_or_leave(record)) or [self._come_back(record)]
+
+    def _take_late(self, record: Record, answer: Answer) -> Iterator[Any]:
+        record.state = State.STEPPING
+        yield from self._answered(answer)
+
+    def _be_late(self, record: Record, reason: str) -> None:
+        record.reason = reason
+        logger.warning("lane %d is late: %s", record.lane.index, reason)
+
+    def _is_late(self, record: Record) -> bool:
+        count = self._counts[record.lane.index]
+        seen, count.seen = count.seen, count.pulse
+        if seen == count.seen:
+            return True
+        record.state = State.STEPPING
+        return False
+
+    def _lost_with(self, record: Record, reason: str) -> int:
+        if record.state not in (State.STEPPING, State.LATE):
+            return 0
+        count = self._counts[record.lane.index]
+        lost: int = count.unreported + (record.num_slots if count.made else 0)
+        count.made = count.reported
+        return lost
+
+    def _given_up(self) -> Iterator[Any]:
+        for lane in super()._given_up():
+            lane.is_set_aside = True
+            yield lane
+
+    # Inside
+
+    def _turn(self, record: Record) -> None:
+        index = record.lane.index
+        self._equip(record.host)
+        count = self._counts[index]
+        count.seen = count.pulse
+        self._ask(record, Turn(index, self._gateway.next_number(index)))
+        if record.failures or not count.reported:  # environments are to be made, or reset
+            self._patience.begin(index, resets=True)
+
+    def _equip(self, host: RemoteHost) -> None:
+        """Tell a host whatever of settings, states and weights it does not have yet."""
+        known = self._equipped.setdefault(host.session.token, _Equipment())
+        if self._settings is None:
+            self._settings = self._make_settings()
+        if not known.has_settings:
+            known.has_settings = self._gateway.tell(host, self._settings)
+        states, weights = self._states, self._weights
+        if states is not known.states and states is not None and self._gateway.tell(host, states):
+            known.states = states
+        assert weights is not None
+        if weights.version > known.version and self._gateway.tell(host, weights):
+            known.version = weights.version
+
+    def _make_settings(self) -> Settings:
+        replica = self.replica()
+        module = replica["module"]
+        with self._publishing:
+            if self._weights is None:
+                self._weights = Weights(replica["version"], *to_arrays(module.state_dict()))
+        pipelines = {name: replica[name] for name in ("env_to_module", "module_to_env")}
+        return Settings(
+            {
+                "fragment_length": self.fragment_length,
+                "lookback": self.lookback,
+                "seed": self.seed,
+                "acting": dict(self.acting),
+                "module": type(module).__name__,
+                "model_config": asdict(model_config_of(module.model_config)) if type(module) is DefaultModule else None,
+                "pieces": {name: [piece.name for piece in line.connectors] for name, line in pipelines.items()},
+            }
+        )
+
+    def _cut(self, records: Iterable[Record]) -> None:
+        """Have fragments that are being made end now."""
+        for record in records:
+            if record.is_waited and record.state in (State.STEPPING, State.LATE):
+                index = record.lane.index
+                self._gateway.tell(record.host, Cut(index, self._gateway.next_number(index) - 1))
+
+    def _take_told(self, told: Told) -> None:
+        """Take down how far a host's lanes are."""
+        self._gateway.give_credit(told.host)
+        try:
+            for lane, start, steps, pulse in told.metrics["lanes"]:
+                if lane not in told.host.session.lanes:
+                    raise WireError(f"metrics of lane {lane}, expected one of {told.host.session.lanes}")
+                count = self._counts[lane]
+                count.begin(int(start))
+                count.made, count.pulse = int(steps), int(pulse)
+        except (WireError, KeyError, TypeError, ValueError) as error:
+            self._expel(told.host, error)
+
+    def _expel(self, host: RemoteHost, error: Exception) -> None:
+        """Have a host leave that has said what makes no sense."""
+        told = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
+        self._gateway.expel(host, WireError(f"host {host.name}: {told}", "fragment"))

@@ -1,0 +1,162 @@
+"""Whole rollouts on this host, for a trainer on another."""
+
+import logging
+import ssl
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from rollflow.nodes.acting import Acting, acting_for
+from rollflow.nodes.env_source import EnvSource, lane_makers
+from rollflow.nodes.remote.host import Host
+from rollflow.nodes.remote.remote_envs import Secret
+from rollflow.nodes.remote.rollout_lane import Progress, RolloutLane
+from rollflow.nodes.weights_codec import Arrays, from_arrays
+from rollflow.stream.errors import ConnectorError, ModuleError
+from rollflow.stream.wire import (
+    Answer,
+    Cut,
+    HostConnection,
+    Limits,
+    Message,
+    Metrics,
+    Settings,
+    States,
+    Weights,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutHost(Host):
+    """Environments, connectors and copies of a module: whole rollouts for a `Rollout` over `RemoteRollouts`.
+
+        env, num_envs, lanes        as for `Rollout`; every lane has a thread of its own
+        module                      as for `Rollout`: the same as there, for its weights come from there. None: the
+                                    default one, of the rollout's configuration
+        env_to_module_connector,    as for `Rollout`: the same as there
+        module_to_env_connector
+        device                      where forward passes are done; None: where the module is
+        secret, tls, name, limits   as for `EnvHost`
+
+    Nothing but numbers and names comes over the wire: where module or connectors are not those of the rollout, the
+    gateway is told so, and `connect` raises.
+
+    Leave it by `with`, or `close` it: this ends the threads and closes the environments.
+
+    Raises EnvError where environments can't be made, or lanes differ.
+    """
+
+    role = "rollout"
+    word_s = 0.25
+
+    def __init__(
+        self,
+        env: EnvSource,
+        *,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        module: Any = None,
+        env_to_module_connector: Callable[[Any], Any] | None = None,
+        module_to_env_connector: Callable[[Any], Any] | None = None,
+        device: Any = None,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        name: str | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        self._module, self._device = module, device
+        self._connectors = {
+            "env_to_module_connector": env_to_module_connector,
+            "module_to_env_connector": module_to_env_connector,
+        }
+        self._lanes = [RolloutLane(maker, self._acting) for maker in lane_makers(env, num_envs, lanes)]
+        self._ids: list[int] = []  # what the rollout calls the lanes
+        self._said: list[Progress] = []
+        metadata = {"env": env} if isinstance(env, str) else {}
+        super().__init__(self._lanes, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
+
+    def close(self) -> None:
+        """End the threads, in the middle of their fragments, and close the environments."""
+        self._dismissed()
+        super().close()
+
+    # What Host leaves open
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        self._said = []
+        if welcome.resumed and self._ids:
+            return
+        self._ids, self._fatal = [grant.lane for grant in welcome.lanes], None
+        for lane, grant in zip(self._lanes, welcome.lanes, strict=True):
+            lane.begin(grant)
+
+    def _dismissed(self) -> None:
+        self._ids = []
+        for lane in self._lanes:
+            lane.begin(None)
+
+    def _work_on(self, lane: RolloutLane, request: Any) -> Callable[[], Answer | None]:
+        return partial(lane.answer, request, lane.session)
+
+    def _told(self, news: Message) -> None:
+        match news:
+            case Settings():
+                for lane in self._lanes:
+                    lane.configure(news.settings)
+            case States():
+                for lane in self._lanes:
+                    lane.take_states([news.states["env_to_module"], news.states["module_to_env"]])
+            case Weights():
+                self._publish(news)
+            case Cut():
+                self._lanes[self._ids.index(news.lane)].cut(news.number)
+
+    def _say(self, connection: HostConnection) -> None:
+        """Say how far the lanes are, where that has changed."""
+        progress = [lane.progress for lane in self._lanes]
+        if connection.credits and self._ids and progress != self._said:
+            self._said = progress
+            connection.tell(Metrics({"lanes": [[lane, *each] for lane, each in zip(self._ids, progress, strict=True)]}))
+
+    def _failed(self, request: Any, error: Exception) -> None:
+        """The module or a connector has raised: there is no going on."""
+        with self._lock:
+            if self._session.waits_for(request):
+                self._fatal = error
+        self._bell.ring()
+
+    # Inside
+
+    def _publish(self, news: Weights) -> None:
+        try:
+            weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
+            for lane in self._lanes:
+                lane.publish(news.version, weights)
+        except ModuleError as error:
+            self._fatal = error
+
+    def _acting(self, env: Any, settings: Mapping[str, Any]) -> Acting:
+        """What acts in a lane's environments. Raises ModuleError or ConnectorError where it is not the rollout's."""
+        if self._module is None and settings["model_config"] is None:
+            raise ModuleError(
+                f"the rollout's module is {settings['module']}, and host {self.name} was given none, expected the same"
+            )
+        acting = acting_for(
+            env,
+            (env.single_observation_space, env.single_action_space),
+            module=self._module,
+            model_config=settings["model_config"] if self._module is None else None,
+            device=self._device,
+            seed=settings["seed"],
+            **self._connectors,
+        )
+        for name, pipeline in (("env_to_module", acting.env_to_module), ("module_to_env", acting.module_to_env)):
+            mine, theirs = [piece.name for piece in pipeline.connectors], list(settings["pieces"][name])
+            if mine != theirs:
+                raise ConnectorError(
+                    f"the {name} pipeline of host {self.name} is {', '.join(mine)}; expected that of the rollout: "
+                    f"{', '.join(theirs)}"
+                )
+        return acting

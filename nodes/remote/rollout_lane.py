@@ -1,0 +1,215 @@
+"""One lane of a host that runs whole rollouts: makes a fragment, in a thread, whenever a turn comes."""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from gymnasium.vector import VectorEnv
+
+from rollflow.nodes.acting import Acting
+from rollflow.nodes.env_source import LaneMaker
+from rollflow.nodes.lane_rollout import Drained, LanePlan, LaneRollout, WeightsFrom, is_of_environment
+from rollflow.nodes.remote.fragment_message import message_of
+from rollflow.nodes.stepping import autoreset_mode
+from rollflow.stream.seeding import seed_for
+from rollflow.stream.wire import Failed, Fragment, LaneGrant, Turn
+
+
+class Progress(NamedTuple):
+    """How far a lane is.
+
+    start    how often its environments were made anew
+    steps    transitions made since then
+    pulse    how often it has got on with something
+    """
+
+    start: int
+    steps: int
+    pulse: int
+
+
+class _Outdated(BaseException):
+    """Raised in the middle of a fragment that nobody wants any more."""
+
+
+class RolloutLane:
+    """Environments, connectors and a module of one lane. Raises EnvError where environments can't be made.
+
+    maker    of the environments
+    act      gives what is to act in them, by the rollout's settings; raises where the two don't fit
+
+    env        as they are now: made again when a rollout begins after they have raised
+    session    how often it has begun
+    """
+
+    def __init__(self, maker: LaneMaker, act: Callable[[Any, Mapping[str, Any]], Acting]) -> None:
+        self._maker, self._act = maker, act
+        self._changed = threading.Condition()
+        self.session = 0
+        self._grant: LaneGrant | None = None
+        self._settings: Mapping[str, Any] | None = None
+        self._published: tuple[int, dict[str, Any]] | None = None
+        self._states: list[Any] | None = None  # to be taken over before the next turn
+        self._weights: WeightsFrom | None = None
+        self._cut = 0
+        self._rollout: LaneRollout | None = None
+        self._rollout_session = 0
+        self._seed = self._starts = self._sequence = self._turn = self._steps = self._pulse = 0
+        self._has_failed = False
+        self._make()
+
+    # Called where the socket is
+
+    def begin(self, grant: LaneGrant | None) -> None:
+        """Begin anew, for a rollout that calls this lane so, or for none; what is done for another ends unsaid."""
+        with self._changed:
+            self.session += 1
+            self._grant, self._settings, self._published = grant, None, None
+            self._states = self._weights = None
+            self._cut = 0
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+    def configure(self, settings: Mapping[str, Any]) -> None:
+        """Take the rollout's settings."""
+        with self._changed:
+            self._settings = settings
+            self._changed.notify_all()
+
+    def publish(self, version: int, weights: dict[str, Any]) -> None:
+        """Use these weights from the next forward pass on. Raises ModuleError where they are not the module's."""
+        with self._changed:
+            self._published = version, weights
+            if self._weights is not None:
+                self._weights.put(version, weights)
+            self._changed.notify_all()
+
+    def take_states(self, states: list[Any]) -> None:
+        """Have the connectors go on from these states from the next turn on."""
+        with self._changed:
+            self._states = states
+
+    def cut(self, number: int) -> None:
+        """Have the turn of this number end now."""
+        self._cut = number
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is."""
+        return Progress(self._starts, self._steps, self._pulse)
+
+    # Called where the environments are
+
+    def answer(self, turn: Turn, session: int) -> Fragment | Failed | None:
+        """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_over(session) or bool(self._settings and self._published))
+            if self._is_over(session):
+                return None
+        try:
+            return self._fragment(turn, session)
+        except _Outdated:
+            return None
+
+    def _fragment(self, turn: Turn, session: int) -> Fragment | Failed:
+        try:
+            rollout = self._begun(turn, session)
+        except Exception as error:
+            if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
+                raise
+            self._end_rollout()
+            return Failed.of(turn, error)
+        with self._changed:
+            states, self._states = self._states, None
+        if states is not None:
+            rollout.take_states(states)
+        turned = rollout.turn()
+        self._sequence = turned.fragment.sequence + 1
+        more = rollout.told() | {"start": self._starts, "seed": self._seed, "lost_steps": turned.lost_steps}
+        more["failure"] = None if turned.error is None else _described(turned.error)
+        if turned.error is not None:
+            self._end_rollout()
+        return message_of(turn, turned.fragment, more)
+
+    def _begun(self, turn: Turn, session: int) -> LaneRollout:
+        """The session's rollout. Raises what environments raise, and what does not fit."""
+        if self._rollout_session != session:
+            self._rollout_session, self._rollout = session, None
+            self._starts = self._sequence = 0
+        self._turn = turn.number
+        if self._rollout is None:
+            if self._has_failed and self._maker.can_travel:
+                self.env.close()
+                self._make()
+            self._has_failed = False
+            self._rollout = self._made(session)
+        return self._rollout
+
+    def _made(self, session: int) -> LaneRollout:
+        assert self._grant is not None
+        assert self._settings is not None
+        assert self._published is not None
+        told, grant = self._settings, self._grant
+        # Another start goes on with other episodes than the first: the same might fail in the same way.
+        self._seed = seed_for(told["seed"], "restart", self._starts) if self._starts else told["seed"]
+        acting = self._act(self.env, told)
+        plan = LanePlan(
+            lane=grant.lane,
+            first_slot=grant.first_slot,
+            sequence=self._sequence,
+            fragment_length=told["fragment_length"],
+            lookback=told["lookback"],
+            seed=self._seed,
+            acting=told["acting"],
+        )
+        weights = WeightsFrom(acting.copy, -1, partial(self._between, session))
+        rollout = LaneRollout(
+            self.env,
+            plan,
+            module=acting.copy,
+            weights=weights,
+            env_to_module=acting.env_to_module,
+            module_to_env=acting.module_to_env,
+            began=_nothing,
+        )
+        with self._changed:
+            weights.put(*self._published)
+            self._weights = weights
+        return rollout
+
+    def _between(self, session: int) -> None:
+        """Between two forward passes: see whether the fragment is still wanted, and all of it."""
+        assert self._rollout is not None
+        self._steps = self._rollout.lane.num_steps
+        self._pulse += 1
+        if self._is_over(session):
+            raise _Outdated
+        if self._cut >= self._turn:
+            raise Drained
+
+    def _is_over(self, session: int) -> bool:
+        return self.session != session
+
+    def _end_rollout(self) -> None:
+        """The environments have raised."""
+        self._rollout, self._has_failed = None, True
+        with self._changed:
+            self._weights = None
+        self._starts += 1
+        self._steps = 0
+
+    def _make(self) -> None:
+        self.env: VectorEnv[Any, Any, Any] = self._maker.make()
+        self.autoreset = autoreset_mode(self.env)
+
+
+def _described(error: Exception) -> str:
+    return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+
+
+def _nothing() -> None:
+    """Nobody has to be told that the first forward pass is done."""
