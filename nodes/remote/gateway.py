@@ -15,8 +15,9 @@ from time import monotonic
 from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled, Dialler
+from rollflow.nodes.remote.registry import Registry
 from rollflow.nodes.remote.remote_envs import RemoteHosts
-from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost, Told
+from rollflow.nodes.remote.remote_host import Answered, Back, News, RemoteHost, Told
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
@@ -26,7 +27,6 @@ from rollflow.stream.wire import (
     Cut,
     Event,
     GatewayConnection,
-    GatewaySession,
     Goodbye,
     Hello,
     Metrics,
@@ -58,30 +58,24 @@ class _Peer:
 
 
 class Gateway:
-    """Where hosts of environments come in.
+    """Where hosts come in.
 
         envs    where they are expected
 
     Whoever runs the rollout looks after the sockets by `service`, when `fileno` can be read. While it is busy with
     something else for long, a thread does, so that nobody takes this gateway for dead: what came then is told by
     `fileno` as well. `news` gives what has happened.
-
-    Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
     """
 
     def __init__(self, envs: RemoteHosts) -> None:
         envs.take()
-        self.hosts: dict[bytes, RemoteHost] = {}  # by the token of their session
+        self._registry = Registry(envs.role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
         self._envs = envs
-        self._first: Hello | None = None
-        self._next_lane = self._next_slot = 0
-        self._host_of: dict[int, RemoteHost] = {}
         self._peers: dict[int, _Peer] = {}  # by descriptor
         self._peer_of: dict[int, _Peer] = {}  # by identity of the connection
         self._listening = {sock.fileno(): sock for sock in envs.sockets}
         self._deaf: list[socket.socket] = []  # listeners that are not listened to until the next tick
-        self._news: deque[News] = deque()
         self._lock = threading.RLock()
         self._bell = Bell()
         self._epoll = select.epoll()
@@ -103,6 +97,11 @@ class Gateway:
             target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
         )
         self._tender.start()
+
+    @property
+    def hosts(self) -> Mapping[bytes, RemoteHost]:
+        """Those that are there, or may come back, by the token of their session."""
+        return self._registry.hosts
 
     def fileno(self) -> int:
         """Can be read once there is something to do for `service`, or something new for `news`."""
@@ -126,8 +125,8 @@ class Gateway:
 
     def news(self) -> Iterator[News]:
         """What has happened since, oldest first."""
-        while self._news:
-            yield self._news.popleft()
+        while self._registry.news:
+            yield self._registry.news.popleft()
 
     def ask(self, request: Request) -> None:
         """Ask the host of a lane for something; it may take more than one connection.
@@ -135,7 +134,7 @@ class Gateway:
         A host that takes no frame as large has to leave. Raises WireError for what can't be asked of any.
         """
         with self._lock:
-            host = self._host_of[request.lane]
+            host = self.host_of(request.lane)
             try:
                 host.connection.ask(request)
             except WireError as error:
@@ -180,11 +179,11 @@ class Gateway:
 
     def next_number(self, lane: int) -> int:
         """The number of a lane's next request."""
-        return self._host_of[lane].session.next_number(lane)
+        return self.host_of(lane).session.next_number(lane)
 
     def host_of(self, lane: int) -> RemoteHost:
         """The host that a lane is, or was, on."""
-        return self._host_of[lane]
+        return self._registry.host_of(lane)
 
     def close(self, reason: str = "the rollout has ended") -> None:
         """Say goodbye to all hosts, and close every socket."""
@@ -228,7 +227,7 @@ class Gateway:
         peer = self._peer_of.get(id(host.connection))
         if peer is not None:
             self._drop(peer)
-        self._leave(host, str(error))
+        self._registry.leave(host, str(error))
 
     # Sockets
 
@@ -254,9 +253,7 @@ class Gateway:
                 self._take(peer, peer.connection.tick(now), now)
                 if peer.transport.fileno() >= 0:
                     self._write(peer.connection)
-        for host in list(self.hosts.values()):
-            if host.lost_at is not None and now - host.lost_at >= self._envs.limits.grace_s:
-                self._leave(host, f"{host.reason}, and not back within {self._envs.limits.grace_s:g} s")
+        self._registry.leave_overdue(now, self._envs.limits.grace_s)
         while self._deaf:
             self._epoll.register(self._deaf.pop().fileno(), select.EPOLLIN)
         self._dialler.tick(now)
@@ -265,7 +262,7 @@ class Gateway:
         """Look after the sockets if nobody has for a while."""
         if monotonic() - self._serviced >= _TEND_S:
             self.service()
-            if self._news:
+            if self._registry.news:
                 self._bell.ring()
 
     def _accept(self, listener: socket.socket, now: float) -> None:
@@ -342,12 +339,12 @@ class Gateway:
                 case Goodbye():
                     self._drop(peer)
                     if peer.host is not None and peer.host.connection is peer.connection:
-                        self._leave(peer.host, f"said goodbye: {event.reason}")
+                        self._registry.leave(peer.host, f"said goodbye: {event.reason}")
                 case Metrics():
                     assert peer.host is not None
-                    self._news.append(Told(peer.host, event.metrics))
+                    self._registry.news.append(Told(peer.host, event.metrics))
                 case _:
-                    self._news.append(Answered(event))  # type: ignore[arg-type]
+                    self._registry.news.append(Answered(event))  # type: ignore[arg-type]
         if not peer.connection.is_open and id(peer.connection) in self._peer_of:
             if peer.connection.error is not None:  # it broke while something was sent
                 self._broken(peer, peer.connection.error, now)
@@ -361,51 +358,26 @@ class Gateway:
                 self._take_back(peer, known)
                 return
             for host in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
-                self._leave(host, "it was started again")
-            self._check_new(hello)
-            lanes = range(self._next_lane, self._next_lane + len(hello.slots))
-            firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
-            session = GatewaySession(hello.session, hello, lanes, firsts)
+                self._registry.leave(host, "it was started again")
+            session = self._registry.session_for(hello)
             peer.connection.welcome(session, credits=1)
         except WireError as error:
             peer.connection.refuse(error.code, str(error))
             self._broken(peer, error, now)
             return
-        self._next_lane, self._next_slot = lanes.stop, self._next_slot + hello.num_envs
-        self._first = self._first or hello
-        peer.host = host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection, peer.dialled)
+        peer.host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection, peer.dialled)
         self._dialler.welcomed(peer.dialled)
-        self.hosts[session.token] = host
-        self._host_of.update(dict.fromkeys(lanes, host))
-        self._news.append(Joined(host))
-        logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
+        self._registry.join(peer.host)
 
     def _take_back(self, peer: _Peer, host: RemoteHost) -> None:
         peer.connection.welcome(host.session, credits=1)
         old = self._peer_of.get(id(host.connection))
         peer.host, host.connection, host.lost_at = host, peer.connection, None
         self._dialler.welcomed(peer.dialled)
-        self._news.append(Back(host))
+        self._registry.news.append(Back(host))
         if old is not None:
             self._drop(old)
         logger.info("host %s is back", host.name)
-
-    def _check_new(self, hello: Hello) -> None:
-        """Raise WireError for a host that can't be taken in."""
-        if hello.role != self._envs.role:
-            raise WireError(f"hello.role is '{hello.role}', expected '{self._envs.role}'", "role")
-        if len(self.hosts) >= self._envs.max_hosts:
-            raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
-        first = self._first
-        if first is None:
-            return
-        for name in ("observation_space", "action_space"):
-            if getattr(hello, name) != getattr(first, name):
-                raise WireError(
-                    f"hello.{name} is {getattr(hello, name)}, expected that of host {first.name!r}, "
-                    f"{getattr(first, name)}",
-                    "spaces",
-                )
 
     def _broken(self, peer: _Peer, error: WireError, now: float) -> None:
         self._drop(peer)
@@ -419,12 +391,7 @@ class Gateway:
             if error.code in _COMES_BACK:
                 logger.warning("host %s is lost: %s", host.name, error)
             else:
-                self._leave(host, str(error))
-
-    def _leave(self, host: RemoteHost, reason: str) -> None:
-        if self.hosts.pop(host.session.token, None) is not None:
-            logger.warning("host %s has left: %s", host.name, reason)
-            self._news.append(Left(host, reason))
+                self._registry.leave(host, str(error))
 
 
 def _reached(gateway: "weakref.ref[Gateway]", sock: socket.socket, dialled: Dialled) -> None:
