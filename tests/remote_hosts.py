@@ -32,10 +32,10 @@ with EnvHost(makers, lanes={lanes}, secret={secret!r}, name={host!r}) as host:
 
 
 @contextmanager
-def hosting(address: Any, envs: Any, **options: Any) -> Iterator[EnvHost]:
+def hosting(address: Any, envs: Any, *, kind: type[Any] = EnvHost, **options: Any) -> Iterator[Any]:
     """A host in a thread, until it is left; what it raised is raised then."""
     raised: list[BaseException] = []
-    with EnvHost(envs, **options) as host:
+    with kind(envs, **options) as host:
 
         def serve() -> None:
             try:
