@@ -116,9 +116,11 @@ class LaneRollout:
         env_to_module: EnvToModulePipeline,
         module_to_env: ModuleToEnvPipeline,
         began: Callable[[], None],
+        is_shared: bool = False,
     ) -> None:
         environments = _OneLane(
             env,
+            is_shared=is_shared,
             fragment_length=plan.fragment_length,
             lookback=plan.lookback,
             seed=plan.seed,
@@ -128,7 +130,7 @@ class LaneRollout:
         self.lane: Lane
         [self.lane] = environments.lanes
         seed_lane(self.lane, plan.seed)
-        self._first_sequence = plan.sequence
+        self.lane.fragment.sequence = plan.sequence
         self._pipelines = env_to_module, module_to_env
         self._metrics = MetricsLogger()
         self._turns = _Turns()
@@ -149,8 +151,8 @@ class LaneRollout:
             if not is_of_environment(error):
                 raise
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return Turned(self._numbered(self.lane.cut()), error, lost)
-        return Turned(self._numbered(fragment))
+            return Turned(self.lane.cut(), error, lost)
+        return Turned(fragment)
 
     def take_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Have the connectors go on from states that they have come to elsewhere: one for each of the two pipelines."""
@@ -175,10 +177,6 @@ class LaneRollout:
             self._metrics.reset()
         return told
 
-    def _numbered(self, fragment: Fragment) -> Fragment:
-        fragment.sequence += self._first_sequence
-        return fragment
-
 
 def is_of_environment(error: Exception) -> bool:
     """Whether it was an environment of a lane that raised, rather than the module, a connector, or what is ours."""
@@ -187,6 +185,14 @@ def is_of_environment(error: Exception) -> bool:
 
 class _OneLane(Environments):
     """The environments of one lane, made already."""
+
+    def __init__(self, env: Any, *, is_shared: bool, **options: Any) -> None:
+        self._is_shared = is_shared
+        super().__init__(env, **options)
+
+    def _lane(self, index: int, vector: Any) -> Lane:
+        layout = self._layout(index, vector, self.seed)
+        return Lane(index, layout, self.observation_space, is_shared=self._is_shared)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         self._steps = [step_of(env, is_ours=True)]
