@@ -1,6 +1,6 @@
 """What the two ends of a lane say to each other over their socket.
 
-Every frame begins with eight bytes: its kind, the index of a block, and a number, which is a row or the length of what
+Every frame begins with twelve bytes: its kind, the index of a block, and a number, which is a row or the length of what
 follows. Rows themselves lie in blocks of shared memory that both ends know by their index.
 """
 
@@ -20,7 +20,7 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.lane_columns import FINAL_OBS
 from rollflow.stream.space import row_of
 
-_HEADER = struct.Struct("<BxHI")
+_HEADER = struct.Struct("<BxHQ")
 SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
 
