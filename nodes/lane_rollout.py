@@ -96,6 +96,7 @@ class LaneRollout:
                                     come from
     env_to_module, module_to_env    connector pipelines for this lane alone
     began                           called when the first reset and the first forward pass are done
+    is_ours                         whether the vector environment was put together by us: see `step_of`
 
     lane                            the lane
     """
@@ -110,9 +111,11 @@ class LaneRollout:
         env_to_module: EnvToModulePipeline,
         module_to_env: ModuleToEnvPipeline,
         began: Callable[[], None],
+        is_ours: bool = True,
     ) -> None:
         environments = _OneLane(
             env,
+            is_ours=is_ours,
             fragment_length=plan.fragment_length,
             lookback=plan.lookback,
             seed=plan.seed,
@@ -182,8 +185,12 @@ def is_of_environment(error: Exception) -> bool:
 class _OneLane(Environments):
     """The environments of one lane, made already."""
 
+    def __init__(self, env: Any, *, is_ours: bool, **options: Any) -> None:
+        self._are_ours = is_ours
+        super().__init__(env, **options)
+
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        self._steps = [step_of(env, is_ours=True)]
+        self._steps = [step_of(env, is_ours=self._are_ours)]
         return [env]
 
 
@@ -229,9 +236,7 @@ class _Turns:
 class _FirstInTurn(ModuleForward):
     """Forward passes, before the first of which the gate has waited for those of other lanes."""
 
-    def __init__(
-        self, module: Any, weights: WeightsFrom, turns: _Turns, began: Callable[[], None], **how: Any
-    ) -> None:
+    def __init__(self, module: Any, weights: WeightsFrom, turns: _Turns, began: Callable[[], None], **how: Any) -> None:
         super().__init__(module, weights, **how)
         self._turns = turns
         self._began: Callable[[], None] | None = began
