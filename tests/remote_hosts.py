@@ -116,7 +116,10 @@ class HostProcess:
 
 
 class BrokenWire:
-    """A proxy that cuts each connection after a number of bytes that `drawn` gives; None: never."""
+    """A proxy that cuts each connection after a number of bytes that `drawn` gives; None: never.
+
+    is_down    whether connections are closed as they come
+    """
 
     def __init__(self, target: Any, drawn: Callable[[], int | None]) -> None:
         self.cuts = 0
@@ -124,7 +127,7 @@ class BrokenWire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._is_closed = False
+        self._is_closed = self.is_down = False
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -138,12 +141,17 @@ class BrokenWire:
         self._is_closed = True
         with socket.create_connection(self._listener.getsockname()):
             pass  # so that it looks
-        with self._lock:
-            for sock in self._open:
-                _cut(sock)
+        self.go_down()
         for thread in self._threads:
             thread.join()
         self._listener.close()
+
+    def go_down(self) -> None:
+        """Cut what is there; what comes is cut as well, until `is_down` is set otherwise."""
+        self.is_down = True
+        with self._lock:
+            for sock in self._open:
+                _cut(sock)
 
     def _accept(self) -> None:
         while True:
@@ -151,6 +159,9 @@ class BrokenWire:
             if self._is_closed:
                 near.close()
                 return
+            if self.is_down:
+                near.close()
+                continue
             try:
                 far = socket.create_connection(self._target)
             except OSError:
