@@ -87,6 +87,8 @@ class RolloutHost(Host):
     def _welcomed(self, welcome: Welcome) -> None:
         self._said = []
         if welcome.resumed and self._ids:
+            for lane in self._lanes:
+                lane.resume()
             return
         self._ids, self._fatal = [grant.lane for grant in welcome.lanes], None
         for lane, grant in zip(self._lanes, welcome.lanes, strict=True):

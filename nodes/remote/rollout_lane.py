@@ -55,6 +55,7 @@ class RolloutLane:
         self._states: list[Any] | None = None  # to be taken over before the next turn
         self._weights: WeightsFrom | None = None
         self._cut = 0
+        self._is_equipped = False  # with settings, states and weights, which come in this order
         self._known_states: list[Any] | None = None  # taken over last
         self._rollout: LaneRollout | None = None
         self._rollout_session = 0
@@ -73,7 +74,16 @@ class RolloutLane:
             self._grant, self._settings, self._published = grant, None, None
             self._states = self._weights = None
             self._cut = 0
+            self._is_equipped = False
             self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Go on through another connection: the next turn waits for the weights that come through it.
+
+        Those that came through the last one may not have been the newest, nor the connectors' states.
+        """
+        with self._changed:
+            self._is_equipped = False
 
     def close(self) -> None:
         """Close the environments."""
@@ -91,6 +101,7 @@ class RolloutLane:
             self._published = version, weights
             if self._weights is not None:
                 self._weights.put(version, weights)
+            self._is_equipped = True
             self._changed.notify_all()
 
     def take_states(self, states: list[Any]) -> None:
@@ -115,7 +126,7 @@ class RolloutLane:
     def answer(self, turn: Turn, session: int) -> Fragment | Failed | None:
         """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over(session) or bool(self._settings and self._published))
+            self._changed.wait_for(lambda: self._is_over(session) or self._is_equipped)
             if self._is_over(session):
                 return None
         try:
