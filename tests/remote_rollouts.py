@@ -2,15 +2,17 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from doomed import lives_of, rewards_by_slot
-from held import LONGEST_S
+from held import LONGEST_S, Held, let_go
 from numbered import NumberedEnv, NumberedModule
-from remote_hosts import RawHost, hosting
+from remote_hosts import RawHost, hosting, listening
 
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.stream import Fragment
@@ -124,3 +126,18 @@ class RawRollouts(RawHost):
         """Be gone without a word."""
         self._host.close()
         self.sock.close()
+
+
+@contextmanager
+def raw_host_of(
+    folder: Path, *, module: Callable[[], Any] = NumberedModule, **options: Any
+) -> Iterator[tuple[Rollout, RawRollouts]]:
+    """A rollout that nobody reads, and a host of it made by hand, beside one that stands still in its first step."""
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], [partial(Held, 0, folder, steps=[0])], module=module()):
+        given: dict[str, Any] = {"module": module(), "fragment_length": 8, "seed": 0, "prefetch": 1, **options}
+        try:
+            with Rollout(envs, **given) as rollout, closing(RawRollouts(envs.addresses[0], module=module())) as raw:
+                yield rollout, raw
+        finally:
+            let_go(folder, 0)

@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +15,11 @@ from held import LONGEST_S, Held, await_held, let_go
 from remote_hosts import BrokenWire, HostProcess, listening
 from remote_rollouts import (
     HASTY,
-    RawRollouts,
     await_that,
     check_counts,
     check_laws,
     makers,
+    raw_host_of,
     rollout_over,
     rollouts_on,
     told,
@@ -249,27 +248,25 @@ def test_a_host_that_comes_while_the_rollout_ends_is_given_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize("cuts", [{1: 3}, {1: 0}, {2: 5, 3: 2}, {1: 7, 2: 7}])
-def test_a_lane_goes_on_after_a_cut_as_if_there_had_been_none(cuts: dict[int, int]) -> None:
+def test_a_lane_goes_on_after_a_cut_as_if_there_had_been_none(tmp_path: Path, cuts: dict[int, int]) -> None:
     """The turns of these numbers are cut before the step of this number in their fragments."""
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0, 1)), rollout_over(envs, prefetch=1):
-        with closing(RawRollouts(envs.addresses[0])) as raw:
-            turn = raw.next_turn()
-            lane, real = raw.lane, raw.lane._between
+    answers: list[Answer] = []
+    with raw_host_of(tmp_path) as (_, raw):
+        turn = raw.next_turn()
+        lane, real = raw.lane, raw.lane._between
+        at = 0
+
+        def between(session: int) -> None:
+            nonlocal at
+            if cuts.get(lane._turn) == at:
+                lane.cut(lane._turn)
+            at += 1
+            real(session)
+
+        lane._between = between  # type: ignore[method-assign]
+        for number in range(1, 5):
             at = 0
-
-            def between(session: int) -> None:
-                nonlocal at
-                if cuts.get(lane._turn) == at:
-                    lane.cut(lane._turn)
-                at += 1
-                real(session)
-
-            lane._between = between  # type: ignore[method-assign]
-            answers: list[Answer] = []
-            for number in range(1, 5):
-                at = 0
-                answers.append(raw.made(Turn(turn.lane, number)))
+            answers.append(raw.made(Turn(turn.lane, number)))
     rows = [cuts.get(number, 8) for number in range(1, 5)]
     assert [answer.rest["num_rows"] for answer in answers] == rows
     assert [answer.rest["sequence"] for answer in answers] == [0, 1, 2, 3]
@@ -280,11 +277,9 @@ def test_a_lane_goes_on_after_a_cut_as_if_there_had_been_none(cuts: dict[int, in
         np.testing.assert_array_equal(before.columns["obs"][-2:], after.columns["obs"][:2])
 
 
-def test_a_cut_of_a_turn_that_is_over_cuts_no_other() -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0, 1)), rollout_over(envs, prefetch=1):
-        with closing(RawRollouts(envs.addresses[0])) as raw:
-            turn = raw.next_turn()
-            assert raw.made(turn).rest["num_rows"] == 8
-            raw.lane.cut(turn.number)
-            assert raw.made(Turn(turn.lane, turn.number + 1)).rest["num_rows"] == 8
+def test_a_cut_of_a_turn_that_is_over_cuts_no_other(tmp_path: Path) -> None:
+    with raw_host_of(tmp_path) as (_, raw):
+        turn = raw.next_turn()
+        assert raw.made(turn).rest["num_rows"] == 8
+        raw.lane.cut(turn.number)
+        assert raw.made(Turn(turn.lane, turn.number + 1)).rest["num_rows"] == 8
