@@ -232,7 +232,8 @@ class Rollout:
         self._deal = Deal(self._lanes_count, num_fragments)
         self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
         if isinstance(self.environments, RolloutsElsewhere):
-            check_for_rollouts(self.metrics, max_batch, forward_in_thread)
+            is_remote = isinstance(self.environments, RemoteLanes)
+            check_for_rollouts(self.metrics, max_batch, forward_in_thread, is_remote=is_remote)
             self.environments.replica, self.environments.heard = self._replica, self._heard
             self.environments.acting = self._how_to_act
         if isinstance(self.environments, RemoteLanes):
