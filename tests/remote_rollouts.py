@@ -32,7 +32,7 @@ def told(*slots: int, **options: Any) -> list[Any]:
 
 
 def rollout_over(envs: RemoteEnvs | RemoteRollouts, **options: Any) -> Rollout:
-    return Rollout(envs, module=NumberedModule(), **{"fragment_length": 8, "seed": 0, **options})
+    return Rollout(envs, **{"module": NumberedModule(), "fragment_length": 8, "seed": 0, **options})
 
 
 def slots_of(fragments: list[Fragment]) -> set[int]:
