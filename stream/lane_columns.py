@@ -60,6 +60,7 @@ class LaneColumns:
         self._is_shared = is_shared
         self._rows = layout.lookback + layout.num_rows
         self._blocks: tuple[BlockLayout, BlockPool[Any]] | None = None  # for columns that `memory` has not
+        self._in_blocks: set[str] = set()
 
     def first(self, observation_space: gym.Space[Any]) -> dict[str, Column]:
         """The columns of the first fragment, as far as they are known before the first step."""
@@ -99,8 +100,9 @@ class LaneColumns:
         given = {} if self._memory is None else self._memory.next_columns()
         if not are_written:
             given.pop(Columns.OBS, None)  # what the environments write there is no row of this column
-        if self._blocks is None:
-            rest = {name: column for name, column in old.items() if name not in given}
+        rest = {name: column for name, column in old.items() if name not in given}
+        if self._blocks is None or self._in_blocks != rest.keys():  # outputs come with the first step
+            self._in_blocks = set(rest)
             rows = {name: (column.row(0), len(column)) for name, column in rest.items()}
             if self._is_shared:
                 rows[FINAL_OBS] = old[Columns.OBS].row(0), self._rows

@@ -104,7 +104,7 @@ class Host:
         self._by_id: dict[int, tuple[Any, SimpleQueue[Job | None]]] = {}
         self._session = _new_session()
         self._transport: Transport | None = None
-        self._lock = threading.Lock()  # of the session, its connections, and the transport
+        self._lock = threading.RLock()  # of the session, its connections, and the transport
         self._bell = Bell()
         self._is_stopped = self._was_welcomed = False  # by the connection that there is, or was last
         self._fatal: Exception | None = None  # after which this session is over
@@ -204,8 +204,10 @@ class Host:
             return
         try:
             logger.info("the gateway says goodbye: %s", self._serve(sock, None))
-        except WireError as error:
-            logger.warning("%s", error)
+        except Exception as error:
+            if not isinstance(error, WireError) and error is not self._fatal:
+                raise
+            logger.warning("%s: %s", type(error).__name__, error)
 
     def _reach(self, address: Address) -> socket.socket:
         sock = dial(address)
@@ -265,6 +267,7 @@ class Host:
                 with self._lock:
                     connection.refuse(self.role, f"{type(self._fatal).__name__}: {self._fatal}")
                 self._session = _new_session()
+                self._dismissed()
                 raise self._fatal
             with self._lock:
                 now = monotonic()
@@ -375,8 +378,10 @@ class Host:
             connection.answer(request, answer)
         except (WireError, ColumnError) as error:
             if getattr(error, "code", "") != "undelivered":
+                failed = self._failed(request, error)
                 with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
-                    connection.answer(request, Failed.of(request, error))
+                    if failed is not None:
+                        connection.answer(request, failed)
         if self._transport is not None:
             self._transport.write()
             if self._transport.waits_to_write or not self._transport.connection.is_open:

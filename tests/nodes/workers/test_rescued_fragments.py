@@ -111,7 +111,7 @@ def test_a_killed_worker_gives_the_rows_that_it_had_made(kind: str, step: int, t
 
 
 @given(step=st.integers(0, 40), length=st.integers(1, 9))
-@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
 def test_every_step_but_those_under_way_is_given(
     step: int, length: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
