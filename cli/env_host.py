@@ -14,7 +14,7 @@ def add_to(commands: Any) -> None:
         help="step environments here for a rollout on another host",
         description="Step environments here for a rollout on another host, until it says goodbye.",
     )
-    hosting.add_to(parser)
+    hosting.add_to(parser, lanes=2, why_lanes="some step while others wait for their actions")
     parser.set_defaults(run=run)
 
 

@@ -10,16 +10,15 @@ from rollflow.cli import connection
 from rollflow.nodes.remote.host import Host
 
 
-def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say what environments there are, and whom they are for."""
+def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> None:
+    """Add the arguments that say what environments there are, and whom they are for.
+
+    lanes, why_lanes    how many there are where nothing is said, if there are as many environments; what they are for
+    """
     parser.add_argument("--env", required=True, help="an environment's id, or package.module:callable that makes one")
     parser.add_argument("--num-envs", type=int, default=1, help="how many (1)")
-    parser.add_argument(
-        "--lanes",
-        type=int,
-        default=None,
-        help="groups that step apart: some step while others wait (2, if there are 2)",
-    )
+    parser.add_argument("--lanes", type=int, default=None, help=f"groups that step apart: {why_lanes} ({lanes})")
+    parser.set_defaults(most_lanes=lanes)
     connection.add_to(parser, connect="dial this gateway", listen="wait here for a gateway")
     parser.add_argument("--name", help="what this host is called in messages (the machine's name)")
     parser.add_argument(
@@ -32,7 +31,7 @@ def options_of(told: argparse.Namespace) -> dict[str, Any]:
     return {
         "env": environment_of(told.env),
         "num_envs": told.num_envs,
-        "lanes": min(2, told.num_envs) if told.lanes is None else told.lanes,
+        "lanes": min(told.most_lanes, told.num_envs) if told.lanes is None else told.lanes,
         "secret": connection.secret_of(told),
         "tls": connection.tls_of(told),
         "name": told.name,

@@ -15,7 +15,7 @@ def add_to(commands: Any) -> None:
         description="Run whole rollouts here, environments, connectors and a copy of the module, for a Rollout over "
         "RemoteRollouts on another host, until it says goodbye. Module and connectors must be those of the rollout.",
     )
-    hosting.add_to(parser)
+    hosting.add_to(parser, lanes=1, why_lanes="each has a thread, for environments that wait or let the interpreter go")
     parser.add_argument(
         "--module",
         metavar="PACKAGE.MODULE:CALLABLE",

@@ -26,6 +26,10 @@ _first_passes = threading.Lock()
 _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
 
 
+def _nothing() -> None:
+    """Nobody has to be told."""
+
+
 class Drained(BaseException):
     """Raised by `between` where what there is of the fragment is wanted now; the turn after it goes on from there."""
 
@@ -98,6 +102,7 @@ class LaneRollout:
     began                           called when the first reset and the first forward pass are done
     is_ours                         whether the vector environment was put together by us: see `step_of`
     is_shared                       whether other processes may look at the lane's columns
+    hide                            called before rows that they may have seen are changed
 
     lane                            the lane
     """
@@ -114,7 +119,9 @@ class LaneRollout:
         began: Callable[[], None],
         is_ours: bool = True,
         is_shared: bool = False,
+        hide: Callable[[], None] = _nothing,
     ) -> None:
+        self._hide = hide
         environments = _OneLane(
             env,
             is_ours=is_ours,
@@ -146,6 +153,7 @@ class LaneRollout:
         except Exception as error:
             if not is_of_environment(error):
                 raise
+            self._hide()
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
             return Turned(self.lane.cut(), error, lost)
         # None where the gate has held the lane: it stands before its next forward pass.

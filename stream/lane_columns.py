@@ -34,14 +34,14 @@ class SharedRows(NamedTuple):
     """Where the columns of a fragment lie that other processes may look at, while it is in the making as well.
 
     number, block    of the pool's
-    final_obs        last observations, in the rows in which their episodes ended, where the `obs` column lacks them
+    final_obs        last observations, in the rows in which their episodes ended; None: the `obs` column has them
     """
 
     layout: BlockLayout
     pool: BlockPool[SharedBlock]
     number: int
     block: NDArray[np.uint8]
-    final_obs: Column
+    final_obs: Column | None
 
 
 class LaneColumns:
@@ -104,7 +104,7 @@ class LaneColumns:
         if self._blocks is None or self._in_blocks != rest.keys():  # outputs come with the first step
             self._in_blocks = set(rest)
             rows = {name: (column.row(0), len(column)) for name, column in rest.items()}
-            if self._is_shared:
+            if self._is_shared and not self._layout.resets_next_step:
                 rows[FINAL_OBS] = old[Columns.OBS].row(0), self._rows
             layout = BlockLayout(rows)
             self._blocks = layout, BlockPool(layout.size, SharedBlock if self._is_shared else PrivateBlock)
@@ -112,7 +112,7 @@ class LaneColumns:
         index, block = pool.take()
         made = layout.columns(block)
         if self._is_shared:
-            self.shared = SharedRows(layout, pool, index, block, made[FINAL_OBS])
+            self.shared = SharedRows(layout, pool, index, block, made.get(FINAL_OBS))
         given |= made
         return {name: given[name] for name in old}
 

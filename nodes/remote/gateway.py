@@ -202,7 +202,7 @@ class Gateway:
 
     def describe(self) -> str:
         """Who is there, for `explain()`."""
-        names = sorted(host.name for host in self.hosts.values())
+        names = sorted(host.name for host in list(self.hosts.values()))
         shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
         return f"{len(names)} host{'' if len(names) == 1 else 's'}: {shown}"
 

@@ -62,6 +62,7 @@ class FragmentWriter:
         finals, place = self._lane.fragment.finals, self._lane.shared
         while place is not None and self._finals < len(finals):
             final = finals[self._finals]
+            assert place.final_obs is not None
             map_tree(partial(_put, final.row, final.slots), place.final_obs.tree, final.observations)
             self._finals += 1
 
@@ -90,9 +91,12 @@ class FragmentWriter:
             return {}
         self._has_told_layout = True
         assert fragment.observation_space is not None
-        columns = [*fragment.columns.items(), (FINAL_OBS, place.final_obs)]
+        columns = dict(fragment.columns)
+        if place.final_obs is not None:
+            columns[FINAL_OBS] = place.final_obs
         rows = {
-            name: (map_tree(lambda leaf: np.zeros_like(leaf[0]), column.tree), len(column)) for name, column in columns
+            name: (map_tree(lambda leaf: np.zeros_like(leaf[0]), column.tree), len(column))
+            for name, column in columns.items()
         }
         return {"columns": rows, "observation_space": describe_space(fragment.observation_space)}
 
@@ -103,7 +107,7 @@ class FragmentWriter:
         columns = shared.layout.columns(block)
         for name, column in fragment.columns.items():
             columns[name].copy_rows(column, 0, fragment.last_row + (name == Columns.OBS))
-        return shared._replace(number=index, block=block, final_obs=columns[FINAL_OBS])
+        return shared._replace(number=index, block=block, final_obs=columns.get(FINAL_OBS))
 
 
 class FragmentReader:
@@ -120,6 +124,11 @@ class FragmentReader:
         self._space: Any = None
         self._begun: Plain | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Vector steps of a whole fragment."""
+        return self._layout.num_rows
+
     def map(self, index: int, block: SharedBlock) -> None:
         """Take a block of the writer's."""
         self._blocks[index] = block
@@ -134,7 +143,7 @@ class FragmentReader:
         """The fragment in a block; read-only, with its columns where they lie."""
         self._learn_layout(told)
         columns = self._columns_of(index)
-        del columns[FINAL_OBS]
+        columns.pop(FINAL_OBS, None)
         return restored(self._layout, self._lane, columns, told, self._space)
 
     def rescue(self, sequence: int, rows: int, reason: str) -> Fragment | None:
@@ -146,7 +155,7 @@ class FragmentReader:
         if told is None or told["sequence"] != sequence or not rows:
             return None
         columns = self._columns_of(told["block"])
-        last = columns.pop(FINAL_OBS)
+        last = columns.pop(FINAL_OBS, None)
         fragment = Fragment(
             self._layout,
             self._lane,
@@ -156,7 +165,7 @@ class FragmentReader:
             episode_number=told["episode_number"],
         )
         fragment.observation_space, fragment.num_rows = self._space, rows
-        if not self._layout.resets_next_step:
+        if last is not None:
             done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
             for row in range(fragment.first_row, fragment.last_row):
                 if len(slots := np.flatnonzero(done[row])):

@@ -13,8 +13,11 @@ from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.packing import unpack
 
-# At the head of what a worker is set up with, i64 each: how many transitions it has made; how often it has got on with
-# something, which is what tells it from one that hangs; the number of its fragment in the making, and the rows of that.
+# At the head of what a worker is set up with, i64 each:
+#   how many transitions it has made
+#   how often it has got on with something, which is what tells it from one that hangs
+#   the number of its fragment in the making, times one more than a fragment's rows, plus the rows that there are: one
+#   number, so that no half of it is ever seen. -1 where none can be seen
 PROGRESS_BYTES = 64
 
 
@@ -145,8 +148,10 @@ class RolloutLink(LaneLink):
     def _rescue(self, reason: str) -> bool:
         assert self.remote is not None
         assert self._progress is not None
-        sequence, rows = self._progress[2:4].tolist()
-        if self._reader_of_fragments is None or sequence != self.remote.sequence:
+        if self._reader_of_fragments is None:
+            return False
+        sequence, rows = divmod(int(self._progress[2]), self._reader_of_fragments.num_rows + 1)
+        if sequence != self.remote.sequence:
             return False
         fragment = self._reader_of_fragments.rescue(sequence, rows, reason)
         if fragment is None:

@@ -74,7 +74,7 @@ class RolloutServer(LaneServer):
         self._fragments.keep_finals()
         self._progress[0] = lane.num_steps
         self._progress[1] += 1
-        self._progress[2:4] = lane.sequence, lane.row - lane.layout.lookback
+        self._progress[2] = lane.sequence * (lane.layout.num_rows + 1) + lane.row - lane.layout.lookback
         while self._poll.poll(0):
             try:
                 asked = receive_frame(self._sock)
@@ -101,6 +101,7 @@ class RolloutServer(LaneServer):
             module_to_env=told["module_to_env"],
             began=lambda: self._sock.sendall(frame(Kind.BEGUN)),
             is_shared=True,
+            hide=self._hide,
         )
         self._fragments, self._blocks_sent = FragmentWriter(self._rollout.lane), 0
         return b""
@@ -132,6 +133,10 @@ class RolloutServer(LaneServer):
         self._send_blocks()
         told |= self._rollout.told() | more
         self._sock.sendall(frame_with(Kind.FRAGMENT, pack(told, "fragment"), index))
+
+    def _hide(self) -> None:
+        """Have no row of the fragment in the making rescued any more."""
+        self._progress[2] = -1
 
     def _send_blocks(self) -> None:
         """Let the other process see the blocks that there are."""

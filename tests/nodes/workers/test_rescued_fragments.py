@@ -128,3 +128,39 @@ def test_every_step_but_those_under_way_is_given(
             seen = lives_of(rewards)
             missing += first - (seen[0] if len(seen) > len(others) else 0)
     assert 0 <= missing <= rollout.lost.get("workers", 0) <= 2
+
+
+def test_what_was_changed_when_the_environment_raised_is_not_rescued(tmp_path: Path) -> None:
+    """A worker that is killed between the two gives nothing of that fragment, rather than something wrong."""
+    maker = partial(Doomed, 0, tmp_path, "raise", 5, 1, lengths=(100, 100))
+    with Rollout(
+        maker, where="rollouts", module=KilledWhenTold(tmp_path), fragment_length=8, num_fragments=2, seed=0
+    ) as rollout:
+        first, second = rollout.fragments()
+        assert rollout.lost == {"workers": 5 + 1}
+    for fragment in (first, second):
+        assert fragment.num_rows == 8
+    assert [loss.row for loss in first.losses] == [first.first_row]
+
+
+class KilledWhenTold(NumberedModule):
+    """Kills its process when an environment of this process has raised, before that is told."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.flag = folder / "killed"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        from rollflow.stream.lane import Lane
+
+        lose = Lane.lose
+
+        def loses(lane: Lane, reason: str) -> int:
+            lose(lane, reason)
+            if not self.flag.exists():
+                self.flag.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            return 0
+
+        Lane.lose = loses  # type: ignore[method-assign]
