@@ -86,7 +86,7 @@ def hosted(envs: Any, drawn: Setting, makers: Any = None, **options: Any) -> lis
 
 
 @given(drawn=drawn_settings)
-@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 def test_a_host_that_dials_in_gives_the_fragments_that_are_made_inline(drawn: Setting) -> None:
     assert_alike(hosted(listening(RemoteRollouts), drawn), fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
 
@@ -99,7 +99,7 @@ def test_so_it_gives_those_of_worker_processes(drawn: Setting, workers: int) -> 
 
 
 @given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 12_000), max_size=30))
-@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=12, phases=[Phase.explicit, Phase.generate])
 def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
     envs = listening(RemoteRollouts)
     left = list(cuts)

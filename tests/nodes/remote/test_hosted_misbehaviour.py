@@ -354,7 +354,7 @@ def pattern() -> Any:
 
 
 @given(drawn=st.data())
-@settings(max_examples=400, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=200, phases=[Phase.explicit, Phase.generate])
 def test_whatever_stands_in_a_fragment_it_is_one_or_is_refused(pattern: Any, drawn: st.DataObject) -> None:
     answer, layout = pattern
     names = st.sampled_from(sorted(answer.rest))
@@ -376,7 +376,7 @@ def test_whatever_stands_in_a_fragment_it_is_one_or_is_refused(pattern: Any, dra
 @given(
     metrics=st.dictionaries(st.sampled_from(["lanes", "x"]), plain | st.lists(st.lists(plain, min_size=5, max_size=5)))
 )
-@settings(max_examples=200, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=80, phases=[Phase.explicit, Phase.generate])
 def test_whatever_is_said_of_progress_it_makes_sense_or_is_refused(metrics: Any) -> None:
     try:
         standings = standings_of(metrics, [0, 1])
