@@ -99,6 +99,8 @@ def _has(infos: Mapping[str, Any], key: str, slot: int) -> bool:
 
 def _value_of(value: Any, slot: int) -> Any:
     """One slot's value; what does not run over the slots belongs to all of them."""
+    if isinstance(value, np.ndarray) and not value.ndim:
+        return value
     if isinstance(value, np.ndarray | list | tuple) and len(value) > slot:
         return value[slot]
     return value

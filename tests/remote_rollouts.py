@@ -1,5 +1,6 @@
 """Rollouts over remote environments for tests, and the laws that hold whatever becomes of the hosts."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -96,9 +97,9 @@ class RawRollouts(RawHost):
     lane    as a real host has it
     """
 
-    def __init__(self, address: Any, *, module: Any = None, **said: Any) -> None:
+    def __init__(self, address: Any, *, module: Any = None, connectors: Any = None, **said: Any) -> None:
         super().__init__(address, kind=RolloutHost, **said)
-        self._host = RolloutHost(makers(900, 901), module=module or NumberedModule())
+        self._host = RolloutHost(makers(900, 901), module=module or NumberedModule(), **connectors or {})
         [self.lane] = self._host._lanes
 
     def next_turn(self) -> Turn:
@@ -110,6 +111,24 @@ class RawRollouts(RawHost):
             else:
                 self._host._told(event)
         return event
+
+    def next_turn_beside(self, fragments: Iterator[Fragment], taken: list[Fragment]) -> Turn:
+        """The same, while somebody takes fragments, so that the rollout goes on."""
+        turns: list[Any] = []
+
+        def wait() -> None:
+            try:
+                turns.append(self.next_turn())
+            except BaseException as error:
+                turns.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while not turns:
+            taken.append(next(fragments))
+        waiting.join()
+        assert isinstance(turns[0], Turn), turns
+        return turns[0]
 
     def made(self, turn: Turn) -> Answer:
         """What the lane gives for a turn."""

@@ -1,29 +1,20 @@
 """Fragments as messages of the wire."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
-from numpy.typing import NDArray
 
+from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.remote.fragment_checks import check_columns, check_ends, check_rest
 from rollflow.nodes.workers.fragment_codec import described, restored
 from rollflow.stream import wire
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import WireError
 from rollflow.stream.fragment import Fragment, FragmentLayout
-from rollflow.stream.space import row_of
 from rollflow.stream.space_codec import describe_space, space_of
-from rollflow.stream.tree import Tree, leaves_of, map_tree
-
-_KNOWN = {
-    Columns.REWARDS: np.float32,
-    Columns.TERMINATEDS: np.bool_,
-    Columns.TRUNCATEDS: np.bool_,
-    Columns.POLICY_VERSION: np.int64,
-}
+from rollflow.stream.tree import Tree, map_tree
 
 
 def message_of(turn: wire.Turn, fragment: Fragment, more: Mapping[str, Any]) -> wire.Fragment:
@@ -45,27 +36,26 @@ def fragment_of(message: wire.Fragment, layout: FragmentLayout, lost: str | None
 
     Raises WireError where it is none.
     """
-    where = f"fragment {message.number} of lane {message.lane}"
     try:
         rest = message.rest
         rows = rest["num_rows"]
-        if not 0 <= rows <= layout.num_rows:
-            raise WireError(f"{where}: {rows} rows, expected 0 to {layout.num_rows}", "fragment")
+        if not is_whole(rows) or not 0 <= rows <= layout.num_rows:
+            raise WireError(f"{rows} rows, expected 0 to {layout.num_rows}", "fragment")
         space = space_of(rest["observation_space"])
         columns = {
-            name: Column(name, _formed(tree, rest["forms"][name], f"{where}: {name}"))
-            for name, tree in message.columns.items()
+            name: Column(name, _formed(tree, rest["forms"][name], name)) for name, tree in message.columns.items()
         }
-        _check(columns, layout, rows, space, where)
+        check_columns(columns, layout, rows, space)
+        check_rest(rest, layout, rows, space)
         fragment = restored(layout, message.lane, columns, rest, space)
         if lost is not None:
             fragment.begin_after_loss(lost)
-        assert fragment.chunks is not None  # made now, and kept: what does not fit together is found here
+        check_ends(fragment)
         return fragment
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, WireError):
             raise
-        raise WireError(f"{where} is no fragment: {type(error).__name__}: {error}", "fragment") from error
+        raise WireError(f"it is no fragment: {type(error).__name__}: {error}", "fragment") from error
 
 
 def _formed(tree: Tree, form: Tree, where: str) -> Tree:
@@ -78,26 +68,3 @@ def _formed(tree: Tree, form: Tree, where: str) -> Tree:
     if isinstance(form, np.ndarray) and isinstance(tree, np.ndarray):
         return tree
     raise WireError(f"{where} differs from its form", "fragment")
-
-
-def _check(columns: Mapping[str, Column], layout: FragmentLayout, rows: int, space: gym.Space[Any], where: str) -> None:
-    """Raise WireError where the columns are not those of so many rows."""
-    slots, most = layout.num_slots, layout.lookback + rows
-    for name, column in columns.items():
-        expected = most + (name == Columns.OBS)
-        for leaf in leaves_of(column.tree):
-            if leaf.shape[:2] != (expected, slots):
-                raise WireError(f"{where}: {name} is {_shown(leaf)}, expected [{expected}, {slots}, …]", "fragment")
-    known: dict[str, Tree] = {name: np.zeros(slots, dtype) for name, dtype in _KNOWN.items()}
-    known |= {Columns.OBS: row_of(space, slots), Columns.ACTIONS: row_of(layout.action_space, slots)}
-    for name, row in known.items():
-        map_tree(partial(_check_leaf, f"{where}: {name}"), columns[name].tree, row)
-
-
-def _check_leaf(where: str, leaf: NDArray[Any], row: NDArray[Any]) -> None:
-    if leaf.dtype != row.dtype or leaf.shape[1:] != row.shape:
-        raise WireError(f"{where} is {_shown(leaf)}, expected rows of {_shown(row)}", "fragment")
-
-
-def _shown(array: NDArray[Any]) -> str:
-    return f"{array.dtype}{list(array.shape)}"

@@ -83,6 +83,7 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         self._settings: Settings | None = None
         self._weights: Weights | None = None
         self._states: States | None = None
+        self._spaces: list[Any] = []  # that connectors may leave observations in
         self._publishing = threading.Lock()
         super().__init__(env, **options)
 
@@ -223,6 +224,9 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         ):
             if given != expected:
                 raise WireError(f"{name} is {given}, expected {expected}", "fragment")
+        if fragment.observation_space not in self._spaces:
+            told = " or ".join(map(str, self._spaces))
+            raise WireError(f"observations are in {fragment.observation_space}, expected {told}", "fragment")
         return fragment
 
     def _failed(self, record: Record, answer: Failed) -> Iterator[Any]:
@@ -296,6 +300,7 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
             if self._weights is None:
                 self._weights = Weights(replica["version"], *to_arrays(module.state_dict()))
         pipelines = {name: replica[name] for name in ("env_to_module", "module_to_env")}
+        self._spaces = [self.observation_space, *pipelines["env_to_module"].observation_spaces]
         return Settings(
             {
                 "fragment_length": self.fragment_length,

@@ -53,8 +53,8 @@ class RowForm:
         where = f"{request.kind} {rows.number} of lane {rows.lane}"
         obs = placed(rows.obs, self.observation_space, slots, f"{where}: obs")
         _check_numbers(obs, range(slots), f"{where}: obs")
-        _check_infos(rows.infos, slots, f"{where}: infos")
-        _check_infos(rows.final_infos, slots, f"{where}: final_infos")
+        check_infos(rows.infos, slots, f"{where}: infos")
+        check_infos(rows.final_infos, slots, f"{where}: final_infos")
         ended = _ended(rows, isinstance(request, Step), slots, where)
         expected = () if self.autoreset == "NEXT_STEP" else ended
         if rows.final_slots != expected:
@@ -111,7 +111,7 @@ def _check_numbers(tree: Tree, slots: range | tuple[int, ...], where: str) -> No
         raise WireError(f"{where} of slot {slots[at]} has a NaN, expected numbers", "rows")
 
 
-def _check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:
+def check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:
     """Raise WireError where infos can't be taken apart slot by slot."""
     if isinstance(infos, SlotInfos):
         if len(infos.dicts) != slots:
@@ -124,7 +124,7 @@ def _check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:
             if not _is_mask(value, slots):
                 raise WireError(f"{where}[{key!r}] is {shown(value)}, expected an array |b1[{slots}]", "rows")
         elif isinstance(value, Mapping):
-            _check_infos(value, slots, f"{where}[{key!r}]")
+            check_infos(value, slots, f"{where}[{key!r}]")
 
 
 def _is_mask(value: Any, slots: int) -> bool:

@@ -1,0 +1,133 @@
+"""Whether what a host says of a fragment fits its layout: later nobody would know whose fault it was."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env_source import is_whole
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import WireError
+from rollflow.stream.fragment import Fragment, FragmentLayout
+from rollflow.stream.space import row_of
+from rollflow.stream.tree import Tree, leaves_of, map_tree
+from rollflow.stream.wire.rows import check_infos
+
+_MOST = 1 << 62
+_KNOWN = {
+    Columns.REWARDS: np.float32,
+    Columns.TERMINATEDS: np.bool_,
+    Columns.TRUNCATEDS: np.bool_,
+    Columns.POLICY_VERSION: np.int64,
+}
+
+
+def check_columns(columns: Mapping[str, Column], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
+    """Raise WireError where the columns are not those of so many rows, with observations in this space."""
+    slots, most = layout.num_slots, layout.lookback + rows
+    for name, column in columns.items():
+        expected = most + (name == Columns.OBS)
+        for leaf in leaves_of(column.tree):
+            if leaf.shape[:2] != (expected, slots):
+                raise _wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
+    known: dict[str, Tree] = {name: np.zeros(slots, dtype) for name, dtype in _KNOWN.items()}
+    known |= {Columns.OBS: row_of(space, slots), Columns.ACTIONS: row_of(layout.action_space, slots)}
+    for name, row in known.items():
+        map_tree(partial(_check_rows, name), columns[name].tree, row)
+
+
+def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
+    """Raise WireError where what there is to say beside the columns is not of a fragment of so many rows."""
+    first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
+    _check_whole("sequence", rest["sequence"], 0, _MOST)
+    _check_indices("episode_start", rest["episode_start"], -_MOST, first + 1, slots)
+    _check_indices("episode_number", rest["episode_number"], 0, _MOST, slots)
+    for row, lost, cut, reason in rest["losses"]:
+        _check_whole("losses: row", row, first, last)
+        _check_indices("losses: slots", lost, 0, slots - 1)
+        _check_indices("losses: cut", cut, 0, slots - 1)
+        if not isinstance(reason, str):
+            raise _wrong(f"losses: the reason is {_told(reason)}, expected a string")
+    for slot, number, data in rest["custom_data"]:
+        _check_whole("custom_data: slot", slot, 0, slots - 1)
+        _check_whole("custom_data: episode", number, -1, _MOST)
+        if not isinstance(data, dict):
+            raise _wrong(f"custom_data is {_told(data)}, expected a map")
+    if rest["infos"] is not None:
+        _check_infos("infos", rest["infos"], last + 1, slots)
+    if rest["finals"] is not None:
+        _check_finals(rest["finals"], first, last, slots, space)
+
+
+def check_ends(fragment: Fragment) -> None:
+    """Raise WireError where last observations are of episodes that do not end where they are said to."""
+    chunks = fragment.chunks
+    ends = set(zip(chunks.stop.tolist(), chunks.slot.tolist(), strict=True))
+    for final in fragment.finals:
+        for slot in final.slots.tolist():
+            if (final.row + 1, slot) not in ends:
+                raise _wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
+
+
+def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:
+    rows, counts, who = finals["rows"], finals["counts"], finals["slots"]
+    if not isinstance(rows, list) or not isinstance(counts, list) or len(rows) != len(counts):
+        raise _wrong(f"finals: rows are {_told(rows)} and counts {_told(counts)}, expected lists of one length")
+    for row, count in zip(rows, counts, strict=True):
+        _check_whole("finals: row", row, first, last - 1)
+        _check_whole("finals: count", count, 1, slots)
+    _check_indices("finals: slots", who, 0, slots - 1, sum(counts))
+    map_tree(partial(_check_items, "finals"), finals["observations"], row_of(space, sum(counts)))
+    if finals["infos"] is not None:
+        _check_infos("finals: infos", finals["infos"], len(rows), slots)
+        if len(finals["infos"]) != len(rows):
+            raise _wrong(f"finals: infos of {len(finals['infos'])} rows, expected {len(rows)}")
+
+
+def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:
+    if not isinstance(infos, list) or len(infos) > most:
+        raise _wrong(f"{name} is {_told(infos)}, expected a list of at most {most} maps")
+    for each in infos:
+        if not isinstance(each, Mapping):
+            raise _wrong(f"{name}: {_told(each)}, expected a map")
+        check_infos(each, slots, name)
+
+
+def _check_rows(name: str, leaf: NDArray[Any], row: NDArray[Any]) -> None:
+    if leaf.dtype != row.dtype or leaf.shape[1:] != row.shape:
+        raise _wrong(f"{name} is {_shown(leaf)}, expected rows of {_shown(row)}")
+
+
+def _check_items(name: str, leaf: Any, like: NDArray[Any]) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape != like.shape:
+        raise _wrong(f"{name}: observations are {_told(leaf)}, expected {_shown(like)}")
+
+
+def _check_indices(name: str, values: Any, least: int, most: int, count: int | None = None) -> None:
+    """Raise WireError for what is no array of so many whole numbers in this range."""
+    is_array = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
+    if not is_array or (count is not None and len(values) != count):
+        raise _wrong(f"{name} is {_told(values)}, expected int64[{'…' if count is None else count}]")
+    if len(values) and not (least <= values.min() and values.max() <= most):
+        raise _wrong(f"{name} is {_told(values)}, expected numbers from {least} to {most}")
+
+
+def _check_whole(name: str, value: Any, least: int, most: int) -> None:
+    if not is_whole(value) or not least <= value <= most:
+        raise _wrong(f"{name} is {_told(value)}, expected a whole number from {least} to {most}")
+
+
+def _wrong(text: str) -> WireError:
+    return WireError(text, "fragment")
+
+
+def _told(value: Any) -> str:
+    return repr(value)[:100]
+
+
+def _shown(array: NDArray[Any]) -> str:
+    return f"{array.dtype}{list(array.shape)}"
