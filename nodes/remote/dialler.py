@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
+from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.remote.remote_envs import dial
 from rollflow.stream.wire import Address
 
-_FIRST_REDIAL_S, _LONGEST_REDIAL_S = 0.1, 5.0
+_LONGEST_REDIAL_S = 5.0
 _REACH_S = 10.0  # how long a connection may take to come about
 
 
@@ -106,4 +107,4 @@ class Dialler:
 def _delay(dialled: Dialled) -> float:
     """Seconds until an address is dialled again: longer each time that it was in vain."""
     dialled.failures += 1
-    return min(_FIRST_REDIAL_S * 2.0 ** min(dialled.failures - 1, 16), _LONGEST_REDIAL_S)
+    return pause_s(dialled.failures, _LONGEST_REDIAL_S)

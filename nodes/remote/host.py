@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, dial, listen_on, secret_bytes
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.stream.bell import Bell
@@ -47,7 +48,7 @@ from rollflow.stream.wire import (
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
+_LONGEST_RETRY_S = 5.0
 _REACH_S = 10.0  # how long a connection may take to come about
 # Codes of errors after which the gateway is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
@@ -124,7 +125,7 @@ class Host:
         """
         target = parse_address(address)
         check_secret(target, self._secret)
-        since, delay = monotonic(), _FIRST_RETRY_S
+        since, failures = monotonic(), 0
         while not self._is_stopped:
             try:
                 sock = self._reach(target)
@@ -140,12 +141,12 @@ class Host:
                         self._session = _new_session()
                     problem = str(error)
                 if self._was_welcomed:
-                    since, delay = monotonic(), _FIRST_RETRY_S
+                    since, failures = monotonic(), 0
                 logger.warning("%s", problem)
             if retry_s is not None and monotonic() - since >= retry_s:
                 raise WireError(f"gateway {target} not reached for {retry_s:g} s: {problem}", "lost")
-            self._pause(delay)
-            delay = min(2 * delay, _LONGEST_RETRY_S)
+            failures += 1
+            self._pause(pause_s(failures, _LONGEST_RETRY_S))
         return "stopped"
 
     @contextmanager
