@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium as gym
@@ -269,9 +270,13 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
         next(fragments)
         with (
             EnvHost(Wide, limits=Limits(max_frame=1 << 16)) as narrow,
+            ThreadPoolExecutor(1) as pool,
             pytest.raises(WireError, match=r"frame of \d+ bytes, expected at most 65536"),
         ):
-            narrow.connect(str(envs.addresses[0]))
+            connecting = pool.submit(narrow.connect, str(envs.addresses[0]))
+            while not connecting.done():  # a rollout whose fragments nobody takes asks nobody for more
+                next(fragments)
+            connecting.result()
         for _ in range(4):
             next(fragments)
     assert "takes no more" in caplog.text
