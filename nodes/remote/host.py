@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import secrets
 import select
 import socket
@@ -17,7 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.backoff import pause_s
-from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, dial, listen_on, secret_bytes
+from rollflow.nodes.remote.dial import problem_of, reach
+from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import ColumnError, EnvError, WireError
@@ -49,7 +49,6 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY_S = 5.0
-_REACH_S = 10.0  # how long a connection may take to come about
 # Codes of errors after which the gateway is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 
@@ -128,9 +127,9 @@ class Host:
         since, failures = monotonic(), 0
         while not self._is_stopped:
             try:
-                sock = self._reach(target)
+                sock = reach(target, failures)
             except OSError as error:
-                problem = error.strerror or str(error)
+                problem = problem_of(error)
             else:
                 try:
                     return self._serve(sock, target)
@@ -207,21 +206,6 @@ class Host:
             logger.info("the gateway says goodbye: %s", self._serve(sock, None))
         except WireError as error:
             logger.warning("%s", error)
-
-    def _reach(self, address: Address) -> socket.socket:
-        sock = dial(address)
-        try:
-            poll = select.poll()
-            poll.register(sock.fileno(), select.POLLOUT)
-            if not poll.poll(_REACH_S * 1e3):
-                raise TimeoutError(f"no answer within {_REACH_S:g} s")
-            problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if problem:
-                raise OSError(problem, os.strerror(problem))
-        except BaseException:
-            sock.close()
-            raise
-        return sock
 
     def _serve(self, sock: socket.socket, dialled: Address | None) -> str:
         """Serve a gateway, dialled or not, until it says goodbye: its reason. Raises WireError when it breaks."""
