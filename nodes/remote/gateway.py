@@ -243,7 +243,7 @@ class Gateway:
                 self._take(peer, peer.connection.tick(now), now)
                 self._peers.write(peer)
         self._registry.leave_overdue(now, self._envs.limits.grace_s)
-        self._entrance.listen_again()
+        self._entrance.listen_again(now)
         self._dialler.tick(now)
 
     def tend(self) -> None:
@@ -254,7 +254,7 @@ class Gateway:
                 self._bell.ring()
 
     def _accept(self, fd: int, now: float) -> None:
-        arrived = self._entrance.accept(fd)
+        arrived = self._entrance.accept(fd, now)
         if arrived is None:
             return
         crowded_out = self._peers.crowd_out(_MOST_STRANGERS)
@@ -349,18 +349,22 @@ class Gateway:
         self._drop(peer)
         host = peer.host
         if host is None:
-            told = quoted(error)
-            if peer.dialled is None:
-                self.refusals.append(f"{peer.where}: {told}")
-            else:
-                peer.dialled.problem = told
-            logger.warning("a connection from %s is refused: %s", peer.where, told)
+            self._turned_away(peer, quoted(error))
         elif host.connection is peer.connection:
             host.lost_at, host.reason = now, str(error)
             if error.code in _COMES_BACK:
                 logger.warning("host %s is lost: %s", host.name, error)
             else:
                 self._registry.leave(host, str(error))
+
+    def _turned_away(self, peer: _Peer, told: str) -> None:
+        if peer.dialled is None:
+            self.refusals.append(f"{peer.where}: {told}")
+        elif peer.dialled.problem == told:
+            return  # as it was the last time
+        else:
+            peer.dialled.problem = told
+        logger.warning("a connection from %s is refused: %s", peer.where, told)
 
 
 def _reached(gateway: "weakref.ref[Gateway]", sock: socket.socket, dialled: Dialled) -> None:

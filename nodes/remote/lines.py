@@ -12,6 +12,7 @@ from rollflow.stream.wire import Connection, Phase, TcpAddress
 
 logger = logging.getLogger(__name__)
 
+_DEAF_S = 0.25  # until it is tried again whether there are descriptors for more connections
 _MOST_QUOTED = 300  # characters of what the other end says
 
 C = TypeVar("C", bound=Connection)
@@ -129,7 +130,7 @@ class Entrance:
 
     def __init__(self, sockets: Sequence[socket.socket], poll: Poll) -> None:
         self._listening = {sock.fileno(): sock for sock in sockets}
-        self._deaf: list[int] = []
+        self._deaf: dict[int, float] = {}  # not listened to until then
         self._poll = poll
         for fd in self._listening:
             poll.register(fd, select.POLLIN)
@@ -138,11 +139,11 @@ class Entrance:
         return fd in self._listening
 
     @property
-    def is_deaf(self) -> bool:
-        """Whether `listen_again` is due, after a while."""
-        return bool(self._deaf)
+    def due(self) -> float | None:
+        """When `listen_again` is to be called; None: it need not be."""
+        return min(self._deaf.values(), default=None)
 
-    def accept(self, fd: int) -> tuple[socket.socket, str] | None:
+    def accept(self, fd: int, now: float) -> tuple[socket.socket, str] | None:
         """Who has come, and from where; None: nobody, or nobody can be let in now."""
         try:
             sock, where = self._listening[fd].accept()
@@ -151,21 +152,22 @@ class Entrance:
         except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
             logger.warning("a connection can't be taken: %s", error)
             self._poll.unregister(fd)
-            self._deaf.append(fd)
+            self._deaf[fd] = now + _DEAF_S
             return None
         return sock, str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else "a Unix socket"
 
-    def listen_again(self) -> None:
+    def listen_again(self, now: float) -> None:
         """Listen where it was of no use for a while."""
-        while self._deaf:
-            self._poll.register(self._deaf.pop(), select.POLLIN)
+        for fd in [fd for fd, due in self._deaf.items() if due <= now]:
+            del self._deaf[fd]
+            self._poll.register(fd, select.POLLIN)
 
     def close(self) -> None:
         """Wait for nobody any more; the sockets are others' to close."""
-        for fd in self._listening.keys() - set(self._deaf):
+        for fd in self._listening.keys() - self._deaf.keys():
             self._poll.unregister(fd)
 
 
-def quoted(error: Exception) -> str:
-    """What is wrong, as part of a line for people: it may hold a stranger's words."""
-    return ascii(str(error)[:_MOST_QUOTED])[1:-1]
+def quoted(words: object) -> str:
+    """What is wrong, as part of a line for people: the words may be a stranger's."""
+    return ascii(str(words)[:_MOST_QUOTED])[1:-1]

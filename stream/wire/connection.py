@@ -48,6 +48,7 @@ class Connection:
     peer      what the other end is called in errors
     phase     what it is at
     error     why it is broken; None: it is not
+    is_new    whether nothing has come from the other end at all, not even something that whoever owns the socket keeps
 
     What is received comes back as events: the other end's messages but for those that this one answers by itself, and
     `Broken` as the last of all. What is sent must be taken from `outgoing` and sent, also after the last event: it may
@@ -59,6 +60,7 @@ class Connection:
         self.peer = peer
         self.phase = Phase.HANDSHAKE
         self.error: WireError | None = None
+        self.is_new = True
         self._decoder = FrameDecoder(max_frame)
         self._peer_max_frame = limits.max_frame  # until the peer says
         self._outbox: list[Buffer] = []
@@ -102,7 +104,7 @@ class Connection:
             self.phase = Phase.ENDED
             return []
         how = f"in the middle of a frame, {half} bytes of which had come" if half else "without a goodbye"
-        return [self._break(WireError(f"connection lost {how}", "lost"), tell=False)]
+        return [self._break(WireError(f"connection lost {how}{self._doubt()}", "lost"), tell=False)]
 
     # Time
 
@@ -119,8 +121,8 @@ class Connection:
         if deadline is None or self._now < deadline:
             return []
         if self.phase is Phase.HANDSHAKE:
-            error = WireError(f"the handshake is not over after {self.limits.handshake_s:g} s", "handshake")
-            return [self._break(error)]
+            late = f"the handshake is not over after {self.limits.handshake_s:g} s{self._doubt()}"
+            return [self._break(WireError(late, "handshake"))]
         if self.phase is Phase.LEAVING or self._unanswered == _MOST_PINGS:
             silent = (self._unanswered + 1) * self._heartbeat_s
             return [self._break(WireError(f"silent for {silent:g} s or more", "silent"))]
@@ -169,6 +171,7 @@ class Connection:
             return [self._break(WireError("more bytes after its goodbye, expected none", "order"), tell=False)]
         self._now = self._quiet_since = max(self._now, now)
         self._unanswered = 0
+        self.is_new = False
         events: list[Event] = []
         try:
             for frame in frames():
@@ -223,6 +226,10 @@ class Connection:
         """Raise WireError where nothing can be sent that belongs to a running connection."""
         if self.phase is not Phase.RUNNING:
             raise WireError(f"{what}: the connection is {self.phase.name.lower()}, expected running", "order")
+
+    def _doubt(self) -> str:
+        """What may be wrong where the other end has not said a word."""
+        return ", and nothing has come: expected both ends to use TLS, or neither" if self.is_new else ""
 
     def _break(self, error: WireError, *, tell: bool = True) -> Broken:
         """Be done with the connection, and say why where that helps."""

@@ -63,13 +63,16 @@ def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
         entrance = Entrance([listener], poll)
         with socket.create_connection(listener.getsockname()):
             assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
-            assert entrance.accept(listener.fileno()) is None
+            assert entrance.accept(listener.fileno(), 7.0) is None
             assert poll.poll(0) == []
-            assert entrance.is_deaf
             listener.is_exhausted = False
-            entrance.listen_again()
+            entrance.listen_again(7.0)
+            assert poll.poll(0) == []
+            assert entrance.due is not None
+            entrance.listen_again(entrance.due)
+            assert entrance.due is None
             assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
-            arrived = entrance.accept(listener.fileno())
+            arrived = entrance.accept(listener.fileno(), 8.0)
             assert arrived is not None
             assert arrived[1].startswith("tcp://127.0.0.1:")
             arrived[0].close()

@@ -58,7 +58,7 @@ def test_every_code_of_a_refusal_is_explained() -> None:
         *re.findall(r"^\| `([a-z]+)`", table, re.MULTILINE),
         *re.findall(r"`([a-z]+)`", table.split("never sent")[1]),
     }
-    assert told == codes_raised() | {"busy", "tls"}  # which are for whoever has the sockets
+    assert told == codes_raised() | {"tls"}  # which is for whoever has the sockets
 
 
 def codes_raised() -> set[str]:
