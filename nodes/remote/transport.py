@@ -13,7 +13,7 @@ _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
 _TLS_BYTES = 1 << 16
 # What TLS begins with: a record of type handshake or alert. No frame does: its length and 4 are a multiple of 8.
-_TLS_BEGINS = (0x15, 0x16)
+TLS_BEGINS = (0x15, 0x16)
 
 
 class Transport:
@@ -53,7 +53,7 @@ class Transport:
                 break
             except OSError:
                 count = 0
-            if count and self.connection.is_new and buffer[0] in _TLS_BEGINS:
+            if count and self.connection.is_new and buffer[0] in TLS_BEGINS:
                 return [self._mismatched(speaks_tls=False)]
             events += self.connection.filled(count, now) if count else self.connection.ended()
             if not count or not self.connection.is_open:
@@ -184,7 +184,7 @@ class TlsTransport(Transport):
             if not data:
                 self._incoming.write_eof()
                 return True
-            if self.connection.is_new and data[0] not in _TLS_BEGINS:
+            if self.connection.is_new and data[0] not in TLS_BEGINS:
                 self._is_mismatched = True
                 return False
             self.connection.is_new = False
