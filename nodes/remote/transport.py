@@ -186,6 +186,7 @@ class TlsTransport(Transport):
                 return True
             if self.connection.is_new and data[0] not in TLS_BEGINS:
                 self._is_mismatched = True
+                self._unsent.clear()
                 return False
             self.connection.is_new = False
             self._incoming.write(data)

@@ -4,6 +4,7 @@ There is no I/O here and no clock: whoever owns the socket hands in what was rec
 what `outgoing` gives. `host` and `gateway` say which message may come when.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -65,6 +66,9 @@ class Connection:
         self._peer_max_frame = limits.max_frame  # until the peer says
         self._outbox: list[Buffer] = []
         self._undelivered = 0
+        self._under_way: deque[tuple[int, int | None]] = deque()  # bytes of each frame to be sent, and whose it is
+        self._kept: set[int] = set()  # lanes that have one among them which the session keeps
+        self._loose = 0  # bytes of the others
         self._heartbeat_s = limits.heartbeat_s
         self._handshake_until = now + limits.handshake_s
         self._quiet_since = now  # nothing has come, and nothing was asked
@@ -145,6 +149,16 @@ class Connection:
     def sent(self, count: int) -> None:
         """So many bytes of what `outgoing` gave have been sent."""
         self._undelivered -= count
+        while count:
+            size, lane = self._under_way.popleft()
+            part = min(size, count)
+            count -= part
+            if lane is None:
+                self._loose -= part
+            if part < size:
+                self._under_way.appendleft((size - part, lane))
+            elif lane is not None:
+                self._kept.remove(lane)
 
     def goodbye(self, reason: str) -> None:
         """Send nothing more after this; what the other end still says comes as events. Does nothing when closed."""
@@ -201,26 +215,39 @@ class Connection:
             return []
         return self._take(message, frame)
 
-    def _send(self, message: Message) -> None:
-        self._queue(encoded(message, self._peer_max_frame, self.peer))
+    def _send(self, message: Message, lane: int | None = None) -> None:
+        self._queue(encoded(message, self._peer_max_frame, self.peer), lane)
 
-    def _queue(self, buffers: Sequence[Buffer]) -> None:
-        """Have a frame sent. Raises WireError, and the connection is broken, where too much waits already."""
+    def _queue(self, buffers: Sequence[Buffer], lane: int | None = None) -> None:
+        """Have a frame sent. Raises WireError, and the connection is broken, where too much waits already.
+
+        A lane's request or answer does not count, where there is no other of it: the session keeps it, so it takes no
+        more room by waiting here, and the next connection would have all lanes' to send at once, and break again.
+        """
         size = sum(map(len, buffers))
-        if self._undelivered + size > self.limits.undelivered:
+        if lane in self._kept:
+            lane = None
+        if lane is None and self._loose + size > self.limits.undelivered:
             self._outbox.clear()
             error = WireError(
-                f"{self._undelivered} bytes not delivered yet and {size} more, expected at most "
-                f"{self.limits.undelivered}",
+                f"{self._loose} bytes not delivered yet and {size} more, expected at most {self.limits.undelivered}",
                 "undelivered",
             )
             raise self._break(error, tell=False).error
-        self._outbox += buffers
-        self._undelivered += size
+        self._append(buffers, size, lane)
 
-    def _queue_if_running(self, buffers: Sequence[Buffer]) -> None:
+    def _queue_if_running(self, buffers: Sequence[Buffer], lane: int) -> None:
         if self.phase is Phase.RUNNING:
-            self._queue(buffers)
+            self._queue(buffers, lane)
+
+    def _append(self, buffers: Sequence[Buffer], size: int, lane: int | None) -> None:
+        self._outbox += buffers
+        self._under_way.append((size, lane))
+        self._undelivered += size
+        if lane is None:
+            self._loose += size
+        else:
+            self._kept.add(lane)
 
     def _check_running(self, what: str) -> None:
         """Raise WireError where nothing can be sent that belongs to a running connection."""
@@ -237,8 +264,7 @@ class Connection:
             self.error = WireError(f"{self.peer}: {error}", error.code)
             if tell and self.phase is not Phase.LEAVING:
                 refusal = encode(Refused.of(error))
-                self._outbox += refusal
-                self._undelivered += sum(map(len, refusal))
+                self._append(refusal, sum(map(len, refusal)), None)
             self.phase = Phase.BROKEN
         return Broken(self.error)
 

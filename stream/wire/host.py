@@ -70,7 +70,7 @@ class HostConnection(Connection):
         buffers = encoded(answer, self._session.max_frame, self.peer)
         self._session.keep(answer)
         if self._session.send is not None:
-            self._session.send(buffers)
+            self._session.send(buffers, answer.lane)
         return True
 
     def tell(self, metrics: Metrics) -> None:
@@ -105,7 +105,8 @@ class HostConnection(Connection):
     def _take_request(self, request: Request) -> list[Event]:
         taken = self._session.take(request)
         if taken is Taken.AGAIN:
-            self._send(self._session.answer_to(request))
+            answer = self._session.answer_to(request)
+            self._send(answer, answer.lane)
         return [request] if taken is Taken.NEW else []
 
     def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
