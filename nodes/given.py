@@ -126,11 +126,14 @@ def check_numbers(**numbers: tuple[float | None, int]) -> None:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 
-def check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool) -> None:
+def check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool, *, is_remote: bool) -> None:
     if max_batch is not None or forward_in_thread:
+        given, expected = "where='rollouts' has", "where='threads' or where='processes'"
+        if is_remote:
+            given, expected = "RemoteRollouts have", "RemoteEnvs"
         raise ValueError(
-            "max_batch and forward_in_thread are for a forward pass over several lanes, but where='rollouts' has one "
-            "for each; expected where='threads' or where='processes'"
+            f"max_batch and forward_in_thread are for a forward pass over several lanes, but {given} one for each; "
+            f"expected {expected}"
         )
     if not isinstance(metrics, MetricsLogger):
         raise ValueError(

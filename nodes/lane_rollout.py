@@ -1,8 +1,7 @@
 """One lane's whole rollout apart from the others', in a process or on a host of its own."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that 
 
 
 class Drained(BaseException):
-    """Raised between two forward passes where what there is of the fragment is wanted now."""
+    """Raised by `between` where what there is of the fragment is wanted now; the turn after it goes on from there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,6 @@ class WeightsFrom(PolicyWeights):
         self._version = version
         self.between = between
 
-    def take(self) -> tuple[int, dict[str, Any]] | None:
-        """The newest weights, once."""
-        self.between()
-        return super().take()
-
     def put(self, version: int, weights: Weights) -> None:
         """Have the next pass use these, unless newer ones are here already.
 
@@ -102,6 +96,8 @@ class LaneRollout:
                                     come from
     env_to_module, module_to_env    connector pipelines for this lane alone
     began                           called when the first reset and the first forward pass are done
+    is_ours                         whether the vector environment was put together by us: see `step_of`
+    is_shared                       whether other processes may look at the lane's columns
 
     lane                            the lane
     """
@@ -116,9 +112,13 @@ class LaneRollout:
         env_to_module: EnvToModulePipeline,
         module_to_env: ModuleToEnvPipeline,
         began: Callable[[], None],
+        is_ours: bool = True,
+        is_shared: bool = False,
     ) -> None:
         environments = _OneLane(
             env,
+            is_ours=is_ours,
+            is_shared=is_shared,
             fragment_length=plan.fragment_length,
             lookback=plan.lookback,
             seed=plan.seed,
@@ -128,12 +128,12 @@ class LaneRollout:
         self.lane: Lane
         [self.lane] = environments.lanes
         seed_lane(self.lane, plan.seed)
-        self._first_sequence = plan.sequence
+        self.lane.fragment.sequence = plan.sequence
         self._pipelines = env_to_module, module_to_env
         self._metrics = MetricsLogger()
-        self._turns = _Turns()
+        self._turns = _Turns(weights.between)
         context = {"module": module, "explore": plan.acting["explore"], "metrics": self._metrics}
-        forward = _FirstInTurn(module, weights, began, **plan.acting)
+        forward = _FirstInTurn(module, weights, self._turns, began, **plan.acting)
         prepare, act = EnvToModule(env_to_module, **context), ModuleToEnv(module_to_env, **context)
         self._run = InlineRun(ring_of(environments, prepare, forward, act, self._turns))
         self._run.__enter__()
@@ -142,15 +142,14 @@ class LaneRollout:
         """Make the next fragment. Raises what the module or a connector raises."""
         self._turns.want()
         try:
-            [(_, fragment)] = self._run.next_outputs()
-        except Drained:
-            fragment = self.lane.cut()
+            given = self._run.next_outputs()
         except Exception as error:
             if not is_of_environment(error):
                 raise
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return Turned(self._numbered(self.lane.cut()), error, lost)
-        return Turned(self._numbered(fragment))
+            return Turned(self.lane.cut(), error, lost)
+        # None where the gate has held the lane: it stands before its next forward pass.
+        return Turned(given[0][1] if given else self.lane.cut())
 
     def take_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Have the connectors go on from states that they have come to elsewhere: one for each of the two pipelines."""
@@ -175,10 +174,6 @@ class LaneRollout:
             self._metrics.reset()
         return told
 
-    def _numbered(self, fragment: Fragment) -> Fragment:
-        fragment.sequence += self._first_sequence
-        return fragment
-
 
 def is_of_environment(error: Exception) -> bool:
     """Whether it was an environment of a lane that raised, rather than the module, a connector, or what is ours."""
@@ -188,24 +183,43 @@ def is_of_environment(error: Exception) -> bool:
 class _OneLane(Environments):
     """The environments of one lane, made already."""
 
+    def __init__(self, env: Any, *, is_ours: bool, is_shared: bool, **options: Any) -> None:
+        self._are_ours, self._is_shared = is_ours, is_shared
+        super().__init__(env, **options)
+
+    def _lane(self, index: int, vector: Any) -> Lane:
+        layout = self._layout(index, vector, self.seed)
+        return Lane(index, layout, self.observation_space, is_shared=self._is_shared)
+
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        self._steps = [step_of(env, is_ours=True)]
+        self._steps = [step_of(env, is_ours=self._are_ours)]
         return [env]
 
 
 class _Turns:
-    """A gate that lets the lane begin a fragment whenever one is wanted."""
+    """A gate before the forward pass: lets the lane begin a fragment whenever one is wanted, and go on with it.
 
-    def __init__(self) -> None:
-        self.wanted = 0
+    between    raises Drained where it is to be held; it passes again once a fragment is wanted
+    """
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self._between = between
+        self._is_wanted = False
+        self._is_first = True
         self._changed: Any = None
 
     def admits(self, lane: Lane) -> bool:
-        """Whether the lane may take its next step."""
-        if not lane.at_start:
-            return True
-        self.wanted -= 1
-        return self.wanted >= 0
+        """Whether the lane may take its next step; before the first one it waits until no other lane is at its own."""
+        if lane.at_start and not self._is_wanted:
+            return False
+        try:
+            self._between()
+            while self._is_first and not _first_passes.acquire(timeout=_BEAT_S):
+                self._between()
+        except Drained:
+            return False
+        self._is_wanted = self._is_first = False
+        return True
 
     def watch(self, changed: Any) -> None:
         """Take the function to be called when a fragment is wanted."""
@@ -213,34 +227,30 @@ class _Turns:
 
     def want(self) -> None:
         """A fragment is wanted."""
-        self.wanted = 1
+        self._is_wanted = True
         self._changed()
+
+    def end_first(self) -> None:
+        """The lane has taken its first step: others may."""
+        _first_passes.release()
 
 
 class _FirstInTurn(ModuleForward):
-    """Forward passes, the first of which waits for that of another lane in this process."""
+    """Forward passes, before the first of which the gate has waited for those of other lanes."""
 
-    def __init__(self, module: Any, weights: WeightsFrom, began: Callable[[], None], **how: Any) -> None:
+    def __init__(self, module: Any, weights: WeightsFrom, turns: _Turns, began: Callable[[], None], **how: Any) -> None:
         super().__init__(module, weights, **how)
+        self._turns = turns
         self._began: Callable[[], None] | None = began
-        self._between = weights.between
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One pass with one version of the weights."""
         if self._began is None:
             return super().forward(batch)
-        with self._alone():
+        try:
             output = super().forward(batch)
+        finally:
+            self._turns.end_first()
         self._began()
         self._began = None
         return output
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        self._between()
-        while not _first_passes.acquire(timeout=_BEAT_S):
-            self._between()
-        try:
-            yield
-        finally:
-            _first_passes.release()

@@ -232,7 +232,8 @@ class Rollout:
         self._deal = Deal(self._lanes_count, num_fragments)
         self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
         if isinstance(self.environments, RolloutsElsewhere):
-            check_for_rollouts(self.metrics, max_batch, forward_in_thread)
+            is_remote = isinstance(self.environments, RemoteLanes)
+            check_for_rollouts(self.metrics, max_batch, forward_in_thread, is_remote=is_remote)
             self.environments.replica, self.environments.heard = self._replica, self._heard
             self.environments.acting = self._how_to_act
         if isinstance(self.environments, RemoteLanes):
@@ -426,15 +427,20 @@ class Rollout:
 
     def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
         """Take in what a worker's connectors have learnt and logged."""
-        if "metrics" in told:
-            self.metrics.merge([told["metrics"]])
         if "states" in told:
-            self._states[lane] = told["states"]
+            states = self._states | {lane: told["states"]}
             pipelines = self.env_to_module, self.module_to_env
-            for pipeline, states in zip(pipelines, zip(*self._states.values(), strict=True), strict=True):
-                pipeline.set_state(pipeline.merge_states(list(states)))
+            merged = [
+                pipeline.merge_states(list(each))
+                for pipeline, each in zip(pipelines, zip(*states.values(), strict=True), strict=True)
+            ]
+            for pipeline, state in zip(pipelines, merged, strict=True):
+                pipeline.set_state(state)
+            self._states = states  # not before: another host may have sent what can't be merged
             assert isinstance(self.environments, RolloutsElsewhere)
             self.environments.hand_on([pipeline.get_state() for pipeline in pipelines])
+        if "metrics" in told:
+            self.metrics.merge([told["metrics"]])
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"

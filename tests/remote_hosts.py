@@ -1,4 +1,4 @@
-"""Hosts of environments for tests, in threads and in processes, and a wire that breaks."""
+"""Hosts for tests, of environments and of whole rollouts, in threads and in processes, and a wire that breaks."""
 
 import random
 import socket
@@ -9,14 +9,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numbered_env import NumberedEnv
 
-from rollflow.nodes import EnvHost, RemoteEnvs
+from rollflow.nodes import EnvHost, RemoteEnvs, RolloutHost
+from rollflow.nodes.remote.host import Host
+from rollflow.nodes.remote.remote_envs import RemoteHosts
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import Broken, HostConnection, HostSession, Limits, Rows, Step, encode
+
+Remote = TypeVar("Remote", bound=RemoteHosts)
 
 SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
 _PROGRAM = """
@@ -24,18 +28,21 @@ import sys; sys.path[:] = {path!r}
 from functools import partial
 from pathlib import PosixPath
 import {module}
-from rollflow.nodes import EnvHost
+from rollflow.nodes import EnvHost, RolloutHost
 makers = [partial({module}.{name}, *args, **kwargs) for args, kwargs in {makers!r}]
-with EnvHost(makers, lanes={lanes}, secret={secret!r}, name={host!r}) as host:
+{before}
+with {kind}(makers, lanes={lanes}, secret={secret!r}, name={host!r}{more}) as host:
     host.connect({address!r}, retry_s=30.0)
 """
+# What a host of whole rollouts has beside environments.
+_NUMBERED = {"before": "from numbered import NumberedModule", "more": ", module=NumberedModule()"}
 
 
 @contextmanager
-def hosting(address: Any, envs: Any, **options: Any) -> Iterator[EnvHost]:
+def hosting(address: Any, envs: Any, *, kind: type[Host] = EnvHost, **options: Any) -> Iterator[Any]:
     """A host in a thread, until it is left; what it raised is raised then."""
     raised: list[BaseException] = []
-    with EnvHost(envs, **options) as host:
+    with kind(envs, **options) as host:
 
         def serve() -> None:
             try:
@@ -55,9 +62,9 @@ def hosting(address: Any, envs: Any, **options: Any) -> Iterator[EnvHost]:
 
 
 @contextmanager
-def dialled_host(address: str, envs: Any, **options: Any) -> Iterator[EnvHost]:
+def dialled_host(address: str, envs: Any, *, kind: type[Host] = EnvHost, **options: Any) -> Iterator[Any]:
     """A host in a thread that is to be dialled."""
-    with EnvHost(envs, **options) as host, host.listening(address):
+    with kind(envs, **options) as host, host.listening(address):
         thread = threading.Thread(target=host.serve)
         thread.start()
         try:
@@ -68,7 +75,10 @@ def dialled_host(address: str, envs: Any, **options: Any) -> Iterator[EnvHost]:
 
 
 class HostProcess:
-    """A host in a process of its own: environments `module.name(*args, **kwargs)`, one for each of `makers`."""
+    """A host in a process of its own: environments `module.name(*args, **kwargs)`, one for each of `makers`.
+
+    kind    `RolloutHost`: it has a `NumberedModule`
+    """
 
     def __init__(
         self,
@@ -79,8 +89,11 @@ class HostProcess:
         secret: str | None = None,
         name: str = "process",
         env: type[Any] = NumberedEnv,
+        kind: type[Host] = EnvHost,
     ) -> None:
         program = _PROGRAM.format(
+            **_NUMBERED if kind is RolloutHost else dict.fromkeys(_NUMBERED, ""),
+            kind=kind.__name__,
             path=sys.path,
             module=env.__module__,
             name=env.__name__,
@@ -103,7 +116,10 @@ class HostProcess:
 
 
 class BrokenWire:
-    """A proxy that cuts each connection after a number of bytes that `drawn` gives; None: never."""
+    """A proxy that cuts each connection after a number of bytes that `drawn` gives; None: never.
+
+    is_down    whether connections are closed as they come
+    """
 
     def __init__(self, target: Any, drawn: Callable[[], int | None]) -> None:
         self.cuts = 0
@@ -111,7 +127,7 @@ class BrokenWire:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
-        self._is_closed = False
+        self._is_closed = self.is_down = False
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -125,12 +141,17 @@ class BrokenWire:
         self._is_closed = True
         with socket.create_connection(self._listener.getsockname()):
             pass  # so that it looks
-        with self._lock:
-            for sock in self._open:
-                _cut(sock)
+        self.go_down()
         for thread in self._threads:
             thread.join()
         self._listener.close()
+
+    def go_down(self) -> None:
+        """Cut what is there; what comes is cut as well, until `is_down` is set otherwise."""
+        self.is_down = True
+        with self._lock:
+            for sock in self._open:
+                _cut(sock)
 
     def _accept(self) -> None:
         while True:
@@ -138,6 +159,9 @@ class BrokenWire:
             if self._is_closed:
                 near.close()
                 return
+            if self.is_down:
+                near.close()
+                continue
             try:
                 far = socket.create_connection(self._target)
             except OSError:
@@ -180,17 +204,17 @@ def _cut(sock: socket.socket) -> None:
         pass
 
 
-def listening(**options: Any) -> RemoteEnvs:
-    """Remote environments on a port of this machine's."""
-    return RemoteEnvs.listen("tcp://127.0.0.1:0", **{"limits": SHORT, "join_timeout": 60.0, **options})
+def listening(kind: type[Remote] = RemoteEnvs, **options: Any) -> Remote:  # type: ignore[assignment]
+    """Remote environments, or whole rollouts, on a port of this machine's."""
+    return kind.listen("tcp://127.0.0.1:0", **{"limits": SHORT, "join_timeout": 60.0, **options})
 
 
 class RawHost:
     """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its one lane has two slots."""
 
-    def __init__(self, address: Any, *, secret: bytes | None = None, **said: Any) -> None:
+    def __init__(self, address: Any, *, secret: bytes | None = None, kind: type[Host] = EnvHost, **said: Any) -> None:
         makers = [lambda slot=slot: NumberedEnv(900 + slot) for slot in range(2)]
-        with EnvHost(makers, secret=secret, name="raw") as pattern:  # type: ignore[arg-type]
+        with kind(makers, secret=secret, name="raw") as pattern:  # type: ignore[call-arg]
             self.hello = replace(pattern._hello(), **said)
         self.sock = socket.create_connection((address.host, address.port))
         self.session = HostSession(self.hello.session)

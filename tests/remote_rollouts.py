@@ -1,17 +1,23 @@
 """Rollouts over remote environments for tests, and the laws that hold whatever becomes of the hosts."""
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from doomed import lives_of, rewards_by_slot
+from held import LONGEST_S, Held, let_go
 from numbered import NumberedEnv, NumberedModule
+from remote_hosts import RawHost, hosting, listening
 
-from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.stream import Fragment
-from rollflow.stream.wire import Limits
+from rollflow.stream.wire import Broken, Limits, Turn, Welcome
+from rollflow.stream.wire import Fragment as Answer
 
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
 
@@ -25,8 +31,8 @@ def told(*slots: int, **options: Any) -> list[Any]:
     return [((slot,), options) for slot in slots]
 
 
-def rollout_over(envs: RemoteEnvs, **options: Any) -> Rollout:
-    return Rollout(envs, module=NumberedModule(), **{"fragment_length": 8, "seed": 0, **options})
+def rollout_over(envs: RemoteEnvs | RemoteRollouts, **options: Any) -> Rollout:
+    return Rollout(envs, **{"module": NumberedModule(), "fragment_length": 8, "seed": 0, **options})
 
 
 def slots_of(fragments: list[Fragment]) -> set[int]:
@@ -59,3 +65,79 @@ def check_laws(fragments: list[Fragment], lost: dict[str, int], slots_lost: int)
             np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), observations[:-1])
     assert set(lost) <= {"workers", "closed"}
     assert lost.get("workers", 0) <= slots_lost
+
+
+# Whole rollouts
+
+
+def rollouts_on(address: Any, envs: Any, **options: Any) -> Any:
+    """A host of whole rollouts in a thread, until it is left."""
+    return hosting(address, envs, kind=RolloutHost, **{"module": NumberedModule(), **options})
+
+
+def await_that(is_so: Callable[[], Any]) -> None:
+    """Wait until something holds. Raises TimeoutError where it never does."""
+    until = time.monotonic() + LONGEST_S
+    while not is_so():
+        if time.monotonic() > until:
+            raise TimeoutError("it has not come to that")
+        time.sleep(0.002)
+
+
+def check_counts(fragments: list[Fragment], rollout: Rollout) -> None:
+    """Every transition that is told of was handed over, or is lost with a cause that is told."""
+    handed = sum(fragment.num_steps for fragment in fragments)
+    assert rollout.num_steps == handed + rollout.lost.get("closed", 0) + rollout.lost.get("max_lag", 0)
+
+
+class RawRollouts(RawHost):
+    """A host of whole rollouts made by hand: a lane gives fragments, which may be changed before they are sent.
+
+    lane    as a real host has it
+    """
+
+    def __init__(self, address: Any, *, module: Any = None, **said: Any) -> None:
+        super().__init__(address, kind=RolloutHost, **said)
+        self._host = RolloutHost(makers(900, 901), module=module or NumberedModule())
+        [self.lane] = self._host._lanes
+
+    def next_turn(self) -> Turn:
+        """Wait for the next turn; what comes before it is for the lane."""
+        while not isinstance(event := self.next_event(), Turn):
+            assert not isinstance(event, Broken | None), event
+            if isinstance(event, Welcome):
+                self._host._welcomed(event)
+            else:
+                self._host._told(event)
+        return event
+
+    def made(self, turn: Turn) -> Answer:
+        """What the lane gives for a turn."""
+        answer = self.lane.answer(turn, self.lane.session)
+        assert isinstance(answer, Answer)
+        return answer
+
+    def answer(self, turn: Turn) -> None:
+        """Answer a turn as it should be."""
+        self.connection.answer(turn, self.made(turn))
+        self.flush()
+
+    def close(self) -> None:
+        """Be gone without a word."""
+        self._host.close()
+        self.sock.close()
+
+
+@contextmanager
+def raw_host_of(
+    folder: Path, *, module: Callable[[], Any] = NumberedModule, **options: Any
+) -> Iterator[tuple[Rollout, RawRollouts]]:
+    """A rollout that nobody reads, and a host of it made by hand, beside one that stands still in its first step."""
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], [partial(Held, 0, folder, steps=[0])], module=module()):
+        given: dict[str, Any] = {"module": module(), "fragment_length": 8, "seed": 0, "prefetch": 1, **options}
+        try:
+            with Rollout(envs, **given) as rollout, closing(RawRollouts(envs.addresses[0], module=module())) as raw:
+                yield rollout, raw
+        finally:
+            let_go(folder, 0)

@@ -38,8 +38,13 @@ def message_of(turn: wire.Turn, fragment: Fragment, more: Mapping[str, Any]) -> 
     return wire.Fragment(turn.lane, turn.number, columns, described(fragment) | told | dict(more))
 
 
-def fragment_of(message: wire.Fragment, layout: FragmentLayout) -> Fragment:
-    """The fragment in an answer, its columns where they came; read-only. Raises WireError where it is none."""
+def fragment_of(message: wire.Fragment, layout: FragmentLayout, lost: str | None = None) -> Fragment:
+    """The fragment in an answer, its columns where they came; read-only.
+
+    lost    why the environments were lost before it; None: they were not
+
+    Raises WireError where it is none.
+    """
     where = f"fragment {message.number} of lane {message.lane}"
     try:
         rest = message.rest
@@ -53,6 +58,8 @@ def fragment_of(message: wire.Fragment, layout: FragmentLayout) -> Fragment:
         }
         _check(columns, layout, rows, space, where)
         fragment = restored(layout, message.lane, columns, rest, space)
+        if lost is not None:
+            fragment.begin_after_loss(lost)
         assert fragment.chunks is not None  # made now, and kept: what does not fit together is found here
         return fragment
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:

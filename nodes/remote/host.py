@@ -84,7 +84,7 @@ class Host:
         self._metadata = metadata
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
         self._session = _new_session()
-        self._lock = threading.Lock()  # of the session, its connections, and their sockets
+        self._lock = threading.RLock()  # of the session, its connections, and their sockets
         self._bell = Bell()
         self._poll = select.poll()
         self._poll.register(self._bell.fileno(), select.POLLIN)
@@ -217,7 +217,7 @@ class Host:
         except Exception as error:
             if not isinstance(error, WireError) and error is not self._fatal:
                 raise
-            logger.warning("%s: %s", line.where, quoted(error))
+            logger.warning("%s: %s: %s", line.where, type(error).__name__, quoted(error))
         else:
             if reason is None:
                 return
@@ -248,6 +248,7 @@ class Host:
             with self._lock:
                 line.connection.refuse(self.role, f"{type(self._fatal).__name__}: {self._fatal}")
             self._begin_anew()
+            self._dismissed()
             raise self._fatal
         with self._lock:
             line.connection.is_busy = not is_welcomed and self._welcomed_line is not None
@@ -372,8 +373,10 @@ class Host:
                 job.connection.answer(job.request, answer)
             except (WireError, ColumnError) as error:
                 if getattr(error, "code", "") != "undelivered":
+                    failed = self._failed(job.request, error)
                     with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
-                        job.connection.answer(job.request, Failed.of(job.request, error))
+                        if failed is not None:
+                            job.connection.answer(job.request, failed)
             line = self._welcomed_line
             if line is not None:
                 self._lines.write(line)

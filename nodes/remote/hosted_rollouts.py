@@ -8,6 +8,7 @@ from typing import Any
 
 from rollflow.nodes.default_model_config import model_config_of
 from rollflow.nodes.default_module import DefaultModule
+from rollflow.nodes.remote.account import Account, Standing, account_of, standings_of
 from rollflow.nodes.remote.fragment_message import fragment_of
 from rollflow.nodes.remote.lane_record import Record, State
 from rollflow.nodes.remote.remote_host import Back, Left, News, RemoteHost, Told
@@ -15,7 +16,7 @@ from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.rollouts_elsewhere import RolloutsElsewhere, Turns
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Answer, Cut, Fragment, Settings, States, Turn, Weights
+from rollflow.stream.wire import Answer, Cut, Failed, Fragment, Settings, States, Turn, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class _Count:
     pulse       how often it has got on with something
     seen        the same, when it was asked last
     stages      [name, items, busy seconds]
+    is_in_vain  whether its turn, which is to end now, will have no step
+    lost        why the environments were lost before the next fragment; None: they were not
     """
 
     start: int = 0
@@ -40,6 +43,8 @@ class _Count:
     pulse: int = 0
     seen: int = -1
     stages: list[list[Any]] = field(default_factory=list)
+    is_in_vain: bool = False
+    lost: str | None = None
 
     @property
     def unreported(self) -> int:
@@ -47,7 +52,9 @@ class _Count:
         return max(0, self.made - self.reported)
 
     def begin(self, start: int) -> None:
-        """The environments have been made anew, maybe."""
+        """The environments have been made anew, maybe. Raises WireError where this was long ago."""
+        if start < self.start:
+            raise WireError(f"start {start}, expected {self.start} or more", "fragment")
         if start != self.start:
             self.start, self.reported, self.made = start, 0, 0
 
@@ -98,9 +105,9 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         """Have every host use these weights from its next forward pass on."""
         message = Weights(version, *to_arrays(weights))
         with self._publishing:
-            if self._weights is None or version > self._weights.version:
+            if not self.is_closed and (self._weights is None or version > self._weights.version):
                 self._weights = message
-        self._gateway.wake()
+                self._gateway.wake()
 
     def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Have every host's connectors take over states before its next turn."""
@@ -140,6 +147,12 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         """Lanes, slots and hosts, for `explain()`."""
         return f"{super().describe()}, each with connectors and a copy of the module"
 
+    def close(self) -> None:
+        """Say goodbye to the hosts."""
+        with self._publishing:
+            self.is_closed = True
+        super().close()
+
     # What RemoteLanes leaves open
 
     def _lane_for(self, index: int, env: Any) -> Turns:
@@ -170,30 +183,53 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
 
     def _take(self, record: Record, answer: Any) -> Iterator[Any]:
         assert isinstance(answer, Fragment)
-        lane, count, told = record.lane, self._counts[record.lane.index], answer.rest
+        index, where = record.lane.index, f"fragment {answer.number} of lane {record.lane.index}"
         try:
-            fragment = fragment_of(answer, self._layout(lane.index, self.envs[lane.index], told.get("seed", self.seed)))
-            if fragment.sequence != lane.sequence:
-                raise WireError(
-                    f"fragment {fragment.sequence} of lane {lane.index}, expected {lane.sequence}", "fragment"
-                )
-            count.begin(told["start"])
-            count.steps += told["steps"] - count.reported
-            count.reported, count.stages = told["steps"], told["nodes"]
-            self.heard(lane.index, told)
-        except (WireError, KeyError, TypeError, ValueError) as error:
-            self._expel(record.host, error)
+            account = account_of(answer.rest, record.num_slots)
+            fragment = self._fragment_of(answer, account)
+            self.heard(index, answer.rest)
+        except Exception as error:  # what it has said may be anything, and what connectors make of it as well
+            self._expel(record.host, error, where)
             return
-        lane.fragment, lane.sequence = fragment, fragment.sequence + 1
-        self.lost_steps += told["lost_steps"]
-        record.state = State.READY
-        if told["failure"] is None:
-            record.failures = 0
-            yield self._come_back(record)
+        count = self._counts[index]
+        count.steps += account.steps - count.reported
+        count.reported, count.stages = account.steps, account.nodes
+        self.lost_steps += account.lost_steps
+        if account.failure is not None:
+            logger.warning("lane %d is lost: host %s: %s", index, record.host.name, account.failure)
+            record.reason = account.failure
+        if account.failure is not None and not fragment.num_rows:  # there is none: the next one says what was lost
+            count.lost = account.failure
+            self._patience.end(index)
+            yield from self._fail_or_leave(record)
             return
-        logger.warning("lane %d is lost: host %s: %s", lane.index, record.host.name, told["failure"])
-        record.reason = told["failure"]
-        yield from list(self._fail_or_leave(record)) or [self._come_back(record)]
+        count.lost = None
+        record.lane.fragment, record.lane.sequence = fragment, fragment.sequence + 1
+        if account.failure is not None:
+            yield from list(self._fail_or_leave(record)) or [self._come_back(record)]
+            return
+        record.state, record.failures = State.READY, 0
+        yield self._come_back(record)
+
+    def _fragment_of(self, answer: Fragment, account: Account) -> Any:
+        """The fragment in an answer. Raises WireError where it is none, or not the next one."""
+        lane, count = self._records[answer.lane].lane, self._counts[answer.lane]
+        layout = self._layout(lane.index, self.envs[lane.index], account.seed)
+        fragment = fragment_of(answer, layout, count.lost)
+        count.begin(account.start)
+        for name, given, expected in (
+            ("sequence", fragment.sequence, lane.sequence),
+            ("steps", account.steps, count.reported + fragment.num_steps),
+        ):
+            if given != expected:
+                raise WireError(f"{name} is {given}, expected {expected}", "fragment")
+        return fragment
+
+    def _failed(self, record: Record, answer: Failed) -> Iterator[Any]:
+        """Environments could not be made, or not be reset: no step was under way."""
+        record.state = State.RESETTING
+        self._counts[record.lane.index].lost = f"{answer.type}: {answer.text}"
+        yield from super()._failed(record, answer)
 
     def _take_late(self, record: Record, answer: Answer) -> Iterator[Any]:
         record.state = State.STEPPING
@@ -212,12 +248,16 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         return False
 
     def _lost_with(self, record: Record, reason: str) -> int:
-        if record.state not in (State.STEPPING, State.LATE):
-            return 0
         count = self._counts[record.lane.index]
-        lost: int = count.unreported + (record.num_slots if count.made else 0)
+        lost: int = count.unreported
         count.made = count.reported
+        if record.state in (State.STEPPING, State.LATE) and (count.pulse or count.steps):
+            lost += record.num_slots
         return lost
+
+    def _is_given_up(self, record: Record) -> bool:
+        # A host that has no connection may come back with what was made, as long as it has not left.
+        return record.state is not State.STEPPING or self._counts[record.lane.index].is_in_vain
 
     def _given_up(self) -> Iterator[Any]:
         for lane in super()._given_up():
@@ -230,7 +270,7 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         index = record.lane.index
         self._equip(record.host)
         count = self._counts[index]
-        count.seen = count.pulse
+        count.seen, count.is_in_vain = count.pulse, False
         self._ask(record, Turn(index, self._gateway.next_number(index)))
         if record.failures or not count.reported:  # environments are to be made, or reset
             self._patience.begin(index, resets=True)
@@ -279,16 +319,24 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         """Take down how far a host's lanes are."""
         self._gateway.give_credit(told.host)
         try:
-            for lane, start, steps, pulse in told.metrics["lanes"]:
-                if lane not in told.host.session.lanes:
-                    raise WireError(f"metrics of lane {lane}, expected one of {told.host.session.lanes}")
-                count = self._counts[lane]
-                count.begin(int(start))
-                count.made, count.pulse = int(steps), int(pulse)
-        except (WireError, KeyError, TypeError, ValueError) as error:
-            self._expel(told.host, error)
+            for standing in standings_of(told.metrics, told.host.session.lanes):
+                self._take_standing(standing)
+        except WireError as error:
+            self._expel(told.host, error, "metrics")
 
-    def _expel(self, host: RemoteHost, error: Exception) -> None:
+    def _take_standing(self, standing: Standing) -> None:
+        """Take down how far a lane is; not of one that has left, or that came when the rollout was ending."""
+        index = standing.lane
+        if index >= len(self._records) or self._records[index].state is State.GONE:
+            return
+        count = self._counts[index]
+        count.begin(standing.start)
+        most = count.reported + self.fragment_length * self._records[index].num_slots
+        if standing.steps > most:
+            raise WireError(f"lane {index}: {standing.steps} steps, expected at most {most}", "metrics")
+        count.made, count.pulse, count.is_in_vain = standing.steps, standing.pulse, standing.is_in_vain
+
+    def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
         """Have a host leave that has said what makes no sense."""
         told = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
-        self._gateway.expel(host, WireError(f"host {host.name}: {told}", "fragment"))
+        self._gateway.expel(host, WireError(f"host {host.name}: {where}: {told}", "fragment"))

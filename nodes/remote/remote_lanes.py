@@ -13,7 +13,7 @@ from rollflow.nodes.environments import Environments
 from rollflow.nodes.remote.gateway import Gateway
 from rollflow.nodes.remote.lane_record import Record, State
 from rollflow.nodes.remote.remote_envs import RemoteHosts
-from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost
+from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost, Told
 from rollflow.nodes.workers.lane_link import Elsewhere
 from rollflow.nodes.workers.patience import Patience
 from rollflow.stream.errors import EnvError
@@ -166,6 +166,8 @@ class RemoteLanes(Environments):
             for news in self._gateway.news():
                 if isinstance(news, Joined):
                     hosts.append(news.host)
+                elif isinstance(news, Told):  # it has made nothing yet, and is to say so when it has
+                    self._gateway.give_credit(news.host)
                 elif isinstance(news, Left):
                     self._farewells.append((f"host {news.host.name}", news.reason))
                     count += 1  # others are waited for in its place
@@ -201,6 +203,10 @@ class RemoteLanes(Environments):
     def _is_late(self, record: Record) -> bool:
         """Whether a lane whose time is up has indeed made nothing."""
         return True
+
+    def _is_given_up(self, record: Record) -> bool:
+        """Whether a lane is not waited for any more, where the rollout is ending."""
+        return record.state is not State.STEPPING or record.host.lost_at is not None
 
     # Hosts
 
@@ -257,8 +263,8 @@ class RemoteLanes(Environments):
     def _host_back(self, host: RemoteHost) -> None:
         """Give a host its time again for what it is at."""
         for record in self._records_of(host):
-            if record.state in (State.RESETTING, State.STEPPING):
-                self._patience.begin(record.lane.index, resets=record.state is State.RESETTING)
+            if record.state in (State.RESETTING, State.STEPPING, State.LATE):
+                self._patience.begin(record.lane.index, resets=record.state is not State.STEPPING)
 
     def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Any]:
         self._farewells.append((f"host {host.name}", reason))
@@ -337,7 +343,7 @@ class RemoteLanes(Environments):
             self._vacant_since = None
             self.in_flight -= 1
         for record in self._records:
-            if record.is_waited and (record.state is not State.STEPPING or record.host.lost_at is not None):
+            if record.is_waited and self._is_given_up(record):
                 self._lose(record, f"the rollout ended: {record.reason or 'no host'}")
                 self._lost.discard(record.lane.index)
                 record.state = State.GONE

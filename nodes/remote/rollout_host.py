@@ -87,6 +87,8 @@ class RolloutHost(Host):
     def _welcomed(self, welcome: Welcome) -> None:
         self._said = []
         if welcome.resumed and self._ids:
+            for lane in self._lanes:
+                lane.resume()
             return
         self._ids, self._fatal = [grant.lane for grant in welcome.lanes], None
         for lane, grant in zip(self._lanes, welcome.lanes, strict=True):
@@ -121,7 +123,7 @@ class RolloutHost(Host):
             connection.tell(Metrics({"lanes": [[lane, *each] for lane, each in zip(self._ids, progress, strict=True)]}))
 
     def _failed(self, request: Any, error: Exception) -> None:
-        """The module or a connector has raised: there is no going on."""
+        """The module or a connector has raised, or a fragment can't be sent: there is no going on."""
         with self._lock:
             if self._session.waits_for(request):
                 self._fatal = error

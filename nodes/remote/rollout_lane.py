@@ -19,14 +19,16 @@ from rollflow.stream.wire import Failed, Fragment, LaneGrant, Turn
 class Progress(NamedTuple):
     """How far a lane is.
 
-    start    how often its environments were made anew
-    steps    transitions made since then
-    pulse    how often it has got on with something
+    start       how often its environments were made anew
+    steps       transitions made since then
+    pulse       how often it has got on with something
+    is_in_vain  whether its turn will end without a step: it is to end, and environments are still made or reset
     """
 
-    start: int
-    steps: int
-    pulse: int
+    start: int = 0
+    steps: int = 0
+    pulse: int = 0
+    is_in_vain: bool = False
 
 
 class _Outdated(BaseException):
@@ -53,9 +55,13 @@ class RolloutLane:
         self._states: list[Any] | None = None  # to be taken over before the next turn
         self._weights: WeightsFrom | None = None
         self._cut = 0
+        self._is_equipped = False  # with settings, states and weights, which come in this order
+        self._known_states: list[Any] | None = None  # taken over last
         self._rollout: LaneRollout | None = None
         self._rollout_session = 0
-        self._seed = self._starts = self._sequence = self._turn = self._steps = self._pulse = 0
+        self._seed = self._starts = self._sequence = self._turn = 0
+        self._is_beginning = False
+        self._done = 0, Progress()  # and the session that it is of
         self._has_failed = False
         self._make()
 
@@ -68,7 +74,16 @@ class RolloutLane:
             self._grant, self._settings, self._published = grant, None, None
             self._states = self._weights = None
             self._cut = 0
+            self._is_equipped = False
             self._changed.notify_all()
+
+    def resume(self) -> None:
+        """Go on through another connection: the next turn waits for the weights that come through it.
+
+        Those that came through the last one may not have been the newest, nor the connectors' states.
+        """
+        with self._changed:
+            self._is_equipped = False
 
     def close(self) -> None:
         """Close the environments."""
@@ -86,6 +101,7 @@ class RolloutLane:
             self._published = version, weights
             if self._weights is not None:
                 self._weights.put(version, weights)
+            self._is_equipped = True
             self._changed.notify_all()
 
     def take_states(self, states: list[Any]) -> None:
@@ -100,14 +116,17 @@ class RolloutLane:
     @property
     def progress(self) -> Progress:
         """How far it is."""
-        return Progress(self._starts, self._steps, self._pulse)
+        session, done = self._done
+        if session != self.session:
+            return Progress()
+        return done._replace(is_in_vain=self._is_beginning and self._cut >= self._turn)
 
     # Called where the environments are
 
     def answer(self, turn: Turn, session: int) -> Fragment | Failed | None:
         """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over(session) or bool(self._settings and self._published))
+            self._changed.wait_for(lambda: self._is_over(session) or self._is_equipped)
             if self._is_over(session):
                 return None
         try:
@@ -121,42 +140,59 @@ class RolloutLane:
         except Exception as error:
             if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
                 raise
-            self._end_rollout()
+            self._rollout, self._has_failed = None, True
             return Failed.of(turn, error)
-        with self._changed:
-            states, self._states = self._states, None
+        states = self._new_states()
         if states is not None:
             rollout.take_states(states)
         turned = rollout.turn()
-        self._sequence = turned.fragment.sequence + 1
+        # What was made in vain takes no number: there is no fragment then.
+        self._sequence = turned.fragment.sequence + (turned.error is None or turned.fragment.num_rows > 0)
         more = rollout.told() | {"start": self._starts, "seed": self._seed, "lost_steps": turned.lost_steps}
         more["failure"] = None if turned.error is None else _described(turned.error)
         if turned.error is not None:
-            self._end_rollout()
+            self._rollout, self._has_failed = None, True
         return message_of(turn, turned.fragment, more)
 
     def _begun(self, turn: Turn, session: int) -> LaneRollout:
         """The session's rollout. Raises what environments raise, and what does not fit."""
         if self._rollout_session != session:
-            self._rollout_session, self._rollout = session, None
-            self._starts = self._sequence = 0
+            self._rollout_session, self._rollout, self._known_states = session, None, None
+            self._starts, self._sequence, self._done = -1, 0, (session, Progress())
         self._turn = turn.number
         if self._rollout is None:
-            if self._has_failed and self._maker.can_travel:
-                self.env.close()
-                self._make()
-            self._has_failed = False
-            self._rollout = self._made(session)
+            self._is_beginning = True
+            try:
+                self._rollout = self._started(session)
+            finally:
+                self._is_beginning = False
         return self._rollout
 
+    def _started(self, session: int) -> LaneRollout:
+        """Another start. It is told of from now on, when whoever asks has the answer of the one before."""
+        self._starts += 1
+        self._done = session, Progress(self._starts, 0, self._done[1].pulse)
+        if self._has_failed and self._maker.can_travel:
+            self.env.close()
+            self._make()
+        self._has_failed = False
+        return self._made(session)
+
     def _made(self, session: int) -> LaneRollout:
-        assert self._grant is not None
-        assert self._settings is not None
-        assert self._published is not None
-        told, grant = self._settings, self._grant
+        with self._changed:
+            if self._is_over(session):
+                raise _Outdated
+            told, grant, published = self._settings, self._grant, self._published
+        assert told is not None
+        assert grant is not None
+        assert published is not None
         # Another start goes on with other episodes than the first: the same might fail in the same way.
         self._seed = seed_for(told["seed"], "restart", self._starts) if self._starts else told["seed"]
         acting = self._act(self.env, told)
+        states = self._new_states() or self._known_states
+        if states is not None:  # before the first observations go through
+            acting.env_to_module.set_state(states[0])
+            acting.module_to_env.set_state(states[1])
         plan = LanePlan(
             lane=grant.lane,
             first_slot=grant.first_slot,
@@ -167,6 +203,7 @@ class RolloutLane:
             acting=told["acting"],
         )
         weights = WeightsFrom(acting.copy, -1, partial(self._between, session))
+        weights.put(*published)
         rollout = LaneRollout(
             self.env,
             plan,
@@ -175,32 +212,38 @@ class RolloutLane:
             env_to_module=acting.env_to_module,
             module_to_env=acting.module_to_env,
             began=_nothing,
+            is_ours=self._maker.can_travel,
         )
+        self._take_weights(weights, session)
+        return rollout
+
+    def _take_weights(self, weights: WeightsFrom, session: int) -> None:
+        """Have what is published from now on go to these as well, with what was meanwhile."""
         with self._changed:
+            if self._is_over(session):
+                raise _Outdated
+            assert self._published is not None
             weights.put(*self._published)
             self._weights = weights
-        return rollout
+
+    def _new_states(self) -> list[Any] | None:
+        """What connectors are to take over, once."""
+        with self._changed:
+            states, self._states = self._states, None
+        self._known_states = states or self._known_states
+        return states
 
     def _between(self, session: int) -> None:
         """Between two forward passes: see whether the fragment is still wanted, and all of it."""
-        assert self._rollout is not None
-        self._steps = self._rollout.lane.num_steps
-        self._pulse += 1
         if self._is_over(session):
             raise _Outdated
+        assert self._rollout is not None
+        self._done = session, Progress(self._starts, self._rollout.lane.num_steps, self._done[1].pulse + 1)
         if self._cut >= self._turn:
             raise Drained
 
     def _is_over(self, session: int) -> bool:
         return self.session != session
-
-    def _end_rollout(self) -> None:
-        """The environments have raised."""
-        self._rollout, self._has_failed = None, True
-        with self._changed:
-            self._weights = None
-        self._starts += 1
-        self._steps = 0
 
     def _make(self) -> None:
         self.env: VectorEnv[Any, Any, Any] = self._maker.make()

@@ -14,12 +14,13 @@ from gymnasium.vector.utils import batch_space
 
 from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.environments import actions_of
-from rollflow.nodes.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.nodes.workers.frames import SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
 from rollflow.nodes.workers.outbox import Outbox
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.lane import Lane
+from rollflow.stream.lane_columns import FINAL_OBS
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import space_of
 from rollflow.stream.tree import Tree, map_tree

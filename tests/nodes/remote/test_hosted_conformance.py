@@ -1,0 +1,258 @@
+"""One meaning: whole rollouts on other hosts give the same fragments as those in worker processes."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import pytest
+from alike import assert_alike
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from numbered import NumberedEnv, NumberedModule
+from remote_hosts import BrokenWire, dialled_host, hosting, listening
+
+from rollflow.nodes import ConnectorV2, RemoteRollouts, Rollout, RolloutHost
+from rollflow.sinks import LearnerPipeline
+from rollflow.stream import Fragment, Graph
+from rollflow.stream.testing import check
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_delays() -> Iterator[None]:
+    """Until a broken connection is dialled again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.001)
+        yield
+
+
+class Setting(NamedTuple):
+    """How a rollout is drawn."""
+
+    slots: int
+    lanes: int
+    fragment_length: int
+    lookback: int
+    nested: bool
+    longest: int
+    prefetch: int
+    seed: int
+
+
+drawn_settings = st.builds(
+    Setting,
+    slots=st.integers(1, 6),
+    lanes=st.integers(1, 4),
+    fragment_length=st.integers(1, 12),
+    lookback=st.integers(0, 6),
+    nested=st.booleans(),
+    longest=st.integers(1, 12),
+    prefetch=st.integers(0, 2),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.slots)
+
+
+def makers_of(drawn: Setting) -> list[Any]:
+    return [partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)]
+
+
+def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:
+    """Three fragments of every lane, in the lanes' order."""
+    with Rollout(
+        env,
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        seed=drawn.seed,
+        num_fragments=3,
+        prefetch=drawn.prefetch,
+        **{"module": NumberedModule(), **options},
+    ) as rollout:
+        fragments = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert rollout.lost == {}
+    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+
+
+def hosted(envs: Any, drawn: Setting, makers: Any = None, **options: Any) -> list[Fragment]:
+    """The same by a host that dials in."""
+    address = options.pop("address", envs.addresses[0])
+    makers, lanes = (makers_of(drawn), drawn.lanes) if makers is None else (makers, None)
+    with hosting(address, makers, lanes=lanes, kind=RolloutHost, module=NumberedModule()):
+        return fragments_of(envs, drawn, **options)
+
+
+@given(drawn=drawn_settings)
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+def test_a_host_that_dials_in_gives_the_fragments_that_are_made_inline(drawn: Setting) -> None:
+    assert_alike(hosted(listening(RemoteRollouts), drawn), fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
+
+
+@given(drawn=drawn_settings, workers=st.integers(1, 2))
+@settings(max_examples=2, phases=[Phase.explicit, Phase.generate])
+def test_so_it_gives_those_of_worker_processes(drawn: Setting, workers: int) -> None:
+    ours = hosted(listening(RemoteRollouts), drawn)
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes, where="rollouts", workers=workers))
+
+
+@given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 12_000), max_size=30))
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
+    envs = listening(RemoteRollouts)
+    left = list(cuts)
+    wire = BrokenWire(envs.addresses[0], lambda: left.pop() if left else None)
+    try:
+        ours = hosted(envs, drawn, address=wire.address)
+    finally:
+        wire.close()
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
+
+
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+@pytest.mark.parametrize("longest", [1, 5])
+def test_every_autoreset_mode_comes_through(mode: AutoresetMode, longest: int) -> None:
+    drawn = Setting(3, 1, 8, 2, False, longest, 0, 3)
+    ready = [SyncVectorEnv(makers_of(drawn), autoreset_mode=mode) for _ in range(2)]
+    assert_alike(hosted(listening(RemoteRollouts), drawn, ready[0]), fragments_of(ready[1], drawn))
+
+
+def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
+    drawn = Setting(4, 2, 8, 1, True, 6, 1, 7)
+    addresses = [f"unix:{tmp_path}/one", f"unix:{tmp_path}/two"]
+    makers = makers_of(drawn)
+    options: Any = {"kind": RolloutHost, "module": NumberedModule()}
+    # Both are dialled at once: which one is first is for the wire to say, so both have the same environments.
+    with dialled_host(addresses[0], makers[:2], **options), dialled_host(addresses[1], makers[:2], **options):
+        ours = fragments_of(RemoteRollouts.connect(addresses), drawn)
+    assert_alike(ours, fragments_of(makers[:2] * 2, drawn, lanes=2))
+
+
+def test_secret_and_encryption_change_nothing(certificates: dict[str, Any]) -> None:
+    envs = listening(RemoteRollouts, secret="open sesame", tls=certificates["server"])
+    options: Any = {"fragment_length": 20, "num_fragments": 2, "seed": 5}
+    secret: Any = {"secret": b"open sesame", "tls": certificates["client"]}
+    with (
+        hosting(envs.addresses[0], "CartPole-v1", num_envs=2, kind=RolloutHost, **secret),
+        Rollout(envs, **options) as rollout,
+    ):
+        ours = list(rollout.fragments())
+    with Rollout("CartPole-v1", num_envs=2, **options) as inline:
+        assert_alike(ours, list(inline.fragments()))
+
+
+class Notes(ConnectorV2):
+    """Writes into what episodes carry, and counts how often it has been called for each."""
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in self.single_agent_episode_iterator(episodes):
+            kept = episode.custom_data
+            kept["calls"] = kept.get("calls", 0) + 1
+            kept.setdefault("seen", []).append((len(episode), {"at": np.float32(len(episode))}))
+        return batch
+
+
+space = gym.spaces.Dict(
+    {
+        "image": gym.spaces.Box(0, 255, (4, 3, 2), np.uint8),
+        "where": gym.spaces.Tuple((gym.spaces.Discrete(5, start=-2), gym.spaces.MultiBinary((2, 3)))),
+        "numbers": gym.spaces.MultiDiscrete([3, 4]),
+    }
+)
+
+
+class Sampled(gym.Env[Any, Any]):
+    """Has spaces of every kind, and infos that come and go."""
+
+    observation_space = space
+    action_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,)), "b": space["numbers"]})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        space.seed(int(self.np_random.integers(2**31)))
+        return space.sample(), {"began": "so"}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        infos = {"seen": action["a"].sum()} if self.np_random.random() < 0.5 else {"nested": {"a": [1, None]}}
+        return space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, infos
+
+
+def test_nested_spaces_infos_and_what_episodes_carry_come_through() -> None:
+    options: Any = {"fragment_length": 8, "num_fragments": 3, "seed": 1}
+    notes: Any = {"env_to_module_connector": lambda env: Notes()}
+    envs = listening(RemoteRollouts)
+    with (
+        hosting(envs.addresses[0], Sampled, num_envs=1, kind=RolloutHost, **notes),
+        Rollout(envs, **options, **notes) as rollout,
+    ):
+        ours = list(rollout.fragments())
+    with Rollout(Sampled, num_envs=1, **options, **notes) as inline:
+        assert_alike(ours, list(inline.fragments()))
+    chunks = [chunk for fragment in ours for chunk in fragment.episodes()]
+    assert all(chunk.custom_data["calls"] >= len(chunk) for chunk in chunks)
+    assert {key for chunk in chunks for infos in chunk.get_infos() for key in infos} == {"began", "seen", "nested"}
+
+
+def test_a_stateful_module_goes_on_from_where_its_episodes_are() -> None:
+    options: Any = {"fragment_length": 7, "num_fragments": 4, "seed": 1, "model_config": {"use_lstm": True}}
+    envs = listening(RemoteRollouts)
+    with (
+        hosting(envs.addresses[0], "CartPole-v1", num_envs=3, lanes=2, kind=RolloutHost),
+        Rollout(envs, **options) as rollout,
+    ):
+        ours = list(rollout.batches())
+    with Rollout("CartPole-v1", num_envs=3, lanes=2, **options) as inline:
+        expected = list(inline.batches())
+    assert "state_in" in ours[0]
+    for mine, other in zip(ours, expected, strict=True):
+        check(mine, other)
+
+
+# As other things than a plain loop
+
+
+def key(fragment: Fragment) -> tuple[int, int]:
+    return fragment.lane, fragment.sequence
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_same_comes_out_of_an_event_loop(backend: str) -> None:
+    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 5}
+    envs = listening(RemoteRollouts)
+
+    async def gathered() -> list[Fragment]:
+        async with Rollout(envs, **options) as rollout:
+            return [fragment async for fragment in rollout.fragments()]
+
+    with hosting(envs.addresses[0], "CartPole-v1", num_envs=4, lanes=2, kind=RolloutHost):
+        fragments = anyio.run(gathered, backend=backend)
+    with Rollout("CartPole-v1", num_envs=4, lanes=2, **options) as inline:
+        assert_alike(sorted(fragments, key=key), sorted(inline.fragments(), key=key))
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_drained_graph_hands_on_every_step(backend: str) -> None:
+    envs = listening(RemoteRollouts)
+    drawn = Setting(4, 2, 5, 1, False, 12, 0, 0)
+
+    async def run_through(graph: Graph) -> int:
+        steps = batches = 0
+        async with graph.run() as run:
+            async for batch in run["batches"]:
+                steps += len(batch["obs"])
+                batches += 1
+                if batches == 5:
+                    run.stop()
+        return steps
+
+    with hosting(envs.addresses[0], makers_of(drawn), lanes=2, kind=RolloutHost, module=NumberedModule()):
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=5, seed=0)
+        graph = Graph("ppo")
+        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
+        graph.connect("rollout.fragments", "learner", capacity=2)
+        graph.output("batches", "learner.batches", capacity=2)
+        assert anyio.run(run_through, graph, backend=backend) == rollout.num_steps
+    assert rollout.lost == {}
