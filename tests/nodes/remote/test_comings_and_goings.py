@@ -13,12 +13,12 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, hosting, listening
-from remote_rollouts import HASTY, check_laws, makers, rollout_over, slots_of, taken_until, told
+from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Goodbye, Limits, Reset
+from rollflow.stream.wire import Goodbye, Limits
 
 
 def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
@@ -147,9 +147,10 @@ def test_goodbyes_leave_nothing_behind() -> None:
     envs = listening()
     raw: list[RawHost] = []
     with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
-        next(iter(rollout.fragments()))
+        fragments = iter(rollout.fragments())
+        next(fragments)
         raw.append(RawHost(envs.addresses[0]))
-        raw[0].next_of(Reset)
+        reset_of(raw[0], fragments, [])
         reader = threading.Thread(target=lambda: raw.append(raw[0].next_of(Goodbye)))
         reader.start()
     reader.join()
