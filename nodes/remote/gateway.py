@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
-from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled, Dialler
+from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
 from rollflow.nodes.remote.registry import Registry
 from rollflow.nodes.remote.remote_envs import RemoteHosts
 from rollflow.nodes.remote.remote_host import Answered, Back, News, RemoteHost, Told
-from rollflow.nodes.remote.transport import Transport, transport_for
+from rollflow.nodes.remote.software import software
+from rollflow.nodes.remote.transport import transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
@@ -33,7 +33,6 @@ from rollflow.stream.wire import (
     Request,
     Settings,
     States,
-    TcpAddress,
     Weights,
 )
 
@@ -41,18 +40,14 @@ logger = logging.getLogger(__name__)
 
 _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
-_MOST_TOLD = 300  # characters of why a stranger was turned away
 _GOODBYE_S = 1.0
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
-@dataclass(slots=True)
-class _Peer:
+@dataclass(slots=True, eq=False)
+class _Peer(Line[GatewayConnection]):
     """A connection, and whose it is."""
 
-    transport: Transport
-    connection: GatewayConnection
-    where: str  # the other end
     host: RemoteHost | None = None
     dialled: Dialled | None = None
 
@@ -72,16 +67,12 @@ class Gateway:
         self._registry = Registry(envs.role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
         self._envs = envs
-        self._peers: dict[int, _Peer] = {}  # by descriptor
-        self._peer_of: dict[int, _Peer] = {}  # by identity of the connection
-        self._listening = {sock.fileno(): sock for sock in envs.sockets}
-        self._deaf: list[socket.socket] = []  # listeners that are not listened to until the next tick
         self._lock = threading.RLock()
         self._bell = Bell()
         self._epoll = select.epoll()
         self._epoll.register(self._bell.fileno(), select.EPOLLIN)
-        for fd in self._listening:
-            self._epoll.register(fd, select.EPOLLIN)
+        self._peers: Lines[_Peer] = Lines(self._epoll)
+        self._entrance = Entrance(envs.sockets, self._epoll)
         # A gateway must not be held by what it holds: it ends when nobody else has it any more.
         itself = weakref.ref(self)
         self._dialler = Dialler(
@@ -91,7 +82,7 @@ class Gateway:
         )
         self._serviced = self._ticked = monotonic()
         self._closing = threading.Event()
-        open_now = self._closing, envs, self._peers, self._dialler.calling, self._epoll, self._bell
+        open_now = self._closing, envs, self._peers, self._dialler, self._epoll, self._bell
         self._ending = weakref.finalize(self, _end, *open_now)  # also where nobody ever closes it
         self._tender = threading.Thread(
             target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
@@ -192,11 +183,11 @@ class Gateway:
         with self._lock:
             if not self._ending.alive:
                 return
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 peer.connection.goodbye(reason)
                 peer.transport.write()
             self._await_goodbyes(monotonic() + _GOODBYE_S)
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 self._drop(peer)
             self._ending()
 
@@ -214,7 +205,7 @@ class Gateway:
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {where}{told}"
 
     def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
-        peer = self._peer_of.get(id(host.connection))
+        peer = self._peers.of(host.connection)
         if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
             self._broken(peer, error, monotonic())
         elif error.code == "frame":
@@ -224,7 +215,7 @@ class Gateway:
 
     def _refuse(self, host: RemoteHost, error: WireError) -> None:
         host.connection.refuse(error.code, str(error))
-        peer = self._peer_of.get(id(host.connection))
+        peer = self._peers.of(host.connection)
         if peer is not None:
             self._drop(peer)
         self._registry.leave(host, str(error))
@@ -232,30 +223,27 @@ class Gateway:
     # Sockets
 
     def _serve(self, fd: int, events: int, now: float) -> None:
-        peer = self._peers.get(fd)
+        peer = self._peers.at(fd)
         if peer is not None:
             if events & ~select.EPOLLOUT:
                 self._take(peer, peer.transport.read(now), now)
-            if peer.transport.fileno() >= 0:
-                self._write(peer.connection)
-        elif fd in self._listening:
-            self._accept(self._listening[fd], now)
-        elif fd in self._dialler.calling:
+            self._peers.write(peer)
+        elif fd in self._entrance:
+            self._accept(fd, now)
+        elif fd in self._dialler:
             self._dialler.serve(fd, now)
         elif fd == self._bell.fileno():
             self._bell.silence()
 
     def _tick(self, now: float) -> None:
         """Do what is due."""
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             deadline = peer.connection.next_deadline()
             if deadline is not None and deadline <= now:
                 self._take(peer, peer.connection.tick(now), now)
-                if peer.transport.fileno() >= 0:
-                    self._write(peer.connection)
+                self._peers.write(peer)
         self._registry.leave_overdue(now, self._envs.limits.grace_s)
-        while self._deaf:
-            self._epoll.register(self._deaf.pop().fileno(), select.EPOLLIN)
+        self._entrance.listen_again(now)
         self._dialler.tick(now)
 
     def tend(self) -> None:
@@ -265,27 +253,20 @@ class Gateway:
             if self._registry.news:
                 self._bell.ring()
 
-    def _accept(self, listener: socket.socket, now: float) -> None:
-        try:
-            sock, where = listener.accept()
-        except BlockingIOError:
+    def _accept(self, fd: int, now: float) -> None:
+        arrived = self._entrance.accept(fd, now)
+        if arrived is None:
             return
-        except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
-            logger.warning("a connection can't be taken: %s", error)
-            self._epoll.unregister(listener.fileno())
-            self._deaf.append(listener)
-            return
-        strangers = [peer for peer in self._peers.values() if peer.host is None]
-        if len(strangers) >= _MOST_STRANGERS:  # the oldest has had the most time
-            told = f"{_MOST_STRANGERS} connections have not proved themselves, expected fewer"
-            strangers[0].connection.refuse("busy", told)
-            self._broken(strangers[0], WireError(told, "busy"), now)
-        self.greet(sock, _place(where) or "a Unix socket", now)
+        crowded_out = self._peers.crowd_out(_MOST_STRANGERS)
+        if crowded_out is not None:
+            assert crowded_out.connection.error is not None
+            self._broken(crowded_out, crowded_out.connection.error, now)
+        self.greet(*arrived, now)
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None = None) -> None:
         """Take over a socket with a host at its other end."""
         connection = GatewayConnection(
-            software=_software(),
+            software=software(),
             nonce=secrets.token_bytes(NONCE_BYTES),
             secret=self._envs.secret,
             limits=self._envs.limits,
@@ -294,36 +275,21 @@ class Gateway:
         transport = transport_for(
             sock, connection, self._envs.tls, dialled=None if dialled is None else dialled.address
         )
-        peer = _Peer(transport, connection, where, dialled=dialled)
-        self._peers[transport.fileno()] = self._peer_of[id(connection)] = peer
-        self._epoll.register(transport.fileno(), select.EPOLLIN)
-        self._write(connection)
+        self._peers.add(_Peer(transport, connection, where, dialled=dialled))
 
     def _write(self, connection: GatewayConnection) -> None:
-        peer = self._peer_of.get(id(connection))
-        if peer is None:
-            return
-        waited = peer.transport.waits_to_write
-        peer.transport.write()
-        if peer.transport.waits_to_write != waited:
-            self._epoll.modify(
-                peer.transport.fileno(), select.EPOLLIN | (select.EPOLLOUT if peer.transport.waits_to_write else 0)
-            )
+        peer = self._peers.of(connection)
+        if peer is not None:
+            self._peers.write(peer)
 
     def _drop(self, peer: _Peer) -> None:
         """Be done with a connection."""
-        if self._peer_of.pop(id(peer.connection), None) is None:
-            return
-        peer.transport.write()  # it may be a refusal
-        del self._peers[peer.transport.fileno()]
-        self._epoll.unregister(peer.transport.fileno())
-        peer.transport.close()
-        if peer.dialled is not None:
+        if self._peers.drop(peer) and peer.dialled is not None:
             self._dialler.lost(peer.dialled)
 
     def _await_goodbyes(self, until: float) -> None:
         """Wait for the other ends to close, so that nothing that was said to them is lost."""
-        while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._peers.values()):
+        while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._peers):
             for fd, events in self._epoll.poll(left):
                 self._serve(fd, events, monotonic())
 
@@ -345,7 +311,7 @@ class Gateway:
                     self._registry.news.append(Told(peer.host, event.metrics))
                 case _:
                     self._registry.news.append(Answered(event))  # type: ignore[arg-type]
-        if not peer.connection.is_open and id(peer.connection) in self._peer_of:
+        if not peer.connection.is_open and self._peers.of(peer.connection) is not None:
             if peer.connection.error is not None:  # it broke while something was sent
                 self._broken(peer, peer.connection.error, now)
             self._drop(peer)
@@ -371,7 +337,7 @@ class Gateway:
 
     def _take_back(self, peer: _Peer, host: RemoteHost) -> None:
         peer.connection.welcome(host.session, credits=1)
-        old = self._peer_of.get(id(host.connection))
+        old = self._peers.of(host.connection)
         peer.host, host.connection, host.lost_at = host, peer.connection, None
         self._dialler.welcomed(peer.dialled)
         self._registry.news.append(Back(host))
@@ -383,15 +349,22 @@ class Gateway:
         self._drop(peer)
         host = peer.host
         if host is None:
-            told = ascii(str(error)[:_MOST_TOLD])[1:-1]  # it may hold a stranger's words
-            self.refusals.append(f"{peer.where}: {told}")
-            logger.warning("a connection from %s is refused: %s", peer.where, told)
+            self._turned_away(peer, quoted(error))
         elif host.connection is peer.connection:
             host.lost_at, host.reason = now, str(error)
             if error.code in _COMES_BACK:
                 logger.warning("host %s is lost: %s", host.name, error)
             else:
                 self._registry.leave(host, str(error))
+
+    def _turned_away(self, peer: _Peer, told: str) -> None:
+        if peer.dialled is None:
+            self.refusals.append(f"{peer.where}: {told}")
+        elif peer.dialled.problem == told:
+            return  # as it was the last time
+        else:
+            peer.dialled.problem = told
+        logger.warning("a connection from %s is refused: %s", peer.where, told)
 
 
 def _reached(gateway: "weakref.ref[Gateway]", sock: socket.socket, dialled: Dialled) -> None:
@@ -413,28 +386,15 @@ def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
 def _end(
     closing: threading.Event,
     envs: RemoteHosts,
-    peers: Mapping[int, _Peer],
-    calling: Mapping[int, tuple[socket.socket, Dialled, float]],
+    peers: Lines[_Peer],
+    dialler: Dialler,
     epoll: select.epoll,
     bell: Bell,
 ) -> None:
     """Close what is open."""
     closing.set()
-    for peer in peers.values():
-        peer.transport.close()
-    for sock, _, _ in calling.values():
-        sock.close()
+    peers.close()
+    dialler.close()
     envs.close()
     epoll.close()
     bell.close()
-
-
-def _software() -> str:
-    try:
-        return f"rollflow {version('rollflow')}"
-    except PackageNotFoundError:
-        return "rollflow"
-
-
-def _place(where: Any) -> str:
-    return str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else ""

@@ -67,6 +67,8 @@ class Registry:
     def _check(self, hello: Hello) -> None:
         if hello.role != self._role:
             raise WireError(f"hello.role is '{hello.role}', expected '{self._role}'", "role")
+        if hello.busy:
+            raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")
         if len(self.hosts) >= self._max_hosts:
             raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
         first = self._first

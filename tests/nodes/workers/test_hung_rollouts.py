@@ -28,7 +28,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
 
     for module in ("patience", "lane_link", "process_environments"):
         monkeypatch.setattr(f"rollflow.nodes.workers.{module}.monotonic", lambda: now[0])
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
     return forward
 
 

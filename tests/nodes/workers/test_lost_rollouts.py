@@ -16,7 +16,7 @@ from rollflow.stream import EnvError, RunError
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
 
 
 @pytest.mark.parametrize(("fate", "prefetch"), [("kill", 0), ("kill", 1), ("raise", 0), ("stop", 1)])
