@@ -3,11 +3,13 @@
 import argparse
 import importlib
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollflow.cli import connection
 from rollflow.nodes.remote.host import Host
+from rollflow.stream.wire import Limits
 
 
 def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> None:
@@ -22,6 +24,9 @@ def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> No
     connection.add_to(parser, connect="dial this gateway", listen="wait here for a gateway")
     parser.add_argument("--name", help="what this host is called in messages (the machine's name)")
     parser.add_argument(
+        "--max-frame", type=int, default=64, metavar="MIB", help="the largest message that is taken, in MiB (64)"
+    )
+    parser.add_argument(
         "--retry", type=float, default=60.0, metavar="SECONDS", help="how long to dial a gateway that is away (60)"
     )
 
@@ -35,7 +40,16 @@ def options_of(told: argparse.Namespace) -> dict[str, Any]:
         "secret": connection.secret_of(told),
         "tls": connection.tls_of(told),
         "name": told.name,
+        "limits": limits_of(told.max_frame),
     }
+
+
+def limits_of(max_frame: int) -> Limits:
+    """Limits for messages of so many MiB. Raises ValueError where there are none such."""
+    if not 1 <= max_frame < 4096:
+        raise ValueError(f"--max-frame is {max_frame}, expected 1 to 4095")
+    limits = Limits(max_frame=max_frame << 20)
+    return replace(limits, undelivered=max(limits.undelivered, 4 * limits.max_frame))
 
 
 def serve(host: Host, told: argparse.Namespace) -> int:

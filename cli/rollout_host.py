@@ -27,6 +27,7 @@ def add_to(commands: Any) -> None:
             metavar="PACKAGE.MODULE:CALLABLE",
             help=f"what the rollout is given as {name.replace('-', '_')}_connector",
         )
+    parser.add_argument("--compile", action="store_true", help="forward passes by torch.compile")
     parser.add_argument("--device", help="where forward passes are done (where the module is)")
     parser.set_defaults(run=run)
 
@@ -37,6 +38,7 @@ def run(told: argparse.Namespace) -> int:
         "module": hosting.callable_of(told.module, "--module"),
         "env_to_module_connector": hosting.callable_of(told.env_to_module, "--env-to-module"),
         "module_to_env_connector": hosting.callable_of(told.module_to_env, "--module-to-env"),
+        "compile_forward": told.compile,
         "device": told.device,
     }
     with RolloutHost(**hosting.options_of(told), **acting) as host:

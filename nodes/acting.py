@@ -1,5 +1,6 @@
 """What acts: a copy of the module, and the connector pipelines around it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,3 +72,8 @@ def acting_for(
         EnvToModulePipeline.default(*spaces, before, stateful=stateful, device=on_device),
         ModuleToEnvPipeline.default(*spaces, after, stateful=stateful),
     )
+
+
+def compile_options(compile_forward: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Options of `torch.compile`; None where passes are not compiled."""
+    return None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)

@@ -126,7 +126,14 @@ def check_numbers(**numbers: tuple[float | None, int]) -> None:
             raise ValueError(f"{name} is {number}, expected at least {least}")
 
 
-def check_for_rollouts(metrics: Any, max_batch: int | None, forward_in_thread: bool, *, is_remote: bool) -> None:
+def check_for_rollouts(
+    metrics: Any, max_batch: int | None, forward_in_thread: bool, compile_forward: Any, *, is_remote: bool
+) -> None:
+    if is_remote and compile_forward is not False:
+        raise ValueError(
+            "compile_forward is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to be "
+            "given to each RolloutHost"
+        )
     if max_batch is not None or forward_in_thread:
         given, expected = "where='rollouts' has", "where='threads' or where='processes'"
         if is_remote:

@@ -116,7 +116,7 @@ class LaneRollout:
         weights: WeightsFrom,
         env_to_module: EnvToModulePipeline,
         module_to_env: ModuleToEnvPipeline,
-        began: Callable[[], None],
+        began: Callable[[], None] = _nothing,
         is_ours: bool = True,
         is_shared: bool = False,
         hide: Callable[[], None] = _nothing,

@@ -10,7 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 import anyio
 import gymnasium as gym
 
-from rollflow.nodes.acting import acting_for
+from rollflow.nodes.acting import acting_for, compile_options
 from rollflow.nodes.choice import Asked
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
@@ -218,7 +218,7 @@ class Rollout:
         self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
         self._credits = FragmentCredits(self._lanes_count * self._fragments_per_lane)
         self.metrics = MetricsLogger() if metrics is None else metrics
-        compiled = None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
+        compiled = compile_options(compile_forward)
         flat = type(self._acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
         self._acting_version = 0  # of the copy that workers are given
         self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
@@ -233,7 +233,7 @@ class Rollout:
         self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
         if isinstance(self.environments, RolloutsElsewhere):
             is_remote = isinstance(self.environments, RemoteLanes)
-            check_for_rollouts(self.metrics, max_batch, forward_in_thread, is_remote=is_remote)
+            check_for_rollouts(self.metrics, max_batch, forward_in_thread, compile_forward, is_remote=is_remote)
             self.environments.replica, self.environments.heard = self._replica, self._heard
             self.environments.acting = self._how_to_act
         if isinstance(self.environments, RemoteLanes):

@@ -4,6 +4,7 @@ All three of gymnasium's modes come to the same episodes. Under NEXT_STEP the st
 what a lane assumes where it is told of no last observations.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from rollflow.stream.errors import EnvError
 from rollflow.stream.infos import SlotInfos, replaced, without
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.tree import Tree, map_tree, stack_trees
+
+logger = logging.getLogger(__name__)
 
 
 class Stepped(NamedTuple):
@@ -169,3 +172,11 @@ def _final_items(infos: Mapping[str, Any], slots: Sequence[int]) -> list[Tree]:
             "observations are lost; use another autoreset mode"
         ) from None
     return [map_tree(lambda leaf, i=i: leaf[i], final) for i in slots]
+
+
+def close_failed(env: VectorEnv[Any, Any, Any]) -> None:
+    """Close environments that have raised: closing them may fail as well, which is logged."""
+    try:
+        env.close()
+    except Exception as error:
+        logger.warning("environments that have failed can't be closed: %s: %s", type(error).__name__, error)

@@ -1,12 +1,13 @@
 """What a host says of a lane's rollout, checked: with every fragment, and in between."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env_source import is_whole
 from rollflow.stream.errors import WireError
 
 _MOST = 1 << 62
+_MOST_TEXT = 1 << 16  # characters
 
 
 class Account(NamedTuple):
@@ -28,14 +29,19 @@ class Account(NamedTuple):
     nodes: list[list[Any]]
 
 
-class Standing(NamedTuple):
-    """How far a lane is: see `Progress`."""
+class Progress(NamedTuple):
+    """How far a lane is.
 
-    lane: int
-    start: int
-    steps: int
-    pulse: int
-    is_in_vain: bool
+    start       how often its environments were made anew
+    steps       transitions made since then
+    pulse       how often it has got on with something
+    is_in_vain  whether its turn will end without a step: it is to end, and environments are still made or reset
+    """
+
+    start: int = 0
+    steps: int = 0
+    pulse: int = 0
+    is_in_vain: bool = False
 
 
 def account_of(rest: Mapping[str, Any], slots: int) -> Account:
@@ -46,26 +52,37 @@ def account_of(rest: Mapping[str, Any], slots: int) -> Account:
     _check_whole("lost_steps", account.lost_steps, slots)
     if not isinstance(account.failure, str | None):
         raise WireError(f"failure is {_shown(account.failure)}, expected a string, or nil", "fragment")
+    if account.failure is not None and len(account.failure) > _MOST_TEXT:
+        raise WireError(f"failure has {len(account.failure)} characters, expected at most {_MOST_TEXT}", "fragment")
     nodes = account.nodes
     if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
         raise WireError(f"nodes is {_shown(nodes)}, expected lists of name, items and busy seconds", "fragment")
     return account
 
 
-def standings_of(metrics: Mapping[str, Any], lanes: list[int]) -> list[Standing]:
-    """How far a host says that its lanes are. Raises WireError where it makes no sense."""
+def metrics_of(progress: Mapping[int, Progress]) -> dict[str, Any]:
+    """How far lanes are, as it goes over the wire."""
+    return {"lanes": [[lane, each.start, each.steps, each.pulse, each.is_in_vain] for lane, each in progress.items()]}
+
+
+def progress_of(metrics: Mapping[str, Any], lanes: Collection[int]) -> dict[int, Progress]:
+    """How far a host says that some of its lanes are. Raises WireError where it makes no sense."""
     told = _entry(metrics, "lanes")
-    if not isinstance(told, list) or not all(isinstance(each, list) and len(each) == 5 for each in told):
-        raise WireError(f"metrics.lanes is {_shown(told)}, expected lists of {', '.join(Standing._fields)}", "metrics")
-    standings = [Standing(*each) for each in told]
-    for each in standings:
-        for name in ("lane", "start", "steps", "pulse"):
-            _check_whole(f"metrics.lanes: {name}", getattr(each, name))
-        if each.lane not in lanes:
-            raise WireError(f"metrics.lanes: lane {each.lane}, expected one of {lanes}", "metrics")
-        if not isinstance(each.is_in_vain, bool):
-            raise WireError(f"metrics.lanes: is_in_vain is {_shown(each.is_in_vain)}, expected a bool", "metrics")
-    return standings
+    if not isinstance(told, list) or len(told) > len(lanes):
+        raise WireError(f"metrics.lanes is {_shown(told)}, expected a list of at most {len(lanes)}", "metrics")
+    known, found = set(lanes), {}
+    for each in told:
+        if not isinstance(each, list) or len(each) != 5:
+            expected = ", ".join(("lane", *Progress._fields))
+            raise WireError(f"metrics.lanes: {_shown(each)}, expected a list of {expected}", "metrics")
+        for name, value in zip(("lane", "start", "steps", "pulse"), each, strict=False):
+            _check_whole(f"metrics.lanes: {name}", value)
+        if each[0] not in known:
+            raise WireError(f"metrics.lanes: lane {each[0]}, expected one of {_shown(list(lanes))}", "metrics")
+        if not isinstance(each[4], bool):
+            raise WireError(f"metrics.lanes: is_in_vain is {_shown(each[4])}, expected a bool", "metrics")
+        found[each[0]] = Progress(*each[1:])
+    return found
 
 
 def _entry(told: Mapping[str, Any], name: str) -> Any:

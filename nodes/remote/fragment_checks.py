@@ -40,6 +40,23 @@ def check_columns(columns: Mapping[str, Column], layout: FragmentLayout, rows: i
         map_tree(partial(_check_rows, name), columns[name].tree, row)
 
 
+def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
+    """What rows of columns look like, leaf by leaf as text: the same in every fragment of a rollout."""
+    return {
+        name: map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape[2:])}", each.tree) for name, each in columns.items()
+    }
+
+
+def check_form(columns: Mapping[str, Column], known: Mapping[str, Tree]) -> None:
+    """Raise WireError where columns are others, or of another form, than in the fragments before."""
+    form = form_of(columns)
+    if form.keys() != known.keys():
+        raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
+    for name, each in form.items():
+        if each != known[name]:
+            raise _wrong(f"a row of {name} is {_told(each)} in each slot, expected {_told(known[name])}, as in others")
+
+
 def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
     """Raise WireError where what there is to say beside the columns is not of a fragment of so many rows."""
     first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
@@ -71,6 +88,10 @@ def check_ends(fragment: Fragment) -> None:
         for slot in final.slots.tolist():
             if (final.row + 1, slot) not in ends:
                 raise _wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
+
+
+def _form(leaf: NDArray[Any]) -> str:
+    return f"{leaf.dtype}{list(leaf.shape[2:])}"
 
 
 def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:

@@ -1,8 +1,9 @@
 """Fragments as messages of the wire."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.env_source import is_whole
@@ -13,26 +14,32 @@ from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import WireError
 from rollflow.stream.fragment import Fragment, FragmentLayout
-from rollflow.stream.space_codec import describe_space, space_of
 from rollflow.stream.tree import Tree, map_tree
 
 
-def message_of(turn: wire.Turn, fragment: Fragment, more: Mapping[str, Any]) -> wire.Fragment:
-    """The answer to a turn, and what else there is to say with it; the columns are referred to, not copied."""
+def message_of(
+    turn: wire.Turn, fragment: Fragment, more: Mapping[str, Any], spaces: Sequence[gym.Space[Any]]
+) -> wire.Fragment:
+    """The answer to a turn, and what else there is to say with it; the columns are referred to, not copied.
+
+    spaces    that its observations may be in, the same at both ends
+    """
     columns = {
         name: column.rows(0, fragment.last_row + (name == Columns.OBS)) for name, column in fragment.columns.items()
     }
-    assert fragment.observation_space is not None
     # A list in place of a tuple is the same to the wire, and not to whoever maps over a tree.
     forms = {name: map_tree(lambda leaf: leaf[0, :0], column.tree) for name, column in fragment.columns.items()}
-    told = {"forms": forms, "observation_space": describe_space(fragment.observation_space)}
+    told = {"forms": forms, "space": [space is fragment.observation_space for space in spaces].index(True)}
     return wire.Fragment(turn.lane, turn.number, columns, described(fragment) | told | dict(more))
 
 
-def fragment_of(message: wire.Fragment, layout: FragmentLayout, lost: str | None = None) -> Fragment:
+def fragment_of(
+    message: wire.Fragment, layout: FragmentLayout, spaces: Sequence[gym.Space[Any]], lost: str | None = None
+) -> Fragment:
     """The fragment in an answer, its columns where they came; read-only.
 
-    lost    why the environments were lost before it; None: they were not
+    spaces    that its observations may be in, the same at both ends
+    lost      why the environments were lost before it; None: they were not
 
     Raises WireError where it is none.
     """
@@ -41,7 +48,10 @@ def fragment_of(message: wire.Fragment, layout: FragmentLayout, lost: str | None
         rows = rest["num_rows"]
         if not is_whole(rows) or not 0 <= rows <= layout.num_rows:
             raise WireError(f"{rows} rows, expected 0 to {layout.num_rows}", "fragment")
-        space = space_of(rest["observation_space"])
+        which = rest["space"]
+        if not is_whole(which) or not 0 <= which < len(spaces):
+            raise WireError(f"space is {which!r:.100}, expected one of {len(spaces)}", "fragment")
+        space = spaces[which]
         columns = {
             name: Column(name, _formed(tree, rest["forms"][name], name)) for name, tree in message.columns.items()
         }

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
+_MUCH = 1 << 16  # bytes that wait for a host
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
@@ -132,13 +133,13 @@ class Gateway:
                 self._could_not_ask(host, error)
             self._write(host.connection)
 
-    def tell(self, host: RemoteHost, news: Weights | States | Settings | Cut) -> bool:
-        """Tell a host something that needs no answer; whether it could be told: not where its connection is lost.
+    def tell(self, host: RemoteHost, news: Weights | States | Settings | Cut, through: GatewayConnection) -> bool:
+        """Tell a host something that needs no answer; whether it could be told: not where that connection is lost.
 
         Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
         """
         with self._lock:
-            if host.lost_at is not None or not host.connection.is_open:
+            if host.connection is not through or host.lost_at is not None or not through.is_open:
                 return False
             try:
                 host.connection.tell(news)
@@ -150,8 +151,8 @@ class Gateway:
             return True
 
     def is_behind(self, host: RemoteHost) -> bool:
-        """Whether something that a host was told or asked is still on its way into the socket."""
-        return host.connection.undelivered > 0
+        """Whether much of what a host was told or asked is still on its way into the socket."""
+        return host.connection.undelivered > _MUCH
 
     def give_credit(self, host: RemoteHost) -> None:
         """Let a host say again how far it is."""
@@ -331,7 +332,7 @@ class Gateway:
             peer.connection.refuse(error.code, str(error))
             self._broken(peer, error, now)
             return
-        peer.host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection, peer.dialled)
+        peer.host = RemoteHost(f"{quoted(hello.name)} ({peer.where})", session, peer.connection, peer.dialled)
         self._dialler.welcomed(peer.dialled)
         self._registry.join(peer.host)
 

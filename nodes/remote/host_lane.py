@@ -7,7 +7,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import LaneMaker
-from rollflow.nodes.stepping import Stepped, autoreset_mode, reset_with, step_of
+from rollflow.nodes.stepping import Stepped, autoreset_mode, close_failed, reset_with, step_of
 from rollflow.stream.tree import Tree, stack_trees
 from rollflow.stream.wire import Reset, Rows, Step
 
@@ -31,10 +31,6 @@ class HostLane:
             self._has_failed = True
             raise
 
-    def close(self) -> None:
-        """Close the environments."""
-        self.env.close()
-
     def _make(self) -> None:
         self.env: VectorEnv[Any, Any, Any] = self._maker.make()
         self._do = step_of(self.env, is_ours=self._maker.can_travel)
@@ -42,7 +38,7 @@ class HostLane:
 
     def _reset(self, request: Reset) -> Rows:
         if self._has_failed and self._maker.can_travel:
-            self.env.close()
+            close_failed(self.env)
             self._make()
         options = None if request.options is None else dict(request.options)
         observations, infos = reset_with(self.env, request.seeds, options)

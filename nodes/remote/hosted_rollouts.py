@@ -3,20 +3,21 @@
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from rollflow.nodes.default_model_config import model_config_of
-from rollflow.nodes.default_module import DefaultModule
-from rollflow.nodes.remote.account import Account, Standing, account_of, standings_of
+from rollflow.nodes.remote.account import Account, account_of, progress_of
+from rollflow.nodes.remote.fragment_checks import check_form, form_of
 from rollflow.nodes.remote.fragment_message import fragment_of
 from rollflow.nodes.remote.lane_record import Record, State
+from rollflow.nodes.remote.lines import quoted
 from rollflow.nodes.remote.remote_host import Back, Left, News, RemoteHost, Told
 from rollflow.nodes.remote.remote_lanes import RemoteLanes
+from rollflow.nodes.remote.rollout_settings import RolloutSettings
 from rollflow.nodes.rollouts_elsewhere import RolloutsElsewhere, Turns
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Answer, Cut, Failed, Fragment, Settings, States, Turn, Weights
+from rollflow.stream.wire import Answer, Cut, Failed, Fragment, GatewayConnection, Settings, States, Turn, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +52,22 @@ class _Count:
         """Transitions that were made and are in no fragment that has come."""
         return max(0, self.made - self.reported)
 
-    def begin(self, start: int) -> None:
-        """The environments have been made anew, maybe. Raises WireError where this was long ago."""
+    def tell(self, start: int, steps: int, most: int) -> None:
+        """Take down so many steps since a start, of which `most` fit into a fragment. Raises WireError if not."""
         if start < self.start:
             raise WireError(f"start {start}, expected {self.start} or more", "fragment")
         if start != self.start:
             self.start, self.reported, self.made = start, 0, 0
+        if not self.reported <= steps <= self.reported + most:
+            raise WireError(f"{steps} steps, expected {self.reported} to {self.reported + most}", "fragment")
+        self.made = max(self.made, steps)
 
 
 @dataclass(slots=True)
 class _Equipment:
-    """What a host has been told through the connection that it has."""
+    """What a host has been told through a connection."""
 
+    connection: GatewayConnection
     has_settings: bool = False
     states: States | None = None
     version: int = -1
@@ -84,6 +89,7 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         self._weights: Weights | None = None
         self._states: States | None = None
         self._spaces: list[Any] = []  # that connectors may leave observations in
+        self._form: dict[str, Any] | None = None  # of a row of the columns
         self._publishing = threading.Lock()
         super().__init__(env, **options)
 
@@ -119,11 +125,9 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
         yield from super().completed()
         for token, known in list(self._equipped.items()):
-            host = self._gateway.hosts.get(token)
-            newest = self._weights
+            host, newest = self._gateway.hosts.get(token), self._weights
             if host is not None and newest is not None and known.version < newest.version:
-                if not self._gateway.is_behind(host):
-                    self._equip(host)
+                self._equip(host)
 
     def hasten(self) -> None:
         """Have every host give what there is of the fragments that it is making."""
@@ -174,7 +178,6 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
             case Told():
                 self._take_told(news)
             case Back():
-                self._equipped.pop(news.host.session.token, None)
                 self._equip(news.host)
                 if self._is_ending:
                     self._cut(self._records_of(news.host))
@@ -185,19 +188,23 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
     def _take(self, record: Record, answer: Any) -> Iterator[Any]:
         assert isinstance(answer, Fragment)
         index, where = record.lane.index, f"fragment {answer.number} of lane {record.lane.index}"
+        count = self._counts[index]
         try:
             account = account_of(answer.rest, record.num_slots)
+            count.tell(account.start, account.steps, record.num_slots * self.fragment_length)
             fragment = self._fragment_of(answer, account)
-            self.heard(index, answer.rest)
-        except Exception as error:  # what it has said may be anything, and what connectors make of it as well
+        except WireError as error:
             self._expel(record.host, error, where)
             return
-        count = self._counts[index]
         count.steps += account.steps - count.reported
         count.reported, count.stages = account.steps, account.nodes
         self.lost_steps += account.lost_steps
+        try:
+            self.heard(index, answer.rest)
+        except Exception as error:  # of connectors and metrics, which may be given anything
+            self._expel(record.host, error, where)
         if account.failure is not None:
-            logger.warning("lane %d is lost: host %s: %s", index, record.host.name, account.failure)
+            logger.warning("lane %d is lost: host %s: %s", index, record.host.name, quoted(account.failure))
             record.reason = account.failure
         if account.failure is not None and not fragment.num_rows:  # there is none: the next one says what was lost
             count.lost = account.failure
@@ -216,17 +223,16 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
         """The fragment in an answer. Raises WireError where it is none, or not the next one."""
         lane, count = self._records[answer.lane].lane, self._counts[answer.lane]
         layout = self._layout(lane.index, self.envs[lane.index], account.seed)
-        fragment = fragment_of(answer, layout, count.lost)
-        count.begin(account.start)
+        fragment = fragment_of(answer, layout, self._spaces, count.lost)
         for name, given, expected in (
             ("sequence", fragment.sequence, lane.sequence),
             ("steps", account.steps, count.reported + fragment.num_steps),
         ):
             if given != expected:
                 raise WireError(f"{name} is {given}, expected {expected}", "fragment")
-        if fragment.observation_space not in self._spaces:
-            told = " or ".join(map(str, self._spaces))
-            raise WireError(f"observations are in {fragment.observation_space}, expected {told}", "fragment")
+        if fragment.num_rows:
+            check_form(fragment.columns, self._form or form_of(fragment.columns))
+            self._form = self._form or form_of(fragment.columns)
         return fragment
 
     def _failed(self, record: Record, answer: Failed) -> Iterator[Any]:
@@ -254,9 +260,10 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
     def _lost_with(self, record: Record, reason: str) -> int:
         count = self._counts[record.lane.index]
         lost: int = count.unreported
-        count.made = count.reported
-        if record.state in (State.STEPPING, State.LATE) and (count.pulse or count.steps):
+        # A step was under way, unless the environments have not begun.
+        if record.state in (State.STEPPING, State.LATE) and count.made and not count.is_in_vain:
             lost += record.num_slots
+        count.made = count.reported
         return lost
 
     def _is_given_up(self, record: Record) -> bool:
@@ -281,65 +288,52 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
 
     def _equip(self, host: RemoteHost) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet."""
-        known = self._equipped.setdefault(host.session.token, _Equipment())
+        token, connection = host.session.token, host.connection
+        known = self._equipped.get(token)
+        if known is None or known.connection is not connection:
+            known = self._equipped[token] = _Equipment(connection)
         if self._settings is None:
             self._settings = self._make_settings()
         if not known.has_settings:
-            known.has_settings = self._gateway.tell(host, self._settings)
+            known.has_settings = self._gateway.tell(host, self._settings, connection)
+        elif self._gateway.is_behind(host):
+            return  # it has some to go on with, and gets the newest once those have arrived
         states, weights = self._states, self._weights
-        if states is not known.states and states is not None and self._gateway.tell(host, states):
+        if states is not known.states and states is not None and self._gateway.tell(host, states, connection):
             known.states = states
         assert weights is not None
-        if weights.version > known.version and self._gateway.tell(host, weights):
+        if weights.version > known.version and self._gateway.tell(host, weights, connection):
             known.version = weights.version
 
     def _make_settings(self) -> Settings:
         replica = self.replica()
-        module = replica["module"]
         with self._publishing:
             if self._weights is None:
-                self._weights = Weights(replica["version"], *to_arrays(module.state_dict()))
-        pipelines = {name: replica[name] for name in ("env_to_module", "module_to_env")}
-        self._spaces = [self.observation_space, *pipelines["env_to_module"].observation_spaces]
-        return Settings(
-            {
-                "fragment_length": self.fragment_length,
-                "lookback": self.lookback,
-                "seed": self.seed,
-                "acting": dict(self.acting),
-                "module": type(module).__name__,
-                "model_config": asdict(model_config_of(module.model_config)) if type(module) is DefaultModule else None,
-                "pieces": {name: [piece.name for piece in line.connectors] for name, line in pipelines.items()},
-            }
-        )
+                self._weights = Weights(replica["version"], *to_arrays(replica["module"].state_dict()))
+        self._spaces = [self.observation_space, *replica["env_to_module"].observation_spaces]
+        sizes = {"fragment_length": self.fragment_length, "lookback": self.lookback, "seed": self.seed}
+        return RolloutSettings.of(replica, self.acting, **sizes).message()
 
     def _cut(self, records: Iterable[Record]) -> None:
         """Have fragments that are being made end now."""
         for record in records:
             if record.is_waited and record.state in (State.STEPPING, State.LATE):
                 index = record.lane.index
-                self._gateway.tell(record.host, Cut(index, self._gateway.next_number(index) - 1))
+                number = self._gateway.next_number(index) - 1
+                self._gateway.tell(record.host, Cut(index, number), record.host.connection)
 
     def _take_told(self, told: Told) -> None:
-        """Take down how far a host's lanes are."""
-        self._gateway.give_credit(told.host)
+        """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""
         try:
-            for standing in standings_of(told.metrics, told.host.session.lanes):
-                self._take_standing(standing)
+            for index, progress in progress_of(told.metrics, told.host.session.lanes).items():
+                if index < len(self._records) and self._records[index].state is not State.GONE:
+                    count = self._counts[index]
+                    most = self.fragment_length * self._records[index].num_slots
+                    count.tell(progress.start, progress.steps, most)
+                    count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
         except WireError as error:
             self._expel(told.host, error, "metrics")
-
-    def _take_standing(self, standing: Standing) -> None:
-        """Take down how far a lane is; not of one that has left, or that came when the rollout was ending."""
-        index = standing.lane
-        if index >= len(self._records) or self._records[index].state is State.GONE:
-            return
-        count = self._counts[index]
-        count.begin(standing.start)
-        most = count.reported + self.fragment_length * self._records[index].num_slots
-        if standing.steps > most:
-            raise WireError(f"lane {index}: {standing.steps} steps, expected at most {most}", "metrics")
-        count.made, count.pulse, count.is_in_vain = standing.steps, standing.pulse, standing.is_in_vain
+        self._gateway.give_credit(told.host)
 
     def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
         """Have a host leave that has said what makes no sense."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from gymnasium.vector import AutoresetMode, VectorEnv
 
+from rollflow.nodes.stepping import close_failed
 from rollflow.stream.errors import EnvError
 from rollflow.stream.wire import Answer, HostConnection, Request
 
@@ -19,10 +20,6 @@ class ServedLane(Protocol):
 
     env: VectorEnv[Any, Any, Any]
     autoreset: AutoresetMode
-
-    def close(self) -> None:
-        """Close the environments."""
-        ...
 
 
 class Job(NamedTuple):
@@ -68,7 +65,7 @@ class LaneThreads:
         for thread, lane in zip(self._threads, self._lanes, strict=True):
             thread.join(patience_s)
             if not thread.is_alive():
-                lane.close()
+                close_failed(lane.env)
 
     def _work(self, jobs: "SimpleQueue[Job | None]") -> None:
         while (job := jobs.get()) is not None:

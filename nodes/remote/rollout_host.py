@@ -4,15 +4,18 @@ import logging
 import ssl
 from collections.abc import Callable, Mapping
 from functools import partial
+from time import monotonic
 from typing import Any
 
-from rollflow.nodes.acting import Acting, acting_for
+from rollflow.nodes.acting import Acting, acting_for, compile_options
 from rollflow.nodes.env_source import EnvSource, lane_makers
+from rollflow.nodes.remote.account import Progress, metrics_of
 from rollflow.nodes.remote.host import Host
 from rollflow.nodes.remote.remote_envs import Secret
-from rollflow.nodes.remote.rollout_lane import Progress, RolloutLane
+from rollflow.nodes.remote.rollout_lane import RolloutLane
+from rollflow.nodes.remote.rollout_settings import PIPELINES, RolloutSettings
 from rollflow.nodes.weights_codec import Arrays, from_arrays
-from rollflow.stream.errors import ConnectorError, ModuleError
+from rollflow.stream.errors import RollflowError, WireError
 from rollflow.stream.wire import (
     Answer,
     Cut,
@@ -37,6 +40,7 @@ class RolloutHost(Host):
                                     default one, of the rollout's configuration
         env_to_module_connector,    as for `Rollout`: the same as there
         module_to_env_connector
+        compile_forward             forward passes by `torch.compile`, with these options if it is a mapping of them
         device                      where forward passes are done; None: where the module is
         secret, tls, name, limits   as for `EnvHost`
 
@@ -49,7 +53,7 @@ class RolloutHost(Host):
     """
 
     role = "rollout"
-    word_s = 0.25
+    word_s: float = 0.25
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class RolloutHost(Host):
         module: Any = None,
         env_to_module_connector: Callable[[Any], Any] | None = None,
         module_to_env_connector: Callable[[Any], Any] | None = None,
+        compile_forward: bool | Mapping[str, Any] = False,
         device: Any = None,
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
@@ -67,13 +72,15 @@ class RolloutHost(Host):
         limits: Limits | None = None,
     ) -> None:
         self._module, self._device = module, device
+        self._compiled = compile_options(compile_forward)
         self._connectors = {
             "env_to_module_connector": env_to_module_connector,
             "module_to_env_connector": module_to_env_connector,
         }
         self._lanes = [RolloutLane(maker, self._acting) for maker in lane_makers(env, num_envs, lanes)]
         self._ids: list[int] = []  # what the rollout calls the lanes
-        self._said: list[Progress] = []
+        self._said: dict[int, Progress] = {}
+        self._said_at = 0.0
         metadata = {"env": env} if isinstance(env, str) else {}
         super().__init__(self._lanes, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
 
@@ -85,7 +92,7 @@ class RolloutHost(Host):
     # What Host leaves open
 
     def _welcomed(self, welcome: Welcome) -> None:
-        self._said = []
+        self._said = {}
         if welcome.resumed and self._ids:
             for lane in self._lanes:
                 lane.resume()
@@ -103,24 +110,21 @@ class RolloutHost(Host):
         return partial(lane.answer, request, lane.session)
 
     def _told(self, news: Message) -> None:
-        match news:
-            case Settings():
-                for lane in self._lanes:
-                    lane.configure(news.settings)
-            case States():
-                for lane in self._lanes:
-                    lane.take_states([news.states["env_to_module"], news.states["module_to_env"]])
-            case Weights():
-                self._publish(news)
-            case Cut():
-                self._lanes[self._ids.index(news.lane)].cut(news.number)
+        try:
+            self._take(news)
+        except Exception as error:  # what it says may be anything
+            is_ours = isinstance(error, RollflowError)
+            self._fatal = error if is_ours else WireError(f"{news.kind}: {type(error).__name__}: {error}")
 
     def _say(self, connection: HostConnection) -> None:
         """Say how far the lanes are, where that has changed."""
-        progress = [lane.progress for lane in self._lanes]
-        if connection.credits and self._ids and progress != self._said:
-            self._said = progress
-            connection.tell(Metrics({"lanes": [[lane, *each] for lane, each in zip(self._ids, progress, strict=True)]}))
+        now = monotonic()
+        if not connection.credits or now - self._said_at < self.word_s:
+            return
+        progress = dict(zip(self._ids, [lane.progress for lane in self._lanes], strict=False))
+        if progress and progress != self._said:
+            self._said, self._said_at = progress, now
+            connection.tell(Metrics(metrics_of(progress)))
 
     def _failed(self, request: Any, error: Exception) -> None:
         """The module or a connector has raised, or a fragment can't be sent: there is no going on."""
@@ -131,34 +135,41 @@ class RolloutHost(Host):
 
     # Inside
 
-    def _publish(self, news: Weights) -> None:
-        try:
-            weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
-            for lane in self._lanes:
-                lane.publish(news.version, weights)
-        except ModuleError as error:
-            self._fatal = error
+    def _take(self, news: Message) -> None:
+        match news:
+            case Settings():
+                settings = RolloutSettings.of_message(news)
+                for lane in self._lanes:
+                    lane.configure(settings)
+            case States():
+                states = [_entry(news.states, name) for name in PIPELINES]
+                for lane in self._lanes:
+                    lane.take_states(states)
+            case Weights():
+                weights = from_arrays(Arrays(dict(news.tensors), dict(news.dtypes), dict(news.others)))
+                for lane in self._lanes:
+                    lane.publish(news.version, weights)
+            case Cut():
+                self._lanes[self._ids.index(news.lane)].cut(news.number)
 
-    def _acting(self, env: Any, settings: Mapping[str, Any]) -> Acting:
-        """What acts in a lane's environments. Raises ModuleError or ConnectorError where it is not the rollout's."""
-        if self._module is None and settings["model_config"] is None:
-            raise ModuleError(
-                f"the rollout's module is {settings['module']}, and host {self.name} was given none, expected the same"
-            )
+    def _acting(self, env: Any, settings: RolloutSettings) -> tuple[Acting, dict[str, Any]]:
+        """What acts in a lane's environments, and how. Raises ModuleError or ConnectorError where it doesn't fit."""
+        settings.check_module(self._module, self.name)
         acting = acting_for(
             env,
             (env.single_observation_space, env.single_action_space),
             module=self._module,
-            model_config=settings["model_config"] if self._module is None else None,
+            model_config=settings.model_config if self._module is None else None,
             device=self._device,
-            seed=settings["seed"],
+            seed=settings.seed,
             **self._connectors,
         )
-        for name, pipeline in (("env_to_module", acting.env_to_module), ("module_to_env", acting.module_to_env)):
-            mine, theirs = [piece.name for piece in pipeline.connectors], list(settings["pieces"][name])
-            if mine != theirs:
-                raise ConnectorError(
-                    f"the {name} pipeline of host {self.name} is {', '.join(mine)}; expected that of the rollout: "
-                    f"{', '.join(theirs)}"
-                )
-        return acting
+        settings.check_pieces({name: getattr(acting, name) for name in PIPELINES}, self.name)
+        how: dict[str, Any] = {"explore": settings.explore, "threads": settings.threads, "compiled": self._compiled}
+        return acting, how | {"flat": settings.flat and self._compiled is None}
+
+
+def _entry(states: Mapping[str, Any], name: str) -> Any:
+    if not isinstance(states.get(name), dict):
+        raise WireError(f"states: {name} is {states.get(name)!r:.100}, expected a map of states")
+    return states[name]

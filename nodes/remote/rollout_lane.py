@@ -2,66 +2,88 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.acting import Acting
 from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.lane_rollout import Drained, LanePlan, LaneRollout, WeightsFrom, is_of_environment
+from rollflow.nodes.remote.account import Progress
 from rollflow.nodes.remote.fragment_message import message_of
-from rollflow.nodes.stepping import autoreset_mode
+from rollflow.nodes.remote.rollout_settings import RolloutSettings
+from rollflow.nodes.stepping import autoreset_mode, close_failed
+from rollflow.stream.errors import WireError
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.wire import Failed, Fragment, LaneGrant, Turn
 
-
-class Progress(NamedTuple):
-    """How far a lane is.
-
-    start       how often its environments were made anew
-    steps       transitions made since then
-    pulse       how often it has got on with something
-    is_in_vain  whether its turn will end without a step: it is to end, and environments are still made or reset
-    """
-
-    start: int = 0
-    steps: int = 0
-    pulse: int = 0
-    is_in_vain: bool = False
+Act = Callable[[Any, RolloutSettings], tuple[Acting, Mapping[str, Any]]]
 
 
 class _Outdated(BaseException):
     """Raised in the middle of a fragment that nobody wants any more."""
 
 
+@dataclass(slots=True, eq=False)
+class LaneSession:
+    """What a rollout has told of a lane, from its welcome on; None as the grant: there is no rollout.
+
+    published      version and weights
+    states         of connectors, to be taken over before the next turn
+    known_states   taken over last
+    weights        where published ones go to, once there is a module
+    cut            number of the last turn that is to end
+    is_equipped    with settings, states and weights, which come in this order
+    progress       how far the lane is
+    turn           number of the last turn
+    is_beginning   whether environments are being made or reset
+    rollout        None: it has not begun, or its environments have raised
+    starts         how often it began
+    sequence       of the next fragment
+    seed           since the last start
+    """
+
+    grant: LaneGrant | None
+    settings: RolloutSettings | None = None
+    published: tuple[int, dict[str, Any]] | None = None
+    states: list[Any] | None = None
+    known_states: list[Any] | None = None
+    weights: WeightsFrom | None = None
+    cut: int = 0
+    is_equipped: bool = False
+    progress: Progress = Progress()  # noqa: RUF009  # it can't be changed
+    turn: int = 0
+    is_beginning: bool = False
+    rollout: LaneRollout | None = None
+    starts: int = -1
+    sequence: int = 0
+    seed: int = 0
+
+    def new_states(self) -> list[Any] | None:
+        """What connectors are to take over, once."""
+        states, self.states = self.states, None
+        self.known_states = states or self.known_states
+        return states
+
+
 class RolloutLane:
     """Environments, connectors and a module of one lane. Raises EnvError where environments can't be made.
 
     maker    of the environments
-    act      gives what is to act in them, by the rollout's settings; raises where the two don't fit
+    act      gives what is to act in them, and how, by the rollout's settings; raises where the two don't fit
 
     env        as they are now: made again when a rollout begins after they have raised
-    session    how often it has begun
+    session    with the rollout that there is
     """
 
-    def __init__(self, maker: LaneMaker, act: Callable[[Any, Mapping[str, Any]], Acting]) -> None:
+    def __init__(
+        self, maker: LaneMaker, act: Callable[[Any, RolloutSettings], tuple[Acting, Mapping[str, Any]]]
+    ) -> None:
         self._maker, self._act = maker, act
-        self._changed = threading.Condition()
-        self.session = 0
-        self._grant: LaneGrant | None = None
-        self._settings: Mapping[str, Any] | None = None
-        self._published: tuple[int, dict[str, Any]] | None = None
-        self._states: list[Any] | None = None  # to be taken over before the next turn
-        self._weights: WeightsFrom | None = None
-        self._cut = 0
-        self._is_equipped = False  # with settings, states and weights, which come in this order
-        self._known_states: list[Any] | None = None  # taken over last
-        self._rollout: LaneRollout | None = None
-        self._rollout_session = 0
-        self._seed = self._starts = self._sequence = self._turn = 0
-        self._is_beginning = False
-        self._done = 0, Progress()  # and the session that it is of
+        self._changed = threading.Condition()  # of the session
+        self.session = LaneSession(None)
         self._has_failed = False
         self._make()
 
@@ -70,11 +92,7 @@ class RolloutLane:
     def begin(self, grant: LaneGrant | None) -> None:
         """Begin anew, for a rollout that calls this lane so, or for none; what is done for another ends unsaid."""
         with self._changed:
-            self.session += 1
-            self._grant, self._settings, self._published = grant, None, None
-            self._states = self._weights = None
-            self._cut = 0
-            self._is_equipped = False
+            self.session = LaneSession(grant)
             self._changed.notify_all()
 
     def resume(self) -> None:
@@ -83,127 +101,113 @@ class RolloutLane:
         Those that came through the last one may not have been the newest, nor the connectors' states.
         """
         with self._changed:
-            self._is_equipped = False
+            self.session.is_equipped = False
 
-    def close(self) -> None:
-        """Close the environments."""
-        self.env.close()
-
-    def configure(self, settings: Mapping[str, Any]) -> None:
+    def configure(self, settings: RolloutSettings) -> None:
         """Take the rollout's settings."""
         with self._changed:
-            self._settings = settings
-            self._changed.notify_all()
+            self.session.settings = settings
 
     def publish(self, version: int, weights: dict[str, Any]) -> None:
-        """Use these weights from the next forward pass on. Raises ModuleError where they are not the module's."""
+        """Use these weights from the next forward pass on.
+
+        Raises ModuleError where they are not the module's, and WireError where they come before the settings.
+        """
         with self._changed:
-            self._published = version, weights
-            if self._weights is not None:
-                self._weights.put(version, weights)
-            self._is_equipped = True
+            session = self.session
+            if session.settings is None:
+                raise WireError("weights before settings, expected them after", "order")
+            session.published, session.is_equipped = (version, weights), True
+            if session.weights is not None:
+                session.weights.put(version, weights)
             self._changed.notify_all()
 
     def take_states(self, states: list[Any]) -> None:
         """Have the connectors go on from these states from the next turn on."""
         with self._changed:
-            self._states = states
+            self.session.states = states
 
     def cut(self, number: int) -> None:
         """Have the turn of this number end now."""
-        self._cut = number
+        self.session.cut = number
 
     @property
     def progress(self) -> Progress:
         """How far it is."""
-        session, done = self._done
-        if session != self.session:
-            return Progress()
-        return done._replace(is_in_vain=self._is_beginning and self._cut >= self._turn)
+        session = self.session
+        return session.progress._replace(is_in_vain=session.is_beginning and session.cut >= session.turn)
 
     # Called where the environments are
 
-    def answer(self, turn: Turn, session: int) -> Fragment | Failed | None:
+    def answer(self, turn: Turn, session: LaneSession) -> Fragment | Failed | None:
         """Make a fragment; None where the session is over. Raises what the module or a connector raises."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over(session) or self._is_equipped)
-            if self._is_over(session):
-                return None
+            self._changed.wait_for(lambda: self.session is not session or session.is_equipped)
         try:
+            self._check(session)
             return self._fragment(turn, session)
         except _Outdated:
             return None
 
-    def _fragment(self, turn: Turn, session: int) -> Fragment | Failed:
+    def _fragment(self, turn: Turn, session: LaneSession) -> Fragment | Failed:
+        session.turn = turn.number
         try:
-            rollout = self._begun(turn, session)
+            rollout = session.rollout or self._started(session)
         except Exception as error:
             if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
                 raise
-            self._rollout, self._has_failed = None, True
+            self._has_failed = True
             return Failed.of(turn, error)
-        states = self._new_states()
+        with self._changed:
+            states = session.new_states()
         if states is not None:
             rollout.take_states(states)
         turned = rollout.turn()
         # What was made in vain takes no number: there is no fragment then.
-        self._sequence = turned.fragment.sequence + (turned.error is None or turned.fragment.num_rows > 0)
-        more = rollout.told() | {"start": self._starts, "seed": self._seed, "lost_steps": turned.lost_steps}
+        session.sequence = turned.fragment.sequence + (turned.error is None or turned.fragment.num_rows > 0)
+        more = rollout.told() | {"start": session.starts, "seed": session.seed, "lost_steps": turned.lost_steps}
         more["failure"] = None if turned.error is None else _described(turned.error)
         if turned.error is not None:
-            self._rollout, self._has_failed = None, True
-        return message_of(turn, turned.fragment, more)
+            session.rollout, self._has_failed = None, True
+        return message_of(turn, turned.fragment, more, rollout.lane.observation_spaces)
 
-    def _begun(self, turn: Turn, session: int) -> LaneRollout:
-        """The session's rollout. Raises what environments raise, and what does not fit."""
-        if self._rollout_session != session:
-            self._rollout_session, self._rollout, self._known_states = session, None, None
-            self._starts, self._sequence, self._done = -1, 0, (session, Progress())
-        self._turn = turn.number
-        if self._rollout is None:
-            self._is_beginning = True
-            try:
-                self._rollout = self._started(session)
-            finally:
-                self._is_beginning = False
-        return self._rollout
-
-    def _started(self, session: int) -> LaneRollout:
+    def _started(self, session: LaneSession) -> LaneRollout:
         """Another start. It is told of from now on, when whoever asks has the answer of the one before."""
-        self._starts += 1
-        self._done = session, Progress(self._starts, 0, self._done[1].pulse)
-        if self._has_failed and self._maker.can_travel:
-            self.env.close()
-            self._make()
-        self._has_failed = False
-        return self._made(session)
+        session.is_beginning = True
+        try:
+            session.starts += 1
+            session.progress = Progress(session.starts, 0, session.progress.pulse)
+            if self._has_failed and self._maker.can_travel:
+                close_failed(self.env)
+                self._make()
+            self._has_failed = False
+            session.rollout = rollout = self._made(session)
+            return rollout
+        finally:
+            session.is_beginning = False
 
-    def _made(self, session: int) -> LaneRollout:
-        with self._changed:
-            if self._is_over(session):
-                raise _Outdated
-            told, grant, published = self._settings, self._grant, self._published
-        assert told is not None
+    def _made(self, session: LaneSession) -> LaneRollout:
+        settings, grant = session.settings, session.grant
+        assert settings is not None
         assert grant is not None
-        assert published is not None
         # Another start goes on with other episodes than the first: the same might fail in the same way.
-        self._seed = seed_for(told["seed"], "restart", self._starts) if self._starts else told["seed"]
-        acting = self._act(self.env, told)
-        states = self._new_states() or self._known_states
+        session.seed = seed_for(settings.seed, "restart", session.starts) if session.starts else settings.seed
+        acting, how = self._act(self.env, settings)
+        with self._changed:
+            states = session.new_states() or session.known_states
         if states is not None:  # before the first observations go through
             acting.env_to_module.set_state(states[0])
             acting.module_to_env.set_state(states[1])
         plan = LanePlan(
             lane=grant.lane,
             first_slot=grant.first_slot,
-            sequence=self._sequence,
-            fragment_length=told["fragment_length"],
-            lookback=told["lookback"],
-            seed=self._seed,
-            acting=told["acting"],
+            sequence=session.sequence,
+            fragment_length=settings.fragment_length,
+            lookback=settings.lookback,
+            seed=session.seed,
+            acting=how,
         )
         weights = WeightsFrom(acting.copy, -1, partial(self._between, session))
-        weights.put(*published)
         rollout = LaneRollout(
             self.env,
             plan,
@@ -211,39 +215,26 @@ class RolloutLane:
             weights=weights,
             env_to_module=acting.env_to_module,
             module_to_env=acting.module_to_env,
-            began=_nothing,
             is_ours=self._maker.can_travel,
         )
-        self._take_weights(weights, session)
+        with self._changed:
+            self._check(session)
+            assert session.published is not None
+            weights.put(*session.published)
+            session.weights = weights  # for what is published from now on
         return rollout
 
-    def _take_weights(self, weights: WeightsFrom, session: int) -> None:
-        """Have what is published from now on go to these as well, with what was meanwhile."""
-        with self._changed:
-            if self._is_over(session):
-                raise _Outdated
-            assert self._published is not None
-            weights.put(*self._published)
-            self._weights = weights
-
-    def _new_states(self) -> list[Any] | None:
-        """What connectors are to take over, once."""
-        with self._changed:
-            states, self._states = self._states, None
-        self._known_states = states or self._known_states
-        return states
-
-    def _between(self, session: int) -> None:
+    def _between(self, session: LaneSession) -> None:
         """Between two forward passes: see whether the fragment is still wanted, and all of it."""
-        if self._is_over(session):
-            raise _Outdated
-        assert self._rollout is not None
-        self._done = session, Progress(self._starts, self._rollout.lane.num_steps, self._done[1].pulse + 1)
-        if self._cut >= self._turn:
+        self._check(session)
+        assert session.rollout is not None
+        session.progress = Progress(session.starts, session.rollout.lane.num_steps, session.progress.pulse + 1)
+        if session.cut >= session.turn:
             raise Drained
 
-    def _is_over(self, session: int) -> bool:
-        return self.session != session
+    def _check(self, session: LaneSession) -> None:
+        if self.session is not session:
+            raise _Outdated
 
     def _make(self) -> None:
         self.env: VectorEnv[Any, Any, Any] = self._maker.make()
@@ -252,7 +243,3 @@ class RolloutLane:
 
 def _described(error: Exception) -> str:
     return "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-
-
-def _nothing() -> None:
-    """Nobody has to be told that the first forward pass is done."""
