@@ -47,7 +47,7 @@ def test_a_lane_that_is_to_be_made_again_comes_back_at_once(
     tmp_path: Path, where: Any, waits: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delay = 1000.0 if waits == "lost" else 0.0
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", delay)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", delay)
     monkeypatch.setattr("rollflow.nodes.workers.lane_link._LONGEST_DELAY_S", delay)
     options: Any = {"module": NumberedModule(), "fragment_length": 2, "prefetch": 2, "seed": 0}
     with Rollout(partial(Broken, 0, tmp_path, waits), where=where, workers=1, **options) as rollout:

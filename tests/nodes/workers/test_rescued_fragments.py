@@ -21,7 +21,7 @@ from rollflow.stream.tree import map_tree
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
 
 
 class Kills(ConnectorV2):
