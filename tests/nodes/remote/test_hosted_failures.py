@@ -213,12 +213,11 @@ def test_between_two_failures_there_is_time(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("rollflow.nodes.remote.remote_lanes.monotonic", lambda: now[0])
     envs = listening(RemoteRollouts, join_timeout=None)
     with rollouts_on(envs.addresses[0], doomed(tmp_path, 0, 3)), rollout_over(envs, prefetch=1) as rollout:
-        record = None
+        await_that(lambda: rollout.environments._records)
+        [record] = rollout.environments._records
         for failures, delay in ((1, 1000.0), (2, 2000.0), (3, 3000.0)):
-            await_that(lambda failures=failures: rollout.environments._records[0].failures == failures)
-            record = rollout.environments._records[0]
-            assert record.due - now[0] == delay
-            assert len(Doomed.lives(tmp_path, 0)) == failures
+            await_that(lambda due=now[0] + delay: record.due == due)
+            assert (record.failures, len(Doomed.lives(tmp_path, 0))) == (failures, failures)
             now[0] += delay
             rollout.environments._gateway.wake()
         assert next(iter(rollout.fragments())).num_steps == 8
