@@ -1,8 +1,9 @@
-"""Environments on other hosts: what a round trip costs, many hosts on one gateway, and a slow link.
+"""Other hosts: what a round trip costs, many hosts on one gateway, a slow link, and whole rollouts there.
 
 A round trip is from the moment when actions are handed to a lane to the moment when its rows have come; beside it, a
 bare socket that echoes as many bytes, in a process of its own as well. With a link that takes 20 ms longer, four lanes
-keep a host busy whose every step takes 8 ms of work; beside it, 125 steps a second.
+keep a host busy whose every step takes 8 ms of work; beside it, 125 steps a second. Whole rollouts on two hosts stand
+beside the same in two worker processes, which hand them over in shared memory.
 
     python -m benchmarks.remote [--quick]
 """
@@ -20,11 +21,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.command import run
 from benchmarks.envs import CountingEnv
-from benchmarks.pairs import FULL, Record, Sizes, in_turns, record, steps_per_s
-from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from benchmarks.pairs import FULL, Record, Sizes, in_steady_state, in_turns, record, steps_per_s
+from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.nodes.remote.remote_environments import RemoteEnvironments
 
 HOSTS, HOSTS_A_PROCESS = 200, 50
@@ -40,7 +42,7 @@ main(*{arguments!r})
 
 def measure(sizes: Sizes, hosts: int = HOSTS) -> list[Record]:
     """A line for each."""
-    return [*_round_trip(sizes), _many(sizes, hosts), _slow_link(sizes)]
+    return [*_round_trip(sizes), _many(sizes, hosts), _slow_link(sizes), _whole_rollouts(sizes)]
 
 
 # Round trips
@@ -209,6 +211,35 @@ class _Delayed:
                 self._there.shutdown(socket.SHUT_WR)
                 return
             self._there.sendall(data)
+
+
+# Whole rollouts
+
+
+def _whole_rollouts(sizes: Sizes) -> Record:
+    told: dict[str, Any] = {"fragment_length": 128, "prefetch": 1, "seed": 0}
+
+    def on_hosts() -> float:
+        rollouts = RemoteRollouts.listen("tcp://127.0.0.1:0", hosts=2)
+        address = str(rollouts.addresses[0])
+        with _processes([("rollout_host", (address,))] * 2), Rollout(rollouts, **told) as rollout:
+            return in_steady_state(rollout, sizes.seconds)
+
+    def in_workers() -> float:
+        with Rollout("CartPole-v1", num_envs=64, where="rollouts", workers=2, **told) as rollout:
+            return in_steady_state(rollout, sizes.seconds)
+
+    pairs = in_turns(on_hosts, in_workers, sizes.rounds)
+    beside: dict[str, Any] = {"where": "remote", "beside_name": "the same in two worker processes"}
+    return record("whole rollouts on 2 hosts, CartPole", 64, pairs, aim=None, **beside)
+
+
+def rollout_host(address: str) -> None:
+    """Whole rollouts of half of the environments."""
+    print("ready", flush=True)
+    torch.set_num_threads(1)
+    with RolloutHost("CartPole-v1", num_envs=32) as host:
+        host.connect(address)
 
 
 # Processes

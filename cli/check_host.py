@@ -2,6 +2,7 @@
 
 import argparse
 import socket
+import ssl
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from typing import Any
 
 from rollflow.cli import connection
 from rollflow.nodes.remote.host_checks import check_host
+from rollflow.nodes.remote.host_talk import encrypted
 from rollflow.nodes.remote.remote_envs import address_of, close_sockets, listen_on, secret_bytes
 from rollflow.stream.wire import UnixAddress, check_secret, parse_address
 
@@ -22,7 +24,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("address", nargs="?", help="where the host listens: tcp://host:port or unix:/path")
     parser.add_argument("--listen", metavar="ADDRESS", help="wait here for a host that dials, again after each check")
-    connection.add_secret_to(parser)
+    connection.add_protection_to(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for a step or a reset (10)")
     parser.set_defaults(run=run)
 
@@ -31,10 +33,13 @@ def run(told: argparse.Namespace) -> int:
     """Do it; 0 where nothing is wrong."""
     if (told.address is None) == (told.listen is None):
         raise ValueError("expected either an address or --listen")
-    secret = secret_bytes(connection.secret_of(told))
+    secret, tls = secret_bytes(connection.secret_of(told)), connection.tls_of(told)
     wrong = 0
     with ExitStack() as stack:
-        opened = _dialled(told.address, secret) if told.listen is None else _listened(told, secret, stack)
+        if told.listen is None:
+            opened = _dialled(told.address, secret, tls)
+        else:
+            opened = _listened(told.listen, secret, tls, stack)
         for result in check_host(opened, secret=secret, patience_s=told.timeout):
             print(f"{'ok   ' if result.wrong is None else 'WRONG'}  {result.name}", flush=True)
             if result.wrong is not None:
@@ -44,22 +49,25 @@ def run(told: argparse.Namespace) -> int:
     return min(wrong, 1)
 
 
-def _dialled(text: str, secret: bytes | None) -> Callable[[], socket.socket]:
+def _dialled(text: str, secret: bytes | None, tls: ssl.SSLContext | None) -> Callable[[], socket.socket]:
     address = parse_address(text)
     check_secret(address, secret)
 
     def opened() -> socket.socket:
-        if not isinstance(address, UnixAddress):
-            return socket.create_connection((address.host, address.port), timeout=10.0)
-        sock = socket.socket(socket.AF_UNIX)
-        sock.connect(address.path)
-        return sock
+        if isinstance(address, UnixAddress):
+            sock, name = socket.socket(socket.AF_UNIX), None
+            sock.connect(address.path)
+        else:
+            sock, name = socket.create_connection((address.host, address.port), timeout=10.0), address.host
+        return sock if tls is None else encrypted(sock, tls, is_server=False, name=name)
 
     return opened
 
 
-def _listened(told: argparse.Namespace, secret: bytes | None, stack: ExitStack) -> Callable[[], socket.socket]:
-    address = parse_address(told.listen)
+def _listened(
+    text: str, secret: bytes | None, tls: ssl.SSLContext | None, stack: ExitStack
+) -> Callable[[], socket.socket]:
+    address = parse_address(text)
     check_secret(address, secret)
     listeners = listen_on(address)
     stack.callback(close_sockets, listeners)
@@ -68,6 +76,6 @@ def _listened(told: argparse.Namespace, secret: bytes | None, stack: ExitStack) 
 
     def opened() -> socket.socket:
         sock, _ = listeners[0].accept()
-        return sock
+        return sock if tls is None else encrypted(sock, tls, is_server=True)
 
     return opened

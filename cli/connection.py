@@ -10,16 +10,16 @@ def add_to(parser: argparse.ArgumentParser, *, connect: str, listen: str) -> Non
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--connect", metavar="ADDRESS", help=f"{connect}: tcp://host:port or unix:/path")
     where.add_argument("--listen", metavar="ADDRESS", help=f"{listen}: tcp://host:port or unix:/path")
-    add_secret_to(parser)
+    add_protection_to(parser)
+
+
+def add_protection_to(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `secret_of` and `tls_of` read."""
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the secret that both sides must know")
     parser.add_argument("--tls", action="store_true", help="encrypt; the other side's certificate is checked")
     parser.add_argument("--tls-ca", metavar="FILE", help="whose certificates are good; without it, the system's")
     parser.add_argument("--tls-cert", metavar="FILE", help="this side's certificate, and maybe its key")
     parser.add_argument("--tls-key", metavar="FILE", help="its key, where it is in a file of its own")
-
-
-def add_secret_to(parser: argparse.ArgumentParser) -> None:
-    """Add the argument that `secret_of` reads."""
-    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the secret that both sides must know")
 
 
 def secret_of(told: argparse.Namespace) -> str | None:

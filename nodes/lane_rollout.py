@@ -26,6 +26,10 @@ _first_passes = threading.Lock()
 _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
 
 
+def _nothing() -> None:
+    """Nobody has to be told."""
+
+
 class Drained(BaseException):
     """Raised by `between` where what there is of the fragment is wanted now; the turn after it goes on from there."""
 
@@ -97,6 +101,8 @@ class LaneRollout:
     env_to_module, module_to_env    connector pipelines for this lane alone
     began                           called when the first reset and the first forward pass are done
     is_ours                         whether the vector environment was put together by us: see `step_of`
+    is_shared                       whether other processes may look at the lane's columns
+    hide                            called before rows that they may have seen are changed
 
     lane                            the lane
     """
@@ -112,10 +118,14 @@ class LaneRollout:
         module_to_env: ModuleToEnvPipeline,
         began: Callable[[], None],
         is_ours: bool = True,
+        is_shared: bool = False,
+        hide: Callable[[], None] = _nothing,
     ) -> None:
+        self._hide = hide
         environments = _OneLane(
             env,
             is_ours=is_ours,
+            is_shared=is_shared,
             fragment_length=plan.fragment_length,
             lookback=plan.lookback,
             seed=plan.seed,
@@ -125,7 +135,7 @@ class LaneRollout:
         self.lane: Lane
         [self.lane] = environments.lanes
         seed_lane(self.lane, plan.seed)
-        self._first_sequence = plan.sequence
+        self.lane.fragment.sequence = plan.sequence
         self._pipelines = env_to_module, module_to_env
         self._metrics = MetricsLogger()
         self._turns = _Turns(weights.between)
@@ -143,11 +153,11 @@ class LaneRollout:
         except Exception as error:
             if not is_of_environment(error):
                 raise
+            self._hide()
             lost = self.lane.lose(f"{type(error).__name__}: {error}")
-            return Turned(self._numbered(self.lane.cut()), error, lost)
+            return Turned(self.lane.cut(), error, lost)
         # None where the gate has held the lane: it stands before its next forward pass.
-        fragment = given[0][1] if given else self.lane.cut()
-        return Turned(self._numbered(fragment))
+        return Turned(given[0][1] if given else self.lane.cut())
 
     def take_states(self, states: Sequence[dict[str, Any]]) -> None:
         """Have the connectors go on from states that they have come to elsewhere: one for each of the two pipelines."""
@@ -172,10 +182,6 @@ class LaneRollout:
             self._metrics.reset()
         return told
 
-    def _numbered(self, fragment: Fragment) -> Fragment:
-        fragment.sequence += self._first_sequence
-        return fragment
-
 
 def is_of_environment(error: Exception) -> bool:
     """Whether it was an environment of a lane that raised, rather than the module, a connector, or what is ours."""
@@ -185,9 +191,13 @@ def is_of_environment(error: Exception) -> bool:
 class _OneLane(Environments):
     """The environments of one lane, made already."""
 
-    def __init__(self, env: Any, *, is_ours: bool, **options: Any) -> None:
-        self._are_ours = is_ours
+    def __init__(self, env: Any, *, is_ours: bool, is_shared: bool, **options: Any) -> None:
+        self._are_ours, self._is_shared = is_ours, is_shared
         super().__init__(env, **options)
+
+    def _lane(self, index: int, vector: Any) -> Lane:
+        layout = self._layout(index, vector, self.seed)
+        return Lane(index, layout, self.observation_space, is_shared=self._is_shared)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         self._steps = [step_of(env, is_ours=self._are_ours)]

@@ -67,8 +67,8 @@ class Rollout:
                                    which one environment more is made, and copies of the module and of what the
                                    connector functions give; `explain()` says why
         workers                    worker processes; None: one for each core
-        step_timeout,              seconds after which environments in threads or processes are taken for hung; None:
-        reset_timeout              never. See `ThreadEnvironments`, `ProcessEnvironments`
+        step_timeout,              seconds after which environments in threads, in processes or on hosts are taken for
+        reset_timeout              hung; None: never. See `ThreadEnvironments`, `ProcessEnvironments`, `RemoteLanes`
         module                     has `forward_exploration` and `forward_inference`, or is a class or function that
                                    makes such a one of (observation space, action space); a copy of it acts, which
                                    learns of new weights by `publish` alone. None: a `DefaultModule` for the spaces. To
@@ -376,7 +376,8 @@ class Rollout:
     def lost(self) -> dict[str, int]:
         """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`.
 
-        `workers` counts those that were under way in workers that were lost: nobody knows whether they were made.
+        `workers` counts those that were under way in workers and on hosts that were lost: nobody knows whether they
+        were made. Of hosts that made whole rollouts it counts what they had told of and not sent.
 
         As a node of a graph: those that were not cut into a fragment when the run was left. What the graph's edges
         then drop, they count themselves.

@@ -311,6 +311,20 @@ class Fragment:
         self.losses.insert(0, Loss(self.first_row, slots, slots[:0], reason))
         self.episode_number = self.episode_number - 1  # of the episodes that were lost
 
+    def end_with_loss(self, reason: str) -> None:
+        """Say that the environments were lost after this fragment's last step, with all that was open.
+
+        What is open ends as truncated, with `reason` in its chunk's `custom_data["lost"]`. Before it is sealed only.
+        """
+        chunks, slots = self.chunks, np.arange(self.layout.num_slots)
+        is_open = (chunks.stop == self.last_row) & ~chunks.terminated & ~chunks.truncated
+        cut = chunks.slot[is_open]
+        self.columns[Columns.TRUNCATEDS].tree[self.last_row - 1, cut] = True
+        for slot, number in zip(cut.tolist(), chunks.number[is_open].tolist(), strict=True):
+            self.custom_data[slot, number] = {"lost": reason}
+        self.losses.append(Loss(self.last_row, slots, cut, reason))
+        del self.chunks  # which are others now
+
     def seal(self, num_rows: int) -> None:
         """Take the first `num_rows` vector steps as the whole and make every column read-only."""
         self.num_rows = num_rows

@@ -24,7 +24,7 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.infos import copied
-from rollflow.stream.lane_columns import LaneColumns, LaneMemory
+from rollflow.stream.lane_columns import LaneColumns, LaneMemory, SharedRows
 from rollflow.stream.live_episode import EndedEpisodes, LaneEpisodes
 from rollflow.stream.tree import Tree, map_tree, stack_trees
 
@@ -40,6 +40,7 @@ class Lane:
         num_steps        transitions recorded since the first reset
         vector_steps     vector steps since the first reset
         memory           where columns lie that somebody else writes to; None: this lane alone does
+        is_shared        whether other processes may look at the columns: see `share`
         is_set_aside     whether its environments are gone for good: it makes no further step
 
     Raises ColumnError whenever an array does not fit its column.
@@ -51,6 +52,8 @@ class Lane:
         layout: FragmentLayout,
         observation_space: gym.Space[Any],
         memory: LaneMemory | None = None,
+        *,
+        is_shared: bool = False,
     ) -> None:
         self.index = index
         self.layout = layout
@@ -78,7 +81,7 @@ class Lane:
         self._rewritten = False
         self._typing = True  # until the first step the obs column may still take another type
         self._extra: tuple[str, ...] | None = None
-        self._columns = LaneColumns(layout, memory)
+        self._columns = LaneColumns(layout, memory, is_shared=is_shared)
         self.fragment = self._first_fragment()
 
     # What the environment and the module say
@@ -352,6 +355,22 @@ class Lane:
         self.row = lookback
         self._latest = self._column.row(lookback)
         return old
+
+    @property
+    def shared(self) -> SharedRows | None:
+        """Where the fragment in the making lies for other processes; None: they can't see it."""
+        return self._columns.shared
+
+    def share(self) -> None:
+        """Let other processes see the first fragment from now on, as they do all others. After its first step only."""
+        old = self.fragment
+        columns = self._columns.like(old.columns, are_written=True)
+        for name, column in columns.items():
+            column.copy_rows(old.columns[name], 0, self.row + (name == Columns.OBS))
+        columns[Columns.POLICY_VERSION].tree[self.row :] = self._version_written
+        old.columns = columns
+        if self._settled:
+            self._latest = self._column.row(self.row)
 
     def leave(self) -> Fragment:
         """Give the last fragment away, and all memory back: no step is made any more."""

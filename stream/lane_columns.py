@@ -1,18 +1,21 @@
 """The columns of a lane's fragments: what types they have, and where they lie."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
 import numpy as np
+from numpy.typing import NDArray
 
-from rollflow.stream.blocks import BlockLayout, BlockPool, PrivateBlock
+from rollflow.stream.blocks import BlockLayout, BlockPool, PrivateBlock, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import FragmentLayout
 from rollflow.stream.space import row_of
 from rollflow.stream.tree import Tree, leaves_of, map_tree
+
+FINAL_OBS = "final_obs"
 
 
 class LaneMemory(Protocol):
@@ -27,17 +30,36 @@ class LaneMemory(Protocol):
         ...
 
 
+class SharedRows(NamedTuple):
+    """Where the columns of a fragment lie that other processes may look at, while it is in the making as well.
+
+    number, block    of the pool's
+    final_obs        last observations, in the rows in which their episodes ended; None: the `obs` column has them
+    """
+
+    layout: BlockLayout
+    pool: BlockPool[SharedBlock]
+    number: int
+    block: NDArray[np.uint8]
+    final_obs: Column | None
+
+
 class LaneColumns:
     """Makes the columns of one fragment after the other; their memory is used again once nobody refers to it.
 
-    memory    where those lie that somebody else writes to; None: nobody does
+    memory       where those lie that somebody else writes to; None: nobody does
+    is_shared    whether other processes may look at them: see `SharedRows`
+
+    shared       where the last columns that were made lie; None: they are not shared
     """
 
-    def __init__(self, layout: FragmentLayout, memory: LaneMemory | None) -> None:
+    def __init__(self, layout: FragmentLayout, memory: LaneMemory | None, *, is_shared: bool = False) -> None:
+        self.shared: SharedRows | None = None
         self._layout = layout
         self._memory = memory
+        self._is_shared = is_shared
         self._rows = layout.lookback + layout.num_rows
-        self._blocks: tuple[BlockLayout, BlockPool[PrivateBlock]] | None = None  # for columns that `memory` has not
+        self._blocks: tuple[BlockLayout, BlockPool[Any]] | None = None  # for columns that `memory` has not
         self._in_blocks: set[str] = set()
 
     def first(self, observation_space: gym.Space[Any]) -> dict[str, Column]:
@@ -81,10 +103,17 @@ class LaneColumns:
         rest = {name: column for name, column in old.items() if name not in given}
         if self._blocks is None or self._in_blocks != rest.keys():  # outputs come with the first step
             self._in_blocks = set(rest)
-            layout = BlockLayout({name: (column.row(0), len(column)) for name, column in rest.items()})
-            self._blocks = layout, BlockPool(layout.size, PrivateBlock)
+            rows = {name: (column.row(0), len(column)) for name, column in rest.items()}
+            if self._is_shared and not self._layout.resets_next_step:
+                rows[FINAL_OBS] = old[Columns.OBS].row(0), self._rows
+            layout = BlockLayout(rows)
+            self._blocks = layout, BlockPool(layout.size, SharedBlock if self._is_shared else PrivateBlock)
         layout, pool = self._blocks
-        given |= layout.columns(pool.take()[1])
+        index, block = pool.take()
+        made = layout.columns(block)
+        if self._is_shared:
+            self.shared = SharedRows(layout, pool, index, block, made.get(FINAL_OBS))
+        given |= made
         return {name: given[name] for name in old}
 
     def _empty(self, name: str, row: Tree, rows: int) -> Column:

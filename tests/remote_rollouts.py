@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -17,7 +18,7 @@ from remote_hosts import RawHost, hosting, listening
 
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.stream import Fragment
-from rollflow.stream.wire import Broken, Limits, Turn, Welcome
+from rollflow.stream.wire import Broken, Limits, Reset, Turn, Welcome
 from rollflow.stream.wire import Fragment as Answer
 
 HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
@@ -45,6 +46,16 @@ def taken_until(fragments: Iterator[Fragment], enough: Callable[[list[Fragment]]
     while not enough(taken):
         taken.append(next(fragments))
     return taken
+
+
+def reset_of(raw: RawHost, fragments: Iterator[Fragment], taken: list[Fragment]) -> Reset:
+    """A new host's first request. A rollout whose fragments nobody takes does not look who has come."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(raw.next_of, Reset)
+        while not asked.done():
+            taken.append(next(fragments))
+        reset: Reset = asked.result()
+    return reset
 
 
 def check_laws(fragments: list[Fragment], lost: dict[str, int], slots_lost: int) -> None:

@@ -9,7 +9,7 @@ import torch
 from remote_hosts import hosting
 from torch import nn
 
-from rollflow.nodes import RLModule, Rollout
+from rollflow.nodes import EnvHost, RLModule, Rollout, RolloutHost
 
 ROOT = Path(__file__).parent.parent
 
@@ -67,6 +67,25 @@ def test_a_host_that_is_killed_is_replaced_by_another(capfd: pytest.CaptureFixtu
     assert told.err.count("the rollout said goodbye") == 2
 
 
+def test_rollouts_on_other_hosts_run_at_a_hundredth_of_their_size(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example("remote_rollouts")["main"]
+    main.__globals__["MAX_UPDATES"] = 3
+    main()
+    told = capfd.readouterr()
+    assert "2 lanes × 32 slots, on 2 hosts" in told.out
+    assert told.out.splitlines()[-1].endswith("steps, lost: {}")
+    assert told.err.count("the rollout said goodbye") == 2
+
+
+@pytest.mark.slow
+def test_cartpole_is_learnt_from_rollouts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("remote_rollouts")["main"]() >= 475
+
+
 @pytest.mark.slow
 def test_connectors_of_ones_own_do_what_they_are_for() -> None:
     assert example("one_hot_frozen_lake")["main"]() == 1.0
@@ -100,13 +119,16 @@ def readme_programs() -> list[str]:
     return [block.split("```")[0] for block in text.split("```python\n")[1:]]
 
 
-def test_the_readmes_program_over_other_hosts_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    [program] = [program for program in readme_programs() if "RemoteEnvs" in program]
+@pytest.mark.parametrize(("name", "kind"), [("RemoteEnvs", EnvHost), ("RemoteRollouts", RolloutHost)])
+def test_the_readmes_programs_over_other_hosts_run(
+    name: str, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [program] = [program for program in readme_programs() if name in program]
     address = f"unix:{tmp_path}/learner"
-    program = program.replace("tcp://0.0.0.0:7010", address).replace("=128)", "=8, num_fragments=2)")
+    program = program.replace("tcp://0.0.0.0:7010", address).replace("=128", "=8, num_fragments=2")
     (tmp_path / "key").write_text("open sesame\n")
     monkeypatch.chdir(tmp_path)
-    with hosting(address, "CartPole-v1", num_envs=4, lanes=2, secret="open sesame"):
+    with hosting(address, "CartPole-v1", kind=kind, num_envs=4, lanes=2, secret="open sesame"):
         names: dict[str, Any] = {}
         exec(program, names)
     assert 4 * 8 < names["rollout"].num_steps <= 4 * 8 * 2
@@ -129,7 +151,7 @@ def test_the_readmes_programs_run(number: int, monkeypatch: pytest.MonkeyPatch) 
         batches.append(batch)
 
     monkeypatch.setattr(Rollout, "publish", publish_thrice)
-    program = [program for program in readme_programs() if "RemoteEnvs" not in program][number]
+    program = [program for program in readme_programs() if "Remote" not in program][number]
     names = {"policy": policy, "update": update} if "update(policy, batch)" in program else {}
     if number == 3:  # which would go on for ever
         program = program.replace("fragment_length=32", "fragment_length=32, num_fragments=3")

@@ -72,7 +72,7 @@ def _sampled_actions(
         return None
     actions, logp = distribution.sample_with_logp(races)
     if not np.add.reduce(logp) > -np.inf:
-        refuse_unusable(logits, shared_data)
+        refuse_unusable(logits, shared_data, episodes)
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
     return arrays
 

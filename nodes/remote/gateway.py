@@ -10,14 +10,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from time import monotonic
-from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled, Dialler
+from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
+from rollflow.nodes.remote.registry import Registry
 from rollflow.nodes.remote.remote_envs import RemoteHosts
-from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost, Told
-from rollflow.nodes.remote.transport import Transport, transport_for
+from rollflow.nodes.remote.remote_host import Answered, Back, News, RemoteHost, Told
+from rollflow.nodes.remote.software import software
+from rollflow.nodes.remote.transport import transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
@@ -26,14 +27,12 @@ from rollflow.stream.wire import (
     Cut,
     Event,
     GatewayConnection,
-    GatewaySession,
     Goodbye,
     Hello,
     Metrics,
     Request,
     Settings,
     States,
-    TcpAddress,
     Weights,
 )
 
@@ -41,53 +40,39 @@ logger = logging.getLogger(__name__)
 
 _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
-_MOST_TOLD = 300  # characters of why a stranger was turned away
 _GOODBYE_S = 1.0
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
-@dataclass(slots=True)
-class _Peer:
+@dataclass(slots=True, eq=False)
+class _Peer(Line[GatewayConnection]):
     """A connection, and whose it is."""
 
-    transport: Transport
-    connection: GatewayConnection
-    where: str  # the other end
     host: RemoteHost | None = None
     dialled: Dialled | None = None
 
 
 class Gateway:
-    """Where hosts of environments come in.
+    """Where hosts come in.
 
         envs    where they are expected
 
     Whoever runs the rollout looks after the sockets by `service`, when `fileno` can be read. While it is busy with
     something else for long, a thread does, so that nobody takes this gateway for dead: what came then is told by
     `fileno` as well. `news` gives what has happened.
-
-    Every host's lanes get numbers that were never used before; their spaces must be those of the first host.
     """
 
     def __init__(self, envs: RemoteHosts) -> None:
         envs.take()
-        self.hosts: dict[bytes, RemoteHost] = {}  # by the token of their session
+        self._registry = Registry(envs.role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
         self._envs = envs
-        self._first: Hello | None = None
-        self._next_lane = self._next_slot = 0
-        self._host_of: dict[int, RemoteHost] = {}
-        self._peers: dict[int, _Peer] = {}  # by descriptor
-        self._peer_of: dict[int, _Peer] = {}  # by identity of the connection
-        self._listening = {sock.fileno(): sock for sock in envs.sockets}
-        self._deaf: list[socket.socket] = []  # listeners that are not listened to until the next tick
-        self._news: deque[News] = deque()
         self._lock = threading.RLock()
         self._bell = Bell()
         self._epoll = select.epoll()
         self._epoll.register(self._bell.fileno(), select.EPOLLIN)
-        for fd in self._listening:
-            self._epoll.register(fd, select.EPOLLIN)
+        self._peers: Lines[_Peer] = Lines(self._epoll)
+        self._entrance = Entrance(envs.sockets, self._epoll)
         # A gateway must not be held by what it holds: it ends when nobody else has it any more.
         itself = weakref.ref(self)
         self._dialler = Dialler(
@@ -97,12 +82,17 @@ class Gateway:
         )
         self._serviced = self._ticked = monotonic()
         self._closing = threading.Event()
-        open_now = self._closing, envs, self._peers, self._dialler.calling, self._epoll, self._bell
+        open_now = self._closing, envs, self._peers, self._dialler, self._epoll, self._bell
         self._ending = weakref.finalize(self, _end, *open_now)  # also where nobody ever closes it
         self._tender = threading.Thread(
             target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
         )
         self._tender.start()
+
+    @property
+    def hosts(self) -> Mapping[bytes, RemoteHost]:
+        """Those that are there, or may come back, by the token of their session."""
+        return self._registry.hosts
 
     def fileno(self) -> int:
         """Can be read once there is something to do for `service`, or something new for `news`."""
@@ -126,8 +116,8 @@ class Gateway:
 
     def news(self) -> Iterator[News]:
         """What has happened since, oldest first."""
-        while self._news:
-            yield self._news.popleft()
+        while self._registry.news:
+            yield self._registry.news.popleft()
 
     def ask(self, request: Request) -> None:
         """Ask the host of a lane for something; it may take more than one connection.
@@ -135,7 +125,7 @@ class Gateway:
         A host that takes no frame as large has to leave. Raises WireError for what can't be asked of any.
         """
         with self._lock:
-            host = self._host_of[request.lane]
+            host = self.host_of(request.lane)
             try:
                 host.connection.ask(request)
             except WireError as error:
@@ -180,11 +170,11 @@ class Gateway:
 
     def next_number(self, lane: int) -> int:
         """The number of a lane's next request."""
-        return self._host_of[lane].session.next_number(lane)
+        return self.host_of(lane).session.next_number(lane)
 
     def host_of(self, lane: int) -> RemoteHost:
         """The host that a lane is, or was, on."""
-        return self._host_of[lane]
+        return self._registry.host_of(lane)
 
     def close(self, reason: str = "the rollout has ended") -> None:
         """Say goodbye to all hosts, and close every socket."""
@@ -193,17 +183,17 @@ class Gateway:
         with self._lock:
             if not self._ending.alive:
                 return
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 peer.connection.goodbye(reason)
                 peer.transport.write()
             self._await_goodbyes(monotonic() + _GOODBYE_S)
-            for peer in list(self._peers.values()):
+            for peer in self._peers:
                 self._drop(peer)
             self._ending()
 
     def describe(self) -> str:
         """Who is there, for `explain()`."""
-        names = sorted(host.name for host in self.hosts.values())
+        names = sorted(host.name for host in list(self.hosts.values()))
         shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
         return f"{len(names)} host{'' if len(names) == 1 else 's'}: {shown}"
 
@@ -215,7 +205,7 @@ class Gateway:
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {where}{told}"
 
     def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
-        peer = self._peer_of.get(id(host.connection))
+        peer = self._peers.of(host.connection)
         if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
             self._broken(peer, error, monotonic())
         elif error.code == "frame":
@@ -225,70 +215,58 @@ class Gateway:
 
     def _refuse(self, host: RemoteHost, error: WireError) -> None:
         host.connection.refuse(error.code, str(error))
-        peer = self._peer_of.get(id(host.connection))
+        peer = self._peers.of(host.connection)
         if peer is not None:
             self._drop(peer)
-        self._leave(host, str(error))
+        self._registry.leave(host, str(error))
 
     # Sockets
 
     def _serve(self, fd: int, events: int, now: float) -> None:
-        peer = self._peers.get(fd)
+        peer = self._peers.at(fd)
         if peer is not None:
             if events & ~select.EPOLLOUT:
                 self._take(peer, peer.transport.read(now), now)
-            if peer.transport.fileno() >= 0:
-                self._write(peer.connection)
-        elif fd in self._listening:
-            self._accept(self._listening[fd], now)
-        elif fd in self._dialler.calling:
+            self._peers.write(peer)
+        elif fd in self._entrance:
+            self._accept(fd, now)
+        elif fd in self._dialler:
             self._dialler.serve(fd, now)
         elif fd == self._bell.fileno():
             self._bell.silence()
 
     def _tick(self, now: float) -> None:
         """Do what is due."""
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             deadline = peer.connection.next_deadline()
             if deadline is not None and deadline <= now:
                 self._take(peer, peer.connection.tick(now), now)
-                if peer.transport.fileno() >= 0:
-                    self._write(peer.connection)
-        for host in list(self.hosts.values()):
-            if host.lost_at is not None and now - host.lost_at >= self._envs.limits.grace_s:
-                self._leave(host, f"{host.reason}, and not back within {self._envs.limits.grace_s:g} s")
-        while self._deaf:
-            self._epoll.register(self._deaf.pop().fileno(), select.EPOLLIN)
+                self._peers.write(peer)
+        self._registry.leave_overdue(now, self._envs.limits.grace_s)
+        self._entrance.listen_again(now)
         self._dialler.tick(now)
 
     def tend(self) -> None:
         """Look after the sockets if nobody has for a while."""
         if monotonic() - self._serviced >= _TEND_S:
             self.service()
-            if self._news:
+            if self._registry.news:
                 self._bell.ring()
 
-    def _accept(self, listener: socket.socket, now: float) -> None:
-        try:
-            sock, where = listener.accept()
-        except BlockingIOError:
+    def _accept(self, fd: int, now: float) -> None:
+        arrived = self._entrance.accept(fd, now)
+        if arrived is None:
             return
-        except OSError as error:  # no descriptors left, as a rule: to be tried again, but not at once
-            logger.warning("a connection can't be taken: %s", error)
-            self._epoll.unregister(listener.fileno())
-            self._deaf.append(listener)
-            return
-        strangers = [peer for peer in self._peers.values() if peer.host is None]
-        if len(strangers) >= _MOST_STRANGERS:  # the oldest has had the most time
-            told = f"{_MOST_STRANGERS} connections have not proved themselves, expected fewer"
-            strangers[0].connection.refuse("busy", told)
-            self._broken(strangers[0], WireError(told, "busy"), now)
-        self.greet(sock, _place(where) or "a Unix socket", now)
+        crowded_out = self._peers.crowd_out(_MOST_STRANGERS)
+        if crowded_out is not None:
+            assert crowded_out.connection.error is not None
+            self._broken(crowded_out, crowded_out.connection.error, now)
+        self.greet(*arrived, now)
 
     def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None = None) -> None:
         """Take over a socket with a host at its other end."""
         connection = GatewayConnection(
-            software=_software(),
+            software=software(),
             nonce=secrets.token_bytes(NONCE_BYTES),
             secret=self._envs.secret,
             limits=self._envs.limits,
@@ -297,36 +275,21 @@ class Gateway:
         transport = transport_for(
             sock, connection, self._envs.tls, dialled=None if dialled is None else dialled.address
         )
-        peer = _Peer(transport, connection, where, dialled=dialled)
-        self._peers[transport.fileno()] = self._peer_of[id(connection)] = peer
-        self._epoll.register(transport.fileno(), select.EPOLLIN)
-        self._write(connection)
+        self._peers.add(_Peer(transport, connection, where, dialled=dialled))
 
     def _write(self, connection: GatewayConnection) -> None:
-        peer = self._peer_of.get(id(connection))
-        if peer is None:
-            return
-        waited = peer.transport.waits_to_write
-        peer.transport.write()
-        if peer.transport.waits_to_write != waited:
-            self._epoll.modify(
-                peer.transport.fileno(), select.EPOLLIN | (select.EPOLLOUT if peer.transport.waits_to_write else 0)
-            )
+        peer = self._peers.of(connection)
+        if peer is not None:
+            self._peers.write(peer)
 
     def _drop(self, peer: _Peer) -> None:
         """Be done with a connection."""
-        if self._peer_of.pop(id(peer.connection), None) is None:
-            return
-        peer.transport.write()  # it may be a refusal
-        del self._peers[peer.transport.fileno()]
-        self._epoll.unregister(peer.transport.fileno())
-        peer.transport.close()
-        if peer.dialled is not None:
+        if self._peers.drop(peer) and peer.dialled is not None:
             self._dialler.lost(peer.dialled)
 
     def _await_goodbyes(self, until: float) -> None:
         """Wait for the other ends to close, so that nothing that was said to them is lost."""
-        while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._peers.values()):
+        while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in self._peers):
             for fd, events in self._epoll.poll(left):
                 self._serve(fd, events, monotonic())
 
@@ -342,13 +305,13 @@ class Gateway:
                 case Goodbye():
                     self._drop(peer)
                     if peer.host is not None and peer.host.connection is peer.connection:
-                        self._leave(peer.host, f"said goodbye: {event.reason}")
+                        self._registry.leave(peer.host, f"said goodbye: {event.reason}")
                 case Metrics():
                     assert peer.host is not None
-                    self._news.append(Told(peer.host, event.metrics))
+                    self._registry.news.append(Told(peer.host, event.metrics))
                 case _:
-                    self._news.append(Answered(event))  # type: ignore[arg-type]
-        if not peer.connection.is_open and id(peer.connection) in self._peer_of:
+                    self._registry.news.append(Answered(event))  # type: ignore[arg-type]
+        if not peer.connection.is_open and self._peers.of(peer.connection) is not None:
             if peer.connection.error is not None:  # it broke while something was sent
                 self._broken(peer, peer.connection.error, now)
             self._drop(peer)
@@ -361,70 +324,47 @@ class Gateway:
                 self._take_back(peer, known)
                 return
             for host in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
-                self._leave(host, "it was started again")
-            self._check_new(hello)
-            lanes = range(self._next_lane, self._next_lane + len(hello.slots))
-            firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
-            session = GatewaySession(hello.session, hello, lanes, firsts)
+                self._registry.leave(host, "it was started again")
+            session = self._registry.session_for(hello)
             peer.connection.welcome(session, credits=1)
         except WireError as error:
             peer.connection.refuse(error.code, str(error))
             self._broken(peer, error, now)
             return
-        self._next_lane, self._next_slot = lanes.stop, self._next_slot + hello.num_envs
-        self._first = self._first or hello
-        peer.host = host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection, peer.dialled)
+        peer.host = RemoteHost(f"{hello.name} ({peer.where})", session, peer.connection, peer.dialled)
         self._dialler.welcomed(peer.dialled)
-        self.hosts[session.token] = host
-        self._host_of.update(dict.fromkeys(lanes, host))
-        self._news.append(Joined(host))
-        logger.info("host %s has joined with %d environments", host.name, hello.num_envs)
+        self._registry.join(peer.host)
 
     def _take_back(self, peer: _Peer, host: RemoteHost) -> None:
         peer.connection.welcome(host.session, credits=1)
-        old = self._peer_of.get(id(host.connection))
+        old = self._peers.of(host.connection)
         peer.host, host.connection, host.lost_at = host, peer.connection, None
         self._dialler.welcomed(peer.dialled)
-        self._news.append(Back(host))
+        self._registry.news.append(Back(host))
         if old is not None:
             self._drop(old)
         logger.info("host %s is back", host.name)
-
-    def _check_new(self, hello: Hello) -> None:
-        """Raise WireError for a host that can't be taken in."""
-        if hello.role != self._envs.role:
-            raise WireError(f"hello.role is '{hello.role}', expected '{self._envs.role}'", "role")
-        if len(self.hosts) >= self._envs.max_hosts:
-            raise WireError(f"{len(self.hosts)} hosts are here already, expected no more", "busy")
-        first = self._first
-        if first is None:
-            return
-        for name in ("observation_space", "action_space"):
-            if getattr(hello, name) != getattr(first, name):
-                raise WireError(
-                    f"hello.{name} is {getattr(hello, name)}, expected that of host {first.name!r}, "
-                    f"{getattr(first, name)}",
-                    "spaces",
-                )
 
     def _broken(self, peer: _Peer, error: WireError, now: float) -> None:
         self._drop(peer)
         host = peer.host
         if host is None:
-            told = ascii(str(error)[:_MOST_TOLD])[1:-1]  # it may hold a stranger's words
-            self.refusals.append(f"{peer.where}: {told}")
-            logger.warning("a connection from %s is refused: %s", peer.where, told)
+            self._turned_away(peer, quoted(error))
         elif host.connection is peer.connection:
             host.lost_at, host.reason = now, str(error)
             if error.code in _COMES_BACK:
                 logger.warning("host %s is lost: %s", host.name, error)
             else:
-                self._leave(host, str(error))
+                self._registry.leave(host, str(error))
 
-    def _leave(self, host: RemoteHost, reason: str) -> None:
-        if self.hosts.pop(host.session.token, None) is not None:
-            logger.warning("host %s has left: %s", host.name, reason)
-            self._news.append(Left(host, reason))
+    def _turned_away(self, peer: _Peer, told: str) -> None:
+        if peer.dialled is None:
+            self.refusals.append(f"{peer.where}: {told}")
+        elif peer.dialled.problem == told:
+            return  # as it was the last time
+        else:
+            peer.dialled.problem = told
+        logger.warning("a connection from %s is refused: %s", peer.where, told)
 
 
 def _reached(gateway: "weakref.ref[Gateway]", sock: socket.socket, dialled: Dialled) -> None:
@@ -446,28 +386,15 @@ def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
 def _end(
     closing: threading.Event,
     envs: RemoteHosts,
-    peers: Mapping[int, _Peer],
-    calling: Mapping[int, tuple[socket.socket, Dialled, float]],
+    peers: Lines[_Peer],
+    dialler: Dialler,
     epoll: select.epoll,
     bell: Bell,
 ) -> None:
     """Close what is open."""
     closing.set()
-    for peer in peers.values():
-        peer.transport.close()
-    for sock, _, _ in calling.values():
-        sock.close()
+    peers.close()
+    dialler.close()
     envs.close()
     epoll.close()
     bell.close()
-
-
-def _software() -> str:
-    try:
-        return f"rollflow {version('rollflow')}"
-    except PackageNotFoundError:
-        return "rollflow"
-
-
-def _place(where: Any) -> str:
-    return str(TcpAddress(where[0], where[1])) if isinstance(where, tuple) else ""

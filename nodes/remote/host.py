@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import os
 import secrets
 import select
 import socket
@@ -10,16 +9,18 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
 from time import monotonic
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, Self
 
-from gymnasium.vector import AutoresetMode, VectorEnv
-
-from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, dial, listen_on, secret_bytes
-from rollflow.nodes.remote.transport import Transport, transport_for
+from rollflow.nodes.backoff import pause_s
+from rollflow.nodes.remote.dial import problem_of, reach
+from rollflow.nodes.remote.lane_threads import Job, LaneThreads, ServedLane, check_alike
+from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
+from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.remote.software import software
+from rollflow.nodes.remote.transport import transport_for
 from rollflow.stream.bell import Bell
-from rollflow.stream.errors import ColumnError, EnvError, WireError
+from rollflow.stream.errors import ColumnError, WireError
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
@@ -36,7 +37,6 @@ from rollflow.stream.wire import (
     HostSession,
     Limits,
     Message,
-    Request,
     Reset,
     Step,
     Turn,
@@ -47,29 +47,10 @@ from rollflow.stream.wire import (
 
 logger = logging.getLogger(__name__)
 
-_FIRST_RETRY_S, _LONGEST_RETRY_S = 0.1, 5.0
-_REACH_S = 10.0  # how long a connection may take to come about
+_LONGEST_RETRY_S = 5.0
+_MOST_STRANGERS = 64  # connections that have not proved themselves yet
 # Codes of errors after which the gateway is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
-
-
-class ServedLane(Protocol):
-    """A lane of a host: environments, and whatever is done with them."""
-
-    env: VectorEnv[Any, Any, Any]
-    autoreset: AutoresetMode
-
-    def close(self) -> None:
-        """Close the environments."""
-        ...
-
-
-class Job(NamedTuple):
-    """What a lane is to do: `work` gives the answer, or None where nobody wants it any more."""
-
-    connection: HostConnection
-    request: Request
-    work: Callable[[], Answer | None]
 
 
 class Host:
@@ -99,22 +80,19 @@ class Host:
         self._secret, self._tls = secret_bytes(secret), tls
         self._limits = Limits() if limits is None else limits
         self._served = lanes
-        self._check_lanes()
+        check_alike(lanes)
         self._metadata = metadata
-        self._by_id: dict[int, tuple[Any, SimpleQueue[Job | None]]] = {}
+        self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
         self._session = _new_session()
-        self._transport: Transport | None = None
-        self._lock = threading.RLock()  # of the session, its connections, and the transport
+        self._lock = threading.RLock()  # of the session, its connections, and their sockets
         self._bell = Bell()
-        self._is_stopped = self._was_welcomed = False  # by the connection that there is, or was last
+        self._poll = select.poll()
+        self._poll.register(self._bell.fileno(), select.POLLIN)
+        self._lines: Lines[Line[HostConnection]] = Lines(self._poll)  # strangers', and the one that was welcomed
+        self._welcomed_line: Line[HostConnection] | None = None
+        self._is_stopped = self._was_welcomed = False  # by the newest gateway
         self._fatal: Exception | None = None  # after which this session is over
-        self._jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in lanes]
-        self._threads = [
-            threading.Thread(target=self._work, args=(jobs,), name=f"rollflow lane {place}", daemon=True)
-            for place, jobs in enumerate(self._jobs)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads = LaneThreads(lanes, self._answer, lambda request, error: self._failed(request, error))
 
     def connect(self, address: str, *, retry_s: float | None = 60.0) -> str:
         """Dial a gateway and serve it until it says goodbye; the reason that it gives.
@@ -124,15 +102,15 @@ class Host:
         """
         target = parse_address(address)
         check_secret(target, self._secret)
-        since, delay = monotonic(), _FIRST_RETRY_S
+        since, failures = monotonic(), 0
         while not self._is_stopped:
             try:
-                sock = self._reach(target)
+                sock = reach(target, failures)
             except OSError as error:
-                problem = error.strerror or str(error)
+                problem = problem_of(error)
             else:
                 try:
-                    return self._serve(sock, target)
+                    return self._serve_alone(self._greet(sock, str(target), target))
                 except WireError as error:
                     if error.code not in _COMES_BACK:
                         raise
@@ -140,12 +118,12 @@ class Host:
                         self._session = _new_session()
                     problem = str(error)
                 if self._was_welcomed:
-                    since, delay = monotonic(), _FIRST_RETRY_S
+                    since, failures = monotonic(), 0
                 logger.warning("%s", problem)
             if retry_s is not None and monotonic() - since >= retry_s:
                 raise WireError(f"gateway {target} not reached for {retry_s:g} s: {problem}", "lost")
-            self._pause(delay)
-            delay = min(2 * delay, _LONGEST_RETRY_S)
+            failures += 1
+            self._pause(pause_s(failures, _LONGEST_RETRY_S))
         return "stopped"
 
     @contextmanager
@@ -160,19 +138,25 @@ class Host:
             close_sockets(self._listeners)
 
     def serve(self) -> None:
-        """Inside `listening`: serve gateways that dial, one after the other, until `stop` is called.
+        """Inside `listening`: serve gateways that dial, one at a time, until `stop` is called.
 
-        What is wrong with one, such as another secret, is logged.
+        Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
         """
-        poll = select.poll()
-        for fd in (*(sock.fileno() for sock in self._listeners), self._bell.fileno()):
-            poll.register(fd, select.POLLIN)
-        while not self._is_stopped:
-            ready = {fd for fd, _ in poll.poll()}
-            self._bell.silence()
-            for listener in self._listeners:
-                if listener.fileno() in ready:
-                    self._serve_next(listener)
+        entrance = Entrance(self._listeners, self._poll)
+        try:
+            while not self._is_stopped:
+                ready = self._wait(entrance.due)
+                for line in self._in_order():
+                    self._serve_among_others(line, ready)
+                now = monotonic()
+                for fd in ready:
+                    if fd in entrance:
+                        self._let_in(entrance.accept(fd, now))
+                entrance.listen_again(now)
+        finally:
+            for line in self._lines:
+                self._hang_up(line)
+            entrance.close()
 
     def stop(self) -> None:
         """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
@@ -181,12 +165,7 @@ class Host:
 
     def close(self) -> None:
         """End the threads, once they have done the step that they are at, and close the environments."""
-        for jobs in self._jobs:
-            jobs.put(None)
-        for thread, lane in zip(self._threads, self._served, strict=True):
-            thread.join(self._limits.handshake_s)
-            if not thread.is_alive():
-                lane.close()
+        self._threads.close(self._limits.handshake_s)
         self._bell.close()
 
     def __enter__(self) -> Self:
@@ -197,108 +176,147 @@ class Host:
 
     # Connections
 
-    def _serve_next(self, listener: socket.socket) -> None:
+    def _greet(self, sock: socket.socket, where: str, dialled: Address | None) -> Line[HostConnection]:
+        """Say hello to whoever is at the other end."""
+        connection = HostConnection(
+            self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
+        )
+        self._was_welcomed = False
+        line = Line(transport_for(sock, connection, self._tls, dialled=dialled), connection, where)
+        with self._lock:
+            self._lines.add(line)
+        return line
+
+    def _let_in(self, arrived: tuple[socket.socket, str] | None) -> None:
+        if arrived is None:
+            return
+        with self._lock:
+            crowded_out = self._lines.crowd_out(_MOST_STRANGERS)
+        if crowded_out is not None:
+            logger.warning("%s: %s", crowded_out.where, crowded_out.connection.error)
+            self._hang_up(crowded_out)
+        self._greet(*arrived, None)
+
+    def _serve_alone(self, line: Line[HostConnection]) -> str:
+        """Serve a gateway until it says goodbye: its reason. Raises WireError when it breaks."""
         try:
-            sock, _ = listener.accept()
-        except OSError:
+            while not self._is_stopped:
+                reason = self._look_after(line, self._wait())
+                if reason is not None:
+                    return reason
+            return "stopped"
+        finally:
+            self._hang_up(line)
+
+    def _serve_among_others(self, line: Line[HostConnection], ready: set[int]) -> None:
+        """Do what there is to do for a gateway; how it ends is logged."""
+        if line.fileno() < 0:  # it has given way to another one
             return
         try:
-            logger.info("the gateway says goodbye: %s", self._serve(sock, None))
+            reason = self._look_after(line, ready)
         except Exception as error:
             if not isinstance(error, WireError) and error is not self._fatal:
                 raise
-            logger.warning("%s: %s", type(error).__name__, error)
+            logger.warning("%s: %s: %s", line.where, type(error).__name__, quoted(error))
+        else:
+            if reason is None:
+                return
+            logger.info("%s: the gateway says goodbye: %s", line.where, quoted(reason))
+        self._hang_up(line)
 
-    def _reach(self, address: Address) -> socket.socket:
-        sock = dial(address)
-        try:
-            poll = select.poll()
-            poll.register(sock.fileno(), select.POLLOUT)
-            if not poll.poll(_REACH_S * 1e3):
-                raise TimeoutError(f"no answer within {_REACH_S:g} s")
-            problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if problem:
-                raise OSError(problem, os.strerror(problem))
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    def _serve(self, sock: socket.socket, dialled: Address | None) -> str:
-        """Serve a gateway, dialled or not, until it says goodbye: its reason. Raises WireError when it breaks."""
-        session, self._was_welcomed = self._session, False
-        connection = HostConnection(self._hello(), session, secret=self._secret, limits=self._limits, now=monotonic())
-        transport = transport_for(sock, connection, self._tls, dialled=dialled)
+    def _wait(self, *others_due: float | None) -> set[int]:
+        """Send what there is to send, and wait until there is something to do: the descriptors that can be used."""
         with self._lock:
-            self._transport = transport
-        try:
-            return self._converse(connection, transport)
-        except BaseException:
-            with self._lock:
-                connection.goodbye("the host was stopped")
-            raise
-        finally:
-            with self._lock:
-                self._transport = None
-                transport.write()
-                transport.close()
+            for line in self._lines:
+                self._lines.write(line)
+            dues = [line.connection.next_deadline() for line in self._lines]
+        now = monotonic()
+        if self.word_s is not None and self._welcomed_line is not None:
+            dues.append(now + self.word_s)
+        due = min((due for due in (*dues, *others_due) if due is not None), default=None)
+        ready = {fd for fd, _ in self._poll.poll(None if due is None else max(0.0, due - now) * 1e3)}
+        self._bell.silence()
+        return ready
 
-    def _converse(self, connection: HostConnection, transport: Transport) -> str:
-        poll = select.poll()
-        poll.register(self._bell.fileno(), select.POLLIN)
-        while True:
-            with self._lock:
-                transport.write()
-                deadline, waits = connection.next_deadline(), transport.waits_to_write
-            poll.register(transport.fileno(), select.POLLIN | (select.POLLOUT if waits else 0))
-            if not connection.is_open:  # an answer was more than it takes
-                raise connection.error or WireError("gateway: connection lost", "lost")
-            left = None if deadline is None else max(0.0, deadline - monotonic())
-            if self.word_s is not None:
-                left = self.word_s if left is None else min(left, self.word_s)
-            ready = {fd for fd, _ in poll.poll(None if left is None else left * 1e3)}
-            if self._bell.fileno() in ready:
-                self._bell.silence()
-            if self._is_stopped:
-                with self._lock:
-                    connection.goodbye("the host was stopped")
-                return "stopped"
-            if self._fatal is not None and self._was_welcomed:
-                with self._lock:
-                    connection.refuse(self.role, f"{type(self._fatal).__name__}: {self._fatal}")
-                self._session = _new_session()
-                self._dismissed()
-                raise self._fatal
-            with self._lock:
-                now = monotonic()
-                events = transport.read(now) if transport.fileno() in ready else []
-                events += connection.tick(now)
-            for event in events:
-                reason = self._handle(connection, event)
-                if reason is not None:
-                    return reason
-            with self._lock:
-                self._say(connection)
+    def _look_after(self, line: Line[HostConnection], ready: set[int]) -> str | None:
+        """Do what there is to do for a connection; the gateway's reason where it says goodbye.
 
-    def _handle(self, connection: HostConnection, event: Event) -> str | None:
+        Raises WireError where it breaks, and what a lane has raised where there is no going on.
+        """
+        is_welcomed = line is self._welcomed_line
+        if is_welcomed and self._fatal is not None:
+            with self._lock:
+                line.connection.refuse(self.role, f"{type(self._fatal).__name__}: {self._fatal}")
+            self._begin_anew()
+            self._dismissed()
+            raise self._fatal
+        with self._lock:
+            line.connection.is_busy = not is_welcomed and self._welcomed_line is not None
+            now = monotonic()
+            events = line.transport.read(now) if line.fileno() in ready else []
+            events += line.connection.tick(now)
+        for event in events:
+            reason = self._handle(line, event)
+            if reason is not None:
+                return reason
+        with self._lock:
+            if line is self._welcomed_line:
+                self._say(line.connection)
+            if not line.connection.is_open:  # an answer was more than it takes
+                raise line.connection.error or WireError("gateway: connection lost", "lost")
+        return None
+
+    def _handle(self, line: Line[HostConnection], event: Event) -> str | None:
         match event:
             case Welcome():
-                self._was_welcomed = True
-                granted = zip(event.lanes, self._served, self._jobs, strict=True)
-                self._by_id = {grant.lane: (lane, jobs) for grant, lane, jobs in granted}
+                self._take_over(line)
+                self._place_of = {grant.lane: place for place, grant in enumerate(event.lanes)}
                 self._welcomed(event)
             case Reset() | Step() | Turn():
-                lane, jobs = self._by_id[event.lane]
-                jobs.put(Job(connection, event, self._work_on(lane, event)))
+                place = self._place_of[event.lane]
+                work = self._work_on(self._served[place], event)
+                self._threads.put(place, Job(line.connection, event, work))
             case Goodbye():
-                self._session = _new_session()  # for another rollout
-                self._dismissed()
+                if line is self._welcomed_line:
+                    self._begin_anew()  # for another rollout
+                    self._dismissed()
                 return event.reason
             case Broken():
                 raise event.error
             case _:
                 self._told(event)
         return None
+
+    def _in_order(self) -> list[Line[HostConnection]]:
+        """The welcomed connection first: where it has ended, another one may be welcomed in its place."""
+        return sorted(self._lines, key=lambda line: line is not self._welcomed_line)
+
+    def _take_over(self, line: Line[HostConnection]) -> None:
+        """A connection has been welcomed: if there is an older one, it was the same gateway's."""
+        older, self._welcomed_line = self._welcomed_line, line
+        self._was_welcomed = True
+        if older is not None:
+            logger.info("%s: the gateway has come back, the connection from %s is closed", line.where, older.where)
+            with self._lock:
+                older.connection.ended()  # it is not the place for a goodbye
+            self._hang_up(older)
+
+    def _begin_anew(self) -> None:
+        """Have another session; who is in the handshake has been offered the one before."""
+        self._session = _new_session()
+        for line in self._lines:
+            if line is not self._welcomed_line:
+                with self._lock:
+                    line.connection.refuse("session", "the session that was offered is over, expected another try")
+                self._hang_up(line)
+
+    def _hang_up(self, line: Line[HostConnection]) -> None:
+        """Be done with a connection; one that is still open is told so."""
+        with self._lock:
+            line.connection.goodbye("the host was stopped")
+            self._lines.drop(line)
+            if line is self._welcomed_line:
+                self._welcomed_line = None
 
     # What those do otherwise who are made of this
 
@@ -329,7 +347,7 @@ class Host:
         return Hello(
             versions=(VERSION, VERSION),
             role=self.role,
-            software="rollflow",
+            software=software(),
             name=self.name,
             nonce=secrets.token_bytes(NONCE_BYTES),
             session=self._session.token,
@@ -339,18 +357,8 @@ class Host:
             action_space=describe_space(env.single_action_space),
             autoreset=self._served[0].autoreset.name,  # type: ignore[arg-type]
             metadata=self._metadata,
+            busy=self._welcomed_line is not None,
         )
-
-    def _check_lanes(self) -> None:
-        first = self._served[0]
-        for place, lane in enumerate(self._served):
-            for told, mine, other in (
-                ("observation space", lane.env.single_observation_space, first.env.single_observation_space),
-                ("action space", lane.env.single_action_space, first.env.single_action_space),
-                ("autoreset mode", lane.autoreset, first.autoreset),
-            ):
-                if mine != other:
-                    raise EnvError(f"lane {place}: its {told} is {mine}, expected that of lane 0, {other}")
 
     def _pause(self, seconds: float) -> None:
         poll = select.poll()
@@ -359,33 +367,21 @@ class Host:
         if not self._is_stopped:
             poll.poll(seconds * 1e3)
 
-    # Lanes
-
-    def _work(self, jobs: "SimpleQueue[Job | None]") -> None:
-        while (job := jobs.get()) is not None:
-            answer: Answer | None
+    def _answer(self, job: Job, answer: Answer) -> None:
+        with self._lock:
             try:
-                answer = job.work()
-            except BaseException as error:
-                logger.warning("lane %d: %r", job.request.lane, error)
-                answer = self._failed(job.request, error)  # type: ignore[arg-type]
-            if answer is not None:
-                with self._lock:
-                    self._answer(job.connection, job.request, answer)
-
-    def _answer(self, connection: HostConnection, request: Request, answer: Answer) -> None:
-        try:
-            connection.answer(request, answer)
-        except (WireError, ColumnError) as error:
-            if getattr(error, "code", "") != "undelivered":
-                failed = self._failed(request, error)
-                with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
-                    if failed is not None:
-                        connection.answer(request, failed)
-        if self._transport is not None:
-            self._transport.write()
-            if self._transport.waits_to_write or not self._transport.connection.is_open:
-                self._bell.ring()
+                job.connection.answer(job.request, answer)
+            except (WireError, ColumnError) as error:
+                if getattr(error, "code", "") != "undelivered":
+                    failed = self._failed(job.request, error)
+                    with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
+                        if failed is not None:
+                            job.connection.answer(job.request, failed)
+            line = self._welcomed_line
+            if line is not None:
+                self._lines.write(line)
+                if line.transport.waits_to_write or not line.connection.is_open:
+                    self._bell.ring()
 
 
 def _new_session() -> HostSession:

@@ -2,6 +2,7 @@
 
 import secrets
 import socket
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -9,6 +10,7 @@ from typing import Any
 
 from gymnasium.vector.utils import batch_space
 
+from rollflow.nodes.remote.transport import TLS_BEGINS, tls_problem
 from rollflow.stream.space_codec import space_of
 from rollflow.stream.tree import Tree
 from rollflow.stream.wire import (
@@ -29,6 +31,8 @@ from rollflow.stream.wire import (
     decode,
     encode,
 )
+
+_TLS_S = 10.0  # how long it may take to agree on how to encrypt
 
 Opened = Callable[[], socket.socket]  # a new connection to the host, blocking
 
@@ -178,8 +182,30 @@ def shown(message: Message) -> str:
     return f"{message.kind}{'' if number is None else f' {number}'}{told}"
 
 
+def encrypted(sock: socket.socket, tls: ssl.SSLContext, *, is_server: bool, name: str | None = None) -> ssl.SSLSocket:
+    """A connection with TLS, which takes the socket over. Raises Wrong where both ends can't agree on how to encrypt.
+
+    name    what a client expects the certificate to be for
+    """
+    sock.settimeout(_TLS_S)
+    try:
+        return tls.wrap_socket(sock, server_side=is_server, server_hostname=name)
+    except TimeoutError:
+        problem = f"sent nothing for {_TLS_S:g} s, expected TLS"
+    except ConnectionError:
+        problem = "closed the connection, expected TLS"
+    except ssl.SSLError as error:
+        problem = f"did not agree on TLS: {tls_problem(error)}"
+        if error.reason == "WRONG_VERSION_NUMBER":
+            problem = "speaks no TLS, expected it to"
+    sock.close()
+    raise Wrong(problem)
+
+
 def _received(sock: socket.socket, gateway: GatewayConnection, what: str) -> list[Any]:
     data = _data(sock, what)
+    if gateway.is_new and data and data[0] in TLS_BEGINS:
+        raise Wrong("speaks TLS, expected it not to")
     events = gateway.receive(data, monotonic()) if data else gateway.ended()
     _flush(sock, gateway)
     for event in events:
@@ -201,3 +227,5 @@ def _data(sock: socket.socket, what: str) -> bytes:
         raise Wrong(f"sent nothing for {sock.gettimeout():g} s, expected {what}") from None
     except ConnectionError:
         return b""
+    except ssl.SSLError as error:
+        raise Wrong(f"did not agree on TLS: {tls_problem(error)}") from None

@@ -184,27 +184,6 @@ def listen_on(address: Address) -> list[socket.socket]:
     return sockets
 
 
-def dial(address: Address, attempt: int = 0) -> socket.socket:
-    """A non-blocking socket that is being connected; another attempt takes another of a name's addresses.
-
-    Raises OSError where that can't be.
-    """
-    if isinstance(address, UnixAddress):
-        sock, target = socket.socket(socket.AF_UNIX), address.path
-    else:
-        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, target = found[attempt % len(found)]  # type: ignore[assignment]
-        sock = socket.socket(family, kind, protocol)
-    sock.setblocking(False)
-    try:
-        with suppress(BlockingIOError):
-            sock.connect(target)
-    except OSError:
-        sock.close()
-        raise
-    return sock
-
-
 def address_of(sock: socket.socket) -> Address:
     """Where a socket listens."""
     name = sock.getsockname()

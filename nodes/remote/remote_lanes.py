@@ -8,6 +8,7 @@ from typing import Any
 
 from gymnasium.vector import VectorEnv
 
+from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.environments import Environments
 from rollflow.nodes.remote.gateway import Gateway
 from rollflow.nodes.remote.lane_record import Record, State
@@ -20,7 +21,7 @@ from rollflow.stream.wire import Answer, Failed, Request
 
 logger = logging.getLogger(__name__)
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+_LONGEST_DELAY_S = 30.0
 _LOOK_S = 0.5
 _MOST_LANES = 1 << 16
 _MOST_FAREWELLS = 16
@@ -304,7 +305,7 @@ class RemoteLanes(Environments):
         record.steps = 0
         record.state = State.LOST
         self._lost.add(record.lane.index)
-        record.due = monotonic() + min(_FIRST_DELAY_S * 2 ** (record.failures - 1), _LONGEST_DELAY_S)
+        record.due = monotonic() + pause_s(record.failures, _LONGEST_DELAY_S)
 
     def _fail_or_leave(self, record: Record) -> Iterator[Any]:
         self._fail(record)

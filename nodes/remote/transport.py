@@ -7,11 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from rollflow.stream.wire import Address, Broken, Connection, Event, TcpAddress
+from rollflow.stream.wire import Address, Broken, Connection, Event, HostConnection, TcpAddress
 
 _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
 _TLS_BYTES = 1 << 16
+# What TLS begins with: a record of type handshake or alert. No frame does: its length and 4 are a multiple of 8.
+TLS_BEGINS = (0x15, 0x16)
 
 
 class Transport:
@@ -44,12 +46,15 @@ class Transport:
         """Receive what is there; what it comes to."""
         events: list[Event] = []
         for _ in range(_MOST_READS):
+            buffer = self.connection.buffer()
             try:
-                count = self._sock.recv_into(self.connection.buffer())
+                count = self._sock.recv_into(buffer)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
                 count = 0
+            if count and self.connection.is_new and buffer[0] in TLS_BEGINS:
+                return [self._mismatched(speaks_tls=False)]
             events += self.connection.filled(count, now) if count else self.connection.ended()
             if not count or not self.connection.is_open:
                 break
@@ -69,6 +74,19 @@ class Transport:
                 if not self._sock.recv(_TLS_BYTES):
                     break
         self._sock.close()
+
+    def _mismatched(self, *, speaks_tls: bool) -> Event:
+        """Refuse: one end speaks TLS, and the other does not."""
+        me, other = "gateway", "host"
+        if isinstance(self.connection, HostConnection):
+            me, other = other, me
+        one, none = (me, other) if speaks_tls else (other, me)
+        return self._refused(f"the {one} speaks TLS and the {none} does not, expected both to, or neither")
+
+    def _refused(self, problem: str) -> Event:
+        self.connection.refuse("tls", problem)
+        assert self.connection.error is not None
+        return Broken(self.connection.error)
 
     def _send(self) -> int:
         """Send from `_unsent`; how many bytes were sent."""
@@ -116,11 +134,14 @@ class TlsTransport(Transport):
         self._plain: deque[memoryview] = deque()  # not encrypted yet
         self._encrypted = 0  # bytes of the connection's that are encrypted and not sent
         self._is_agreed = False
+        self._is_mismatched = False  # the other end speaks no TLS: it is told so in plain words
 
     def read(self, now: float) -> list[Event]:
         """Receive what is there, decrypt it; what it comes to."""
         has_ended = self._receive()
         events: list[Event] = []
+        if self._is_mismatched:
+            return [self._mismatched(speaks_tls=True)] if self.connection.is_open else []
         try:
             if self._agrees():
                 for count in self._decrypted():
@@ -136,6 +157,9 @@ class TlsTransport(Transport):
 
     def write(self) -> None:
         """Encrypt and send what there is to send, as much as the socket takes."""
+        if self._is_mismatched:
+            super().write()
+            return
         self._plain += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
         with contextlib.suppress(ssl.SSLError):  # which reading finds out
             while self._agrees() and self._plain:
@@ -160,6 +184,11 @@ class TlsTransport(Transport):
             if not data:
                 self._incoming.write_eof()
                 return True
+            if self.connection.is_new and data[0] not in TLS_BEGINS:
+                self._is_mismatched = True
+                self._unsent.clear()
+                return False
+            self.connection.is_new = False
             self._incoming.write(data)
         return False
 
@@ -178,12 +207,19 @@ class TlsTransport(Transport):
                 yield count
 
     def _failed(self, error: ssl.SSLError) -> list[Event]:
-        if not self.connection.is_open:
-            return []
-        reason = getattr(error, "verify_message", None) or error.reason or str(error)
-        self.connection.refuse("tls", f"TLS: {reason}")
-        assert self.connection.error is not None
-        return [Broken(self.connection.error)]
+        return [self._refused(f"TLS: {tls_problem(error)}")] if self.connection.is_open else []
+
+
+def tls_problem(error: ssl.SSLError) -> str:
+    """Why two ends can't agree on how to encrypt, for people."""
+    unverified = getattr(error, "verify_message", None)
+    if unverified:
+        return f"the other end's certificate is not good: {unverified.rstrip('.')}"
+    reason = error.reason or str(error)
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "the other end shows no certificate, expected one"
+    _, refused, why = reason.partition("ALERT_")
+    return f"{'the other end refuses: ' if refused else ''}{(why or reason).lower().replace('_', ' ')}"
 
 
 def transport_for(

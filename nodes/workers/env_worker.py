@@ -20,12 +20,13 @@ from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, reset_first, step_of
-from rollflow.nodes.workers.frames import FINAL_OBS, Frame, Kind, frame, frame_with, lane_block, receive_frame
+from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, lane_block, receive_frame
 from rollflow.nodes.workers.worker_process import become_worker
 from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError, EnvError, RollflowError
+from rollflow.stream.lane_columns import FINAL_OBS
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.tree import map_tree

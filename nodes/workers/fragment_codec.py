@@ -1,55 +1,113 @@
-"""Fragments from one process to another: columns in shared memory, the rest as a few bytes."""
+"""Fragments from one process to another: columns in shared memory, the rest as a few bytes.
+
+The other process sees the rows of a fragment in the making as well: where the one that makes it is killed, what there
+is of it can be rescued.
+"""
 
 import weakref
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
+from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.infos import SlotInfos
+from rollflow.stream.lane import Lane
+from rollflow.stream.lane_columns import FINAL_OBS, SharedRows
 from rollflow.stream.space_codec import describe_space, space_of
-from rollflow.stream.tree import concatenate_trees, leaves_of, map_tree
+from rollflow.stream.tree import concatenate_trees, map_tree
 
 Plain = dict[str, Any]
 
 
 class FragmentWriter:
-    """Puts the fragments of one lane into blocks.
+    """Tells another process where the fragments of a lane lie, from their second step on.
+
+    lane    shares its columns
 
     A block is written again once `free` says that the other process is done with it.
     """
 
-    def __init__(self) -> None:
-        self.pool: BlockPool[SharedBlock] | None = None
-        self._layout: BlockLayout | None = None
-        self._lent: dict[int, NDArray[np.uint8]] = {}
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._begun: tuple[int, SharedRows] | None = None  # number and place of the fragment told of last
+        self._lent: dict[int, SharedRows] = {}  # by the index of the block
+        self._has_told_layout = False
+        self._finals = 0  # of the fragment in the making, that stand in its block
+
+    def begin(self) -> Plain | None:
+        """What there is to say of the fragment in the making; None where it can't be seen, or has been told of."""
+        lane = self._lane
+        if lane.shared is None and not lane.at_start:
+            lane.share()
+        place, fragment = lane.shared, lane.fragment
+        if place is None or (self._begun is not None and self._begun[0] == fragment.sequence):
+            return None
+        self._begun, self._finals = (fragment.sequence, place), 0
+        return {
+            "block": place.number,
+            "sequence": fragment.sequence,
+            "episode_start": fragment.episode_start,
+            "episode_number": fragment.episode_number,
+        } | self._layout_of(fragment, place)
+
+    def keep_finals(self) -> None:
+        """Put last observations where the other process sees them."""
+        finals, place = self._lane.fragment.finals, self._lane.shared
+        while place is not None and self._finals < len(finals):
+            final = finals[self._finals]
+            assert place.final_obs is not None
+            map_tree(partial(_put, final.row, final.slots), place.final_obs.tree, final.observations)
+            self._finals += 1
 
     def write(self, fragment: Fragment) -> tuple[int, Plain]:
-        """Copy a fragment's columns into a block; its index, and what else there is to say of the fragment."""
-        told: Plain = {}
-        if self._layout is None or self.pool is None:
-            rows = {
-                name: (map_tree(lambda leaf: np.zeros_like(leaf[0]), column.tree), len(leaves_of(column.tree)[0]))
-                for name, column in fragment.columns.items()
-            }
-            self._layout = BlockLayout(rows)
-            self.pool = BlockPool(self._layout.size, SharedBlock)
-            assert fragment.observation_space is not None
-            told = {"columns": rows, "observation_space": describe_space(fragment.observation_space)}
-        index, block = self.pool.take()
-        self._lent[index] = block
-        for name, column in self._layout.columns(block).items():
-            column.copy_rows(fragment.columns[name], 0, fragment.last_row + (name == "obs"))
-        return index, told | described(fragment)
+        """The block that a fragment lies in, where it is put if it does not, and what else there is to say of it."""
+        if self._begun is not None and self._begun[0] == fragment.sequence:
+            place = self._begun[1]
+        else:  # it had no second step
+            place = self._copied(fragment)
+        self._lent[place.number] = place
+        return place.number, self._layout_of(fragment, place) | described(fragment)
 
     def free(self, index: int) -> None:
         """The other process has no more use for a block."""
         self._lent.pop(index, None)
+
+    @property
+    def blocks(self) -> list[SharedBlock]:
+        """All that there are."""
+        shared = self._lane.shared
+        return [] if shared is None else shared.pool.blocks
+
+    def _layout_of(self, fragment: Fragment, place: SharedRows) -> Plain:
+        """How blocks are laid out, the first time."""
+        if self._has_told_layout:
+            return {}
+        self._has_told_layout = True
+        assert fragment.observation_space is not None
+        columns = dict(fragment.columns)
+        if place.final_obs is not None:
+            columns[FINAL_OBS] = place.final_obs
+        rows = {
+            name: (map_tree(lambda leaf: np.zeros_like(leaf[0]), column.tree), len(column))
+            for name, column in columns.items()
+        }
+        return {"columns": rows, "observation_space": describe_space(fragment.observation_space)}
+
+    def _copied(self, fragment: Fragment) -> SharedRows:
+        shared = self._lane.shared
+        assert shared is not None
+        index, block = shared.pool.take()
+        columns = shared.layout.columns(block)
+        for name, column in fragment.columns.items():
+            columns[name].copy_rows(column, 0, fragment.last_row + (name == Columns.OBS))
+        return shared._replace(number=index, block=block, final_obs=columns.get(FINAL_OBS))
 
 
 class FragmentReader:
@@ -64,21 +122,69 @@ class FragmentReader:
         self._blocks: dict[int, SharedBlock] = {}
         self._columns: BlockLayout | None = None
         self._space: Any = None
+        self._begun: Plain | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Vector steps of a whole fragment."""
+        return self._layout.num_rows
 
     def map(self, index: int, block: SharedBlock) -> None:
         """Take a block of the writer's."""
         self._blocks[index] = block
         block.close()
 
+    def begin(self, told: Plain) -> None:
+        """Take what was said of a fragment in the making."""
+        self._learn_layout(told)
+        self._begun = told
+
     def read(self, index: int, told: Plain) -> Fragment:
         """The fragment in a block; read-only, with its columns where they lie."""
+        self._learn_layout(told)
+        columns = self._columns_of(index)
+        columns.pop(FINAL_OBS, None)
+        return restored(self._layout, self._lane, columns, told, self._space)
+
+    def rescue(self, sequence: int, rows: int, reason: str) -> Fragment | None:
+        """What a writer that has gone had made of a fragment: its first `rows` rows; None where it can't be seen.
+
+        Its infos, and what pieces put into `custom_data`, are lost.
+        """
+        told = self._begun
+        if told is None or told["sequence"] != sequence or not rows:
+            return None
+        columns = self._columns_of(told["block"])
+        last = columns.pop(FINAL_OBS, None)
+        fragment = Fragment(
+            self._layout,
+            self._lane,
+            sequence,
+            columns,
+            episode_start=told["episode_start"],
+            episode_number=told["episode_number"],
+        )
+        fragment.observation_space, fragment.num_rows = self._space, rows
+        if last is not None:
+            done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
+            for row in range(fragment.first_row, fragment.last_row):
+                if len(slots := np.flatnonzero(done[row])):
+                    items = map_tree(lambda leaf, row=row, slots=slots: leaf[row, slots], last.tree)
+                    fragment.finals.append(Final(row, slots, items, {}))
+        fragment.end_with_loss(reason)
+        fragment.seal(rows)
+        return fragment
+
+    def _learn_layout(self, told: Plain) -> None:
         if "columns" in told:
             self._columns = BlockLayout(told["columns"])
             self._space = space_of(told["observation_space"])
+
+    def _columns_of(self, index: int) -> dict[str, Column]:
         assert self._columns is not None
         array = self._blocks[index].array()
         weakref.finalize(array, self.freed.append, index).atexit = False
-        return restored(self._layout, self._lane, self._columns.columns(array), told, self._space)
+        return self._columns.columns(array)
 
 
 def restored(
@@ -145,3 +251,7 @@ def _finals_of(told: Plain | None) -> list[Final]:
 
 def _has_infos(infos: Any) -> bool:
     return any(infos.dicts) if isinstance(infos, SlotInfos) else bool(infos)
+
+
+def _put(row: int, slots: NDArray[np.int64], leaf: NDArray[Any], values: NDArray[Any]) -> None:
+    leaf[row, slots] = values

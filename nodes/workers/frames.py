@@ -1,6 +1,6 @@
 """What the two ends of a lane say to each other over their socket.
 
-Every frame begins with eight bytes: its kind, the index of a block, and a number, which is a row or the length of what
+Every frame begins with twelve bytes: its kind, the index of a block, and a number, which is a row or the length of what
 follows. Rows themselves lie in blocks of shared memory that both ends know by their index.
 """
 
@@ -17,11 +17,11 @@ import numpy as np
 
 from rollflow.stream.blocks import BlockLayout
 from rollflow.stream.columns import Columns
+from rollflow.stream.lane_columns import FINAL_OBS
 from rollflow.stream.space import row_of
 
-_HEADER = struct.Struct("<BxHI")
+_HEADER = struct.Struct("<BxHQ")
 SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
-FINAL_OBS = "final_obs"
 
 
 class Kind(IntEnum):
@@ -48,7 +48,8 @@ class Kind(IntEnum):
     FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
     NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
     TAKEN = 19  # weights have been taken over
-    BEGUN = 20  # the first step of a rollout is being made: its environments have been reset
+    FILLING = 20  # length of a packed dict: what there is to say of a fragment whose rows are being made
+    BEGUN = 21  # the first step of a rollout is being made: its environments have been reset
 
 
 class Frame(NamedTuple):

@@ -12,18 +12,20 @@ import numpy as np
 from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import batch_space
 
+from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.environments import actions_of
-from rollflow.nodes.workers.frames import FINAL_OBS, SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
+from rollflow.nodes.workers.frames import SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
 from rollflow.nodes.workers.outbox import Outbox
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.lane import Lane
+from rollflow.stream.lane_columns import FINAL_OBS
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import space_of
 from rollflow.stream.tree import Tree, map_tree
 
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 30.0
+_LONGEST_DELAY_S = 30.0
 _MOST_FDS = 64  # that come with what is received at a time
 
 
@@ -196,7 +198,7 @@ class LaneLink:
         self.failures += 1
         self.reason, self._steps = reason, 0
         self.state = State.LOST if self.failures <= most else State.ASIDE
-        self.due = monotonic() + min(_FIRST_DELAY_S * 2 ** (self.failures - 1), _LONGEST_DELAY_S)
+        self.due = monotonic() + pause_s(self.failures, _LONGEST_DELAY_S)
 
     # Inside
 

@@ -10,11 +10,14 @@ from rollflow.nodes.workers.fragment_codec import FragmentReader
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
 from rollflow.stream.blocks import SharedBlock
-from rollflow.stream.fragment import FragmentLayout
+from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.packing import unpack
 
-# At the head of what a worker is set up with, i64 each: how many transitions it has made, and how often it has got on
-# with something, which is what tells it from one that hangs.
+# At the head of what a worker is set up with, i64 each:
+#   how many transitions it has made
+#   how often it has got on with something, which is what tells it from one that hangs
+#   the number of its fragment in the making, times one more than a fragment's rows, plus the rows that there are: one
+#   number, so that no half of it is ever seen. -1 where none can be seen
 PROGRESS_BYTES = 64
 
 
@@ -51,7 +54,7 @@ class RolloutLink(LaneLink):
         """Have the rollout built out of what was pickled, weights of this version among it."""
         block = SharedBlock(PROGRESS_BYTES + len(told))
         block.write(told, PROGRESS_BYTES)
-        self._progress = block.array()[:16].view(np.int64)
+        self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
         self._reported = 0
         self._reader_of_fragments = FragmentReader(layout, self.index)
         self.version, self.untaken = version, 0
@@ -91,19 +94,22 @@ class RolloutLink(LaneLink):
         assert self._reader_of_fragments is not None
         self._reader_of_fragments.map(answer.block, SharedBlock(answer.number, answer.fd))
 
+    def fill(self, answer: Frame) -> None:
+        """Take what the worker says of a fragment in the making."""
+        assert self._reader_of_fragments is not None
+        self._reader_of_fragments.begin(unpack(answer.payload))
+
     def read(self, answer: Frame) -> dict[str, Any]:
         """Take the fragment that has come; what else the worker says with it."""
         assert self._reader_of_fragments is not None
         assert self.remote is not None
         told: dict[str, Any] = unpack(answer.payload)
-        fragment = self._reader_of_fragments.read(answer.block, told)
-        if self.lost is not None:
-            fragment.begin_after_loss(self.lost)
-            self.lost = None
-        self.remote.fragment, self.remote.sequence = fragment, fragment.sequence + 1
+        self._take(self._reader_of_fragments.read(answer.block, told))
         self.steps += told["steps"] - self._reported
         self._reported, self.stages = told["steps"], told["nodes"]
-        self.failures, self.state = 0, State.READY
+        self.state = State.READY
+        if "failure" not in told:
+            self.failures = 0
         return told
 
     @property
@@ -112,11 +118,15 @@ class RolloutLink(LaneLink):
         return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
 
     def give_up(self, reason: str) -> int:
-        """The worker is lost: how many transitions are lost with it, the step that was under way among them."""
+        """The worker is lost: how many transitions are lost with it, the step that was under way among them.
+
+        What it had made of its fragment is taken, where that can be seen.
+        """
         assert self.remote is not None
         if self._progress is None:
             return 0
-        self.lost = reason
+        if not self._rescue(reason):
+            self.lost = reason
         lost = self.unreported + (self.remote.num_slots if self.pulse else 0)
         self.forget_progress()
         return lost
@@ -134,3 +144,26 @@ class RolloutLink(LaneLink):
     def pulse(self) -> int:
         """How often the worker has got on with something: first when its environments have been reset."""
         return 0 if self._progress is None else int(self._progress[1])
+
+    def _rescue(self, reason: str) -> bool:
+        assert self.remote is not None
+        assert self._progress is not None
+        if self._reader_of_fragments is None:
+            return False
+        sequence, rows = divmod(int(self._progress[2]), self._reader_of_fragments.num_rows + 1)
+        if sequence != self.remote.sequence:
+            return False
+        fragment = self._reader_of_fragments.rescue(sequence, rows, reason)
+        if fragment is None:
+            return False
+        self._take(fragment)
+        self.steps += fragment.num_steps
+        self._reported += fragment.num_steps
+        return True
+
+    def _take(self, fragment: Fragment) -> None:
+        assert self.remote is not None
+        if self.lost is not None:
+            fragment.begin_after_loss(self.lost)
+            self.lost = None
+        self.remote.fragment, self.remote.sequence = fragment, fragment.sequence + 1

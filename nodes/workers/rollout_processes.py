@@ -25,8 +25,8 @@ from rollflow.stream.seeding import seed_for
 class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
     """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
 
-    What `replica` gives is pickled. A worker that is killed takes the fragment with it that it was making: its
-    transitions are in `lost_steps`. One whose environment raises gives what it has.
+    What `replica` gives is pickled. What a lost worker had made of its fragment lies in shared memory, and is given:
+    only the step under way is missing. It takes with it what its connectors had learnt and logged since the last one.
     """
 
     program = "rollflow.nodes.workers.rollout_worker"
@@ -140,6 +140,8 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
         elif answer.kind is Kind.TAKEN:
             link.untaken -= 1
             link.offer(self._news)
+        elif answer.kind is Kind.FILLING:
+            link.fill(answer)
         elif answer.kind is Kind.BEGUN:
             link.begin()
             self._patience.begin(link.index)
@@ -159,6 +161,13 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
         if not told.get("is_told"):  # by a fragment that says itself what was lost
             link.lost = f"{told['type']}: {told['text']}"
         yield from super()._failed(link, told)
+
+    def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Any]:
+        assert isinstance(link, RolloutLink)
+        assert link.remote is not None
+        yield from super()._lane_lost(link, reason, told)
+        if link.is_waited and link.remote.fragment is not None:  # which has been rescued
+            yield self._come_back(link)
 
     def _lane_of(self, link: LaneLink) -> Any:
         assert isinstance(link, RolloutLink)

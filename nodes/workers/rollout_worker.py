@@ -53,7 +53,7 @@ class RolloutServer(LaneServer):
             return b""
         if kind is Kind.SET_UP:
             block = SharedBlock(asked.number, asked.fd).taken()
-            self._progress = block[:16].view(np.int64)
+            self._progress = block[:PROGRESS_BYTES].view(np.int64)
             try:
                 return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
             except Exception as error:
@@ -66,8 +66,15 @@ class RolloutServer(LaneServer):
     def _between(self) -> None:
         """Say how far the lane has come, and take what has come over the socket meanwhile."""
         assert self._rollout is not None
-        self._progress[0] = self._rollout.lane.num_steps
+        lane = self._rollout.lane
+        begun = self._fragments.begin()
+        if begun is not None:
+            self._send_blocks()
+            self._sock.sendall(frame_with(Kind.FILLING, pack(begun)))
+        self._fragments.keep_finals()
+        self._progress[0] = lane.num_steps
         self._progress[1] += 1
+        self._progress[2] = lane.sequence * (lane.layout.num_rows + 1) + lane.row - lane.layout.lookback
         while self._poll.poll(0):
             try:
                 asked = receive_frame(self._sock)
@@ -84,7 +91,7 @@ class RolloutServer(LaneServer):
     def _set_up(self, told: dict[str, Any]) -> bytes:
         assert self._env is not None
         module = told["module"]
-        self._fragments, self._weights = FragmentWriter(), WeightsFrom(module, told["version"], self._between)
+        self._weights = WeightsFrom(module, told["version"], self._between)
         self._rollout = LaneRollout(
             self._env,
             told["plan"],
@@ -93,7 +100,10 @@ class RolloutServer(LaneServer):
             env_to_module=told["env_to_module"],
             module_to_env=told["module_to_env"],
             began=lambda: self._sock.sendall(frame(Kind.BEGUN)),
+            is_shared=True,
+            hide=self._hide,
         )
+        self._fragments, self._blocks_sent = FragmentWriter(self._rollout.lane), 0
         return b""
 
     def _turn(self) -> bytes:
@@ -119,13 +129,21 @@ class RolloutServer(LaneServer):
 
     def _send(self, fragment: Any, **more: Any) -> None:
         assert self._rollout is not None
-        known = 0 if self._fragments.pool is None else len(self._fragments.pool.blocks)
         index, told = self._fragments.write(fragment)
-        assert self._fragments.pool is not None
-        for block in self._fragments.pool.blocks[known:]:
-            socket.send_fds(self._sock, [frame(Kind.NEW_BLOCK, index, block.size)], [block.fd])
+        self._send_blocks()
         told |= self._rollout.told() | more
         self._sock.sendall(frame_with(Kind.FRAGMENT, pack(told, "fragment"), index))
+
+    def _hide(self) -> None:
+        """Have no row of the fragment in the making rescued any more."""
+        self._progress[2] = -1
+
+    def _send_blocks(self) -> None:
+        """Let the other process see the blocks that there are."""
+        blocks = self._fragments.blocks
+        for index in range(self._blocks_sent, len(blocks)):
+            socket.send_fds(self._sock, [frame(Kind.NEW_BLOCK, index, blocks[index].size)], [blocks[index].fd])
+        self._blocks_sent = len(blocks)
 
 
 def main(life: int, lanes: Sequence[int]) -> None:

@@ -4,6 +4,7 @@ There is no I/O here and no clock: whoever owns the socket hands in what was rec
 what `outgoing` gives. `host` and `gateway` say which message may come when.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -48,6 +49,7 @@ class Connection:
     peer      what the other end is called in errors
     phase     what it is at
     error     why it is broken; None: it is not
+    is_new    whether nothing has come from the other end at all, not even something that whoever owns the socket keeps
 
     What is received comes back as events: the other end's messages but for those that this one answers by itself, and
     `Broken` as the last of all. What is sent must be taken from `outgoing` and sent, also after the last event: it may
@@ -59,10 +61,14 @@ class Connection:
         self.peer = peer
         self.phase = Phase.HANDSHAKE
         self.error: WireError | None = None
+        self.is_new = True
         self._decoder = FrameDecoder(max_frame)
         self._peer_max_frame = limits.max_frame  # until the peer says
         self._outbox: list[Buffer] = []
         self._undelivered = 0
+        self._under_way: deque[tuple[int, int | None]] = deque()  # bytes of each frame to be sent, and whose it is
+        self._kept: set[int] = set()  # lanes that have one among them which the session keeps
+        self._loose = 0  # bytes of the others
         self._heartbeat_s = limits.heartbeat_s
         self._handshake_until = now + limits.handshake_s
         self._quiet_since = now  # nothing has come, and nothing was asked
@@ -102,7 +108,7 @@ class Connection:
             self.phase = Phase.ENDED
             return []
         how = f"in the middle of a frame, {half} bytes of which had come" if half else "without a goodbye"
-        return [self._break(WireError(f"connection lost {how}", "lost"), tell=False)]
+        return [self._break(WireError(f"connection lost {how}{self._doubt()}", "lost"), tell=False)]
 
     # Time
 
@@ -119,8 +125,8 @@ class Connection:
         if deadline is None or self._now < deadline:
             return []
         if self.phase is Phase.HANDSHAKE:
-            error = WireError(f"the handshake is not over after {self.limits.handshake_s:g} s", "handshake")
-            return [self._break(error)]
+            late = f"the handshake is not over after {self.limits.handshake_s:g} s{self._doubt()}"
+            return [self._break(WireError(late, "handshake"))]
         if self.phase is Phase.LEAVING or self._unanswered == _MOST_PINGS:
             silent = (self._unanswered + 1) * self._heartbeat_s
             return [self._break(WireError(f"silent for {silent:g} s or more", "silent"))]
@@ -143,6 +149,16 @@ class Connection:
     def sent(self, count: int) -> None:
         """So many bytes of what `outgoing` gave have been sent."""
         self._undelivered -= count
+        while count:
+            size, lane = self._under_way.popleft()
+            part = min(size, count)
+            count -= part
+            if lane is None:
+                self._loose -= part
+            if part < size:
+                self._under_way.appendleft((size - part, lane))
+            elif lane is not None:
+                self._kept.remove(lane)
 
     def goodbye(self, reason: str) -> None:
         """Send nothing more after this; what the other end still says comes as events. Does nothing when closed."""
@@ -169,6 +185,7 @@ class Connection:
             return [self._break(WireError("more bytes after its goodbye, expected none", "order"), tell=False)]
         self._now = self._quiet_since = max(self._now, now)
         self._unanswered = 0
+        self.is_new = False
         events: list[Event] = []
         try:
             for frame in frames():
@@ -198,31 +215,48 @@ class Connection:
             return []
         return self._take(message, frame)
 
-    def _send(self, message: Message) -> None:
-        self._queue(encoded(message, self._peer_max_frame, self.peer))
+    def _send(self, message: Message, lane: int | None = None) -> None:
+        self._queue(encoded(message, self._peer_max_frame, self.peer), lane)
 
-    def _queue(self, buffers: Sequence[Buffer]) -> None:
-        """Have a frame sent. Raises WireError, and the connection is broken, where too much waits already."""
+    def _queue(self, buffers: Sequence[Buffer], lane: int | None = None) -> None:
+        """Have a frame sent. Raises WireError, and the connection is broken, where too much waits already.
+
+        A lane's request or answer does not count, where there is no other of it: the session keeps it, so it takes no
+        more room by waiting here, and the next connection would have all lanes' to send at once, and break again.
+        """
         size = sum(map(len, buffers))
-        if self._undelivered + size > self.limits.undelivered:
+        if lane in self._kept:
+            lane = None
+        if lane is None and self._loose + size > self.limits.undelivered:
             self._outbox.clear()
             error = WireError(
-                f"{self._undelivered} bytes not delivered yet and {size} more, expected at most "
-                f"{self.limits.undelivered}",
+                f"{self._loose} bytes not delivered yet and {size} more, expected at most {self.limits.undelivered}",
                 "undelivered",
             )
             raise self._break(error, tell=False).error
-        self._outbox += buffers
-        self._undelivered += size
+        self._append(buffers, size, lane)
 
-    def _queue_if_running(self, buffers: Sequence[Buffer]) -> None:
+    def _queue_if_running(self, buffers: Sequence[Buffer], lane: int) -> None:
         if self.phase is Phase.RUNNING:
-            self._queue(buffers)
+            self._queue(buffers, lane)
+
+    def _append(self, buffers: Sequence[Buffer], size: int, lane: int | None) -> None:
+        self._outbox += buffers
+        self._under_way.append((size, lane))
+        self._undelivered += size
+        if lane is None:
+            self._loose += size
+        else:
+            self._kept.add(lane)
 
     def _check_running(self, what: str) -> None:
         """Raise WireError where nothing can be sent that belongs to a running connection."""
         if self.phase is not Phase.RUNNING:
             raise WireError(f"{what}: the connection is {self.phase.name.lower()}, expected running", "order")
+
+    def _doubt(self) -> str:
+        """What may be wrong where the other end has not said a word."""
+        return ", and nothing has come: expected both ends to use TLS, or neither" if self.is_new else ""
 
     def _break(self, error: WireError, *, tell: bool = True) -> Broken:
         """Be done with the connection, and say why where that helps."""
@@ -230,8 +264,7 @@ class Connection:
             self.error = WireError(f"{self.peer}: {error}", error.code)
             if tell and self.phase is not Phase.LEAVING:
                 refusal = encode(Refused.of(error))
-                self._outbox += refusal
-                self._undelivered += sum(map(len, refusal))
+                self._append(refusal, sum(map(len, refusal)), None)
             self.phase = Phase.BROKEN
         return Broken(self.error)
 

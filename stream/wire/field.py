@@ -193,13 +193,22 @@ def checks_of(kind: type) -> dict[str, Check]:
 
 
 def checked_fields(kind: type, told: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields of a dataclass out of a map, each checked; others in the map are passed over."""
+    """The fields of a dataclass out of a map, each checked; others in the map are passed over.
+
+    One that has a default may be missing.
+    """
     fields = {}
     for name, check in checks_of(kind).items():
         if name not in told:
+            if name in _defaults_of(kind):
+                continue
             raise WireError(f"{where} has no field {name!r}, expected {', '.join(checks_of(kind))}")
         fields[name] = check(told[name], f"{where}.{name}")
     return fields
+
+
+def _defaults_of(kind: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 _CHECKS: dict[type, dict[str, Check]] = {}

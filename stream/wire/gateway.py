@@ -71,7 +71,7 @@ class GatewayConnection(Connection):
         session.is_welcomed = True
         session.send = self._queue_if_running
         for request in session.under_way:
-            self._send(request)
+            self._send(request, request.lane)
 
     def ask(self, request: Request) -> None:
         """Ask for something, under the lane's next number.
@@ -88,7 +88,7 @@ class GatewayConnection(Connection):
         buffers = encoded(request, self._peer_max_frame, self.peer)
         session.ask(request)
         assert session.send is not None
-        session.send(buffers)
+        session.send(buffers, request.lane)
 
     def give(self, count: int) -> None:
         """Let the host send so many messages more that nobody asked for. Raises WireError when not running."""

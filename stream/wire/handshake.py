@@ -38,6 +38,7 @@ class Hello:
     action_space
     autoreset            what its environments do at an episode's end: see the protocol's documentation
     metadata             what else there is to know, such as the environment's id
+    busy                 whether a gateway is being served already: another one is not to welcome this host
     """
 
     kind: ClassVar[str] = "hello"
@@ -53,6 +54,7 @@ class Hello:
     action_space: Annotated[Mapping[str, Any], mapping]
     autoreset: Autoreset
     metadata: Annotated[Mapping[str, Any], mapping]
+    busy: Annotated[bool, flag] = False
 
     @property
     def num_envs(self) -> int:

@@ -31,6 +31,8 @@ class HostConnection(Connection):
     session    the host's memory, the same for one connection after another
     secret     None: the host has none
     credits    messages that nobody asked for which it may send
+    is_busy    whether the host has another connection that was welcomed: a gateway that goes on with this session may
+               replace that one, and any other is refused
 
     Events: Welcome; then Reset and Step, or Turn, each request once, with Settings, Weights and States between them,
     and Cut for a Turn that is not answered yet; Goodbye; Broken. Every request is to be answered with `answer`, those
@@ -38,10 +40,11 @@ class HostConnection(Connection):
     """
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(limits, now, "gateway", limits.max_frame)
+        super().__init__(limits, now, "gateway", min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         if hello.session != session.token:
             raise WireError("hello.session is not the token of the session that it comes with", "session")
         self.credits = 0
+        self.is_busy = False
         self._hello, self._session, self._secret = hello, session, secret
         self._form = RowForm.of(hello)
         self._transcript: bytes | None = None  # once the Challenge has come
@@ -67,7 +70,7 @@ class HostConnection(Connection):
         buffers = encoded(answer, self._session.max_frame, self.peer)
         self._session.keep(answer)
         if self._session.send is not None:
-            self._session.send(buffers)
+            self._session.send(buffers, answer.lane)
         return True
 
     def tell(self, metrics: Metrics) -> None:
@@ -102,7 +105,8 @@ class HostConnection(Connection):
     def _take_request(self, request: Request) -> list[Event]:
         taken = self._session.take(request)
         if taken is Taken.AGAIN:
-            self._send(self._session.answer_to(request))
+            answer = self._session.answer_to(request)
+            self._send(answer, answer.lane)
         return [request] if taken is Taken.NEW else []
 
     def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
@@ -112,9 +116,14 @@ class HostConnection(Connection):
         if isinstance(message, Welcome) and self._transcript is not None:
             if not is_proof(message.mac, self._secret, GATEWAY, self._transcript):
                 raise WireError("welcome.mac: the gateway does not know the secret", "secret")
+            if self.is_busy and not message.resumed:
+                raise WireError(
+                    "the host is busy with another gateway, expected one that comes when it is free", "busy"
+                )
             self._session.begin(message, self._hello)
             self._session.max_frame = self._peer_max_frame
             self._session.send = self._queue_if_running
+            self._decoder.max_frame = self.limits.max_frame
             self.credits = message.credits
             self.phase = Phase.RUNNING
             return [message]

@@ -15,7 +15,8 @@ class Limits:
     """What one end asks of the other.
 
     max_frame      bytes of a frame that it takes, behind the length itself
-    undelivered    bytes that may wait for a peer that does not read; more than `max_frame` of either end
+    undelivered    bytes that may wait for a peer that does not read, beside requests and answers, one of each lane;
+                   more than `max_frame` of either end
     handshake_s    seconds until the handshake must be over
     heartbeat_s    seconds of silence after which a peer is asked whether it is there; the gateway's holds for both
     grace_s        seconds that a gateway waits for a lost host to come back

@@ -1,4 +1,7 @@
-"""Messages as frames. A header is a map: `kind`, and the message's fields by their names, all of them."""
+"""Messages as frames. A header is a map: `kind`, and the message's fields by their names.
+
+All of them are there, but for one that has a default: it is left out where it has that.
+"""
 
 import dataclasses
 from typing import Any
@@ -67,6 +70,8 @@ def encode(message: Message) -> list[Buffer]:
     """
     kind = type(message)
     fields = {name: check(getattr(message, name), f"{kind.kind}.{name}") for name, check in checks_of(kind).items()}
+    if kind is Hello and not fields["busy"]:
+        del fields["busy"]
     if kind is Welcome:
         fields["lanes"] = [_as_map(grant) for grant in fields["lanes"]]
     listed = {name: list(value) if type(value) is tuple else value for name, value in fields.items()}

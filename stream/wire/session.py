@@ -37,13 +37,13 @@ class HostSession:
 
     token        16 random bytes to come back with
     max_frame    bytes of a frame that the gateway takes
-    send         sends a frame through the connection that was welcomed last; None before the first
+    send         sends a lane's frame through the connection that was welcomed last; None before the first
     """
 
     def __init__(self, token: bytes) -> None:
         self.token = token
         self.max_frame = 0xFFFFFFFF
-        self.send: Callable[[Sequence[Buffer]], None] | None = None
+        self.send: Callable[[Sequence[Buffer], int], None] | None = None
         self._lanes: dict[int, _HostLane] = {}
 
     def begin(self, welcome: Welcome, hello: Hello) -> None:
@@ -150,14 +150,14 @@ class GatewaySession:
     hello           the host's first
     lanes           id of each of its lanes, in the order of the Hello's `slots`
     first_slots     number of the first slot of each
-    send            sends a frame through the connection that was welcomed last; None before the first
+    send            sends a lane's frame through the connection that was welcomed last; None before the first
     is_welcomed     whether there was such a connection
     """
 
     def __init__(self, token: bytes, hello: Hello, lanes: Sequence[int], first_slots: Sequence[int]) -> None:
         self.token = token
         self.hello = hello
-        self.send: Callable[[Sequence[Buffer]], None] | None = None
+        self.send: Callable[[Sequence[Buffer], int], None] | None = None
         self.is_welcomed = False
         is_env = hello.role == "env"
         self._lanes = {

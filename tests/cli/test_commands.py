@@ -15,16 +15,17 @@ from numbered_env import NumberedEnv
 from remote_hosts import listening
 
 from rollflow.cli.main import main
-from rollflow.nodes import EnvHost, Rollout
+from rollflow.nodes import DefaultModule, EnvHost, FlattenObservations, RemoteRollouts, Rollout
 from rollflow.nodes.remote.host_lane import HostLane
+from rollflow.stream.errors import EnvError
 from rollflow.stream.wire import Limits
 
 
 @contextmanager
-def command(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def command(*arguments: str, cwd: Path | None = None) -> Iterator["subprocess.Popen[str]"]:
     """The command in a process, killed when it is left."""
     program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
-    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stderr=subprocess.PIPE, text=True, cwd=cwd)
     try:
         yield process
     finally:
@@ -48,6 +49,46 @@ def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -
         assert one.stderr is not None
         assert "the rollout said goodbye: the rollout has ended" in one.stderr.read()
     assert len(fragments) == 9
+
+
+def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rollflow.nodes import DefaultModule, FlattenObservations\n"
+        "def small(obs, act):\n"
+        "    return DefaultModule(obs, act, model_config={'fcnet_hiddens': [8]})\n"
+        "def flat(env):\n"
+        "    return FlattenObservations()\n"
+    )
+    rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
+    host = ["rollout-host", "--env", "CartPole-v1", "--num-envs", "4", "--connect", f"unix:{tmp_path}/learner"]
+    host += ["--module", "mine:small", "--env-to-module", "mine:flat"]
+    with command(*host, cwd=tmp_path) as process:
+        with Rollout(
+            rollouts,
+            module=lambda obs, act: DefaultModule(obs, act, model_config={"fcnet_hiddens": [8]}),
+            env_to_module_connector=lambda env: FlattenObservations(),
+            fragment_length=8,
+            num_fragments=3,
+        ) as rollout:
+            fragments = list(rollout.fragments())
+        assert process.wait() == 0
+    assert [fragment.num_rows for fragment in fragments] == [8] * 6
+
+
+def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:
+    rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
+    with command("rollout-host", "--env", "CartPole-v1", "--connect", f"unix:{tmp_path}/learner") as process:
+        with Rollout(rollouts, module=lambda obs, act: Mine(obs, act), fragment_length=8) as rollout:
+            rollout.environments._join_timeout = 0.0  # type: ignore[attr-defined]  # nobody else is waited for
+            with pytest.raises(EnvError, match=r"module is Mine, and host .* was given none, expected the same"):
+                next(iter(rollout.fragments()))
+        assert process.wait() == 1
+        assert process.stderr is not None
+        assert "rollflow: the rollout's module is Mine" in process.stderr.read()
+
+
+class Mine(DefaultModule):
+    """One that a host does not have."""
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -90,6 +131,22 @@ def test_what_can_not_be_done_is_said_in_a_line(
     assert error.startswith("rollflow: ")
     assert told in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--module", "nosuch.module:Policy"], "--module nosuch.module:Policy: No module named 'nosuch'"),
+        (["--module", "json:Policy"], "--module json:Policy: no such callable, expected package.module:callable"),
+        (["--env-to-module", "json"], "--env-to-module json: no such callable, expected package.module:callable"),
+        (["--env", "NoSuch-v0"], "environment 'NoSuch-v0' can't be made"),
+    ],
+)
+def test_a_rollout_host_says_as_well_what_can_not_be_done(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rollout-host", "--env", "CartPole-v1", "--connect", "unix:/x", *arguments]) == 1
+    assert capsys.readouterr().err.startswith(f"rollflow: {told}")
 
 
 @contextmanager

@@ -739,6 +739,19 @@ def test_nan_logits_are_named_with_lane_slot_and_step() -> None:
     assert len(envs[4].log) == 2
 
 
+@pytest.mark.parametrize("explore", [True, False])
+def test_a_module_is_not_blamed_for_an_environment_whose_observations_are_no_numbers(explore: bool) -> None:
+    class Broken(gym.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            observation, *rest = self.env.step(action)
+            return observation * np.float32(np.nan), *rest
+
+    makers = [lambda: gym.make("CartPole-v1"), lambda: Broken(gym.make("CartPole-v1"))]
+    told = "vector step 1, slot 1: the observation itself is not finite in slot 1, expected numbers"
+    with pytest.raises(ModuleError, match=told), Rollout(makers, explore=explore, seed=0) as rollout:
+        next(iter(rollout.batches()))
+
+
 @pytest.mark.parametrize(
     ("logits", "told"),
     [(-torch.inf, "rules out every action in lane 0, vector step 0, slot 1, 2"), (torch.inf, r"is \+inf in lane 0")],

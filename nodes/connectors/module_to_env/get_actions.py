@@ -11,6 +11,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.distribution import Categorical, DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
+from rollflow.stream.tree import leaves_of
 
 RACES = "races"
 """Where `shared_data` has the lane's `Races`."""
@@ -57,12 +58,14 @@ class GetActions(ConnectorV2):
         shared_data = {} if shared_data is None else shared_data
         if _OUTPUTS.isdisjoint(batch) and _is_by_module(batch):
             for module_id, output in batch.items():
-                self._act(rl_module[module_id], output, bool(explore), shared_data)
+                self._act(rl_module[module_id], output, bool(explore), shared_data, episodes)
         else:
-            self._act(rl_module, batch, bool(explore), shared_data)
+            self._act(rl_module, batch, bool(explore), shared_data, episodes)
         return batch
 
-    def _act(self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any]) -> None:
+    def _act(
+        self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any], episodes: Episodes
+    ) -> None:
         if Columns.ACTIONS in batch:
             return
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
@@ -79,9 +82,9 @@ class GetActions(ConnectorV2):
         if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
             actions, logp = distribution.sample_with_logp(races)
             if not np.add.reduce(logp) > -np.inf:  # so it is if anything is wrong with one row's logits
-                refuse_unusable(logits, shared_data)
+                refuse_unusable(logits, shared_data, episodes)
         else:
-            refuse_unusable(logits, shared_data)
+            refuse_unusable(logits, shared_data, episodes)
             if not explore:
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
@@ -117,8 +120,11 @@ def _is_plain(logits: torch.Tensor) -> bool:
     return logits.is_cpu and logits.ndim == 2 and logits.dtype is torch.float32 and not logits.requires_grad
 
 
-def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
-    """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots."""
+def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any], episodes: Episodes) -> None:
+    """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots.
+
+    Where observations of theirs are not finite, it says so: it is not the module that is to blame then.
+    """
     array = array_of(logits)
     # One sum over all is cheap, and finite if all are; -inf rules actions out, which is right for some but not for all.
     with np.errstate(invalid="ignore"):
@@ -132,5 +138,19 @@ def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any]) -> None:
         if slots:
             raise ModuleError(
                 f"'{Columns.ACTION_DIST_INPUTS}' {told} in lane {shared_data.get('lane', 0)}, vector step "
-                f"{shared_data.get('step', 'unknown')}, slot {', '.join(map(str, slots))}"
+                f"{shared_data.get('step', 'unknown')}, slot {', '.join(map(str, slots))}{_blamed(episodes, slots)}"
             )
+
+
+def _blamed(episodes: Episodes, slots: list[int]) -> str:
+    """Which of these slots have observations that are not finite, in words."""
+    observed = [slot for slot in slots if slot < len(episodes)]
+    bad = [slot for slot in observed if not _is_finite(episodes[slot].get_observations(-1))]
+    if not bad:
+        return ""
+    return f": the observation itself is not finite in slot {', '.join(map(str, bad))}, expected numbers"
+
+
+def _is_finite(observation: Any) -> bool:
+    leaves = [np.asarray(leaf) for leaf in leaves_of(observation)]
+    return all(bool(np.isfinite(leaf).all()) for leaf in leaves if leaf.dtype.kind in "fc")

@@ -1,23 +1,40 @@
-"""Certificates for connections that are encrypted."""
+"""Certificates for connections that are encrypted, and for some that can't be."""
 
+import datetime
 import ssl
 
 import pytest
 import trustme
 
+YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+
 
 @pytest.fixture(scope="session")
 def certificates() -> dict[str, ssl.SSLContext]:
-    """Contexts of a server and a client that each ask for the other's certificate, and a client without one."""
-    authority = trustme.CA()
-    contexts = {
-        "server": ssl.create_default_context(ssl.Purpose.CLIENT_AUTH),
-        "client": ssl.create_default_context(ssl.Purpose.SERVER_AUTH),
-        "stranger": ssl.create_default_context(ssl.Purpose.SERVER_AUTH),
+    """Contexts by what is theirs.
+
+    server, client                    good ones; each asks for the other's certificate
+    without                           a client that has no certificate
+    other client, other server        with a certificate of an authority that nobody here trusts
+    misnamed server, expired server   with one for another name, and with one that was good until yesterday
+    """
+    authority, other = trustme.CA(), trustme.CA()
+    issued = {
+        "client": authority.issue_cert("host@example.org"),
+        "without": None,
+        "other client": other.issue_cert("host@example.org"),
+        "server": authority.issue_cert("127.0.0.1"),
+        "other server": other.issue_cert("127.0.0.1"),
+        "misnamed server": authority.issue_cert("127.0.0.2"),
+        "expired server": authority.issue_cert("127.0.0.1", not_after=YESTERDAY),
     }
-    for context in contexts.values():
+    contexts = {}
+    for name, certificate in issued.items():
+        is_server = name.endswith("server")
+        purpose = ssl.Purpose.CLIENT_AUTH if is_server else ssl.Purpose.SERVER_AUTH
+        contexts[name] = context = ssl.create_default_context(purpose)
         authority.configure_trust(context)
-    contexts["server"].verify_mode = ssl.CERT_REQUIRED
-    authority.issue_cert("127.0.0.1").configure_cert(contexts["server"])
-    authority.issue_cert("host@example.org").configure_cert(contexts["client"])
+        context.verify_mode = ssl.CERT_REQUIRED
+        if certificate is not None:
+            certificate.configure_cert(context)
     return contexts

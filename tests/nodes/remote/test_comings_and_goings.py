@@ -6,18 +6,19 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, hosting, listening
-from remote_rollouts import HASTY, check_laws, makers, rollout_over, slots_of, taken_until, told
+from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
 
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Goodbye, Limits, Reset
+from rollflow.stream.wire import Goodbye, Limits
 
 
 def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
@@ -146,9 +147,10 @@ def test_goodbyes_leave_nothing_behind() -> None:
     envs = listening()
     raw: list[RawHost] = []
     with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
-        next(iter(rollout.fragments()))
+        fragments = iter(rollout.fragments())
+        next(fragments)
         raw.append(RawHost(envs.addresses[0]))
-        raw[0].next_of(Reset)
+        reset_of(raw[0], fragments, [])
         reader = threading.Thread(target=lambda: raw.append(raw[0].next_of(Goodbye)))
         reader.start()
     reader.join()
@@ -269,9 +271,13 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
         next(fragments)
         with (
             EnvHost(Wide, limits=Limits(max_frame=1 << 16)) as narrow,
+            ThreadPoolExecutor(1) as pool,
             pytest.raises(WireError, match=r"frame of \d+ bytes, expected at most 65536"),
         ):
-            narrow.connect(str(envs.addresses[0]))
+            connecting = pool.submit(narrow.connect, str(envs.addresses[0]))
+            while not connecting.done():  # a rollout whose fragments nobody takes asks nobody for more
+                next(fragments)
+            connecting.result()
         for _ in range(4):
             next(fragments)
     assert "takes no more" in caplog.text

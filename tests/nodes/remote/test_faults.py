@@ -74,7 +74,7 @@ def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
 
 @pytest.mark.slow
 def test_a_connection_cut_a_thousand_times_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.001)
     rng = random.Random(0)
     envs = listening()
     wire = BrokenWire(envs.addresses[0], lambda: rng.randrange(1, 4000))

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from doomed import rewards_by_slot
 from remote_hosts import RawHost, hosting, listening
-from remote_rollouts import HASTY, check_laws, makers, rollout_over, taken_until
+from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, taken_until
 
 from rollflow.nodes import EnvHost
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Refused, Reset, Step, encode
+from rollflow.stream.wire import Refused, Step, encode
 
 MISBEHAVIOUR: dict[str, tuple[Callable[[RawHost], None], str]] = {
     "a NaN reward": (
@@ -46,7 +46,7 @@ def test_a_host_that_breaks_the_protocol_is_told_so_and_leaves(name: str) -> Non
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]
         raw = RawHost(envs.addresses[0])
-        raw.answer(raw.next_of(Reset))
+        raw.answer(reset_of(raw, fragments, taken))
         misbehave(raw)
         with pytest.raises(WireError, match=expected):
             raise raw.refusal()
@@ -63,7 +63,7 @@ def test_half_a_frame_and_silence_is_a_lost_host() -> None:
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]
         raw = RawHost(envs.addresses[0])
-        raw.answer(raw.next_of(Reset))
+        raw.answer(reset_of(raw, fragments, taken))
         for _ in range(3):
             raw.answer(raw.next_of(Step))
         frame = b"".join(encode(raw.rows(raw.next_of(Step))))

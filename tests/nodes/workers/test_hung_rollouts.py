@@ -28,7 +28,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
 
     for module in ("patience", "lane_link", "process_environments"):
         monkeypatch.setattr(f"rollflow.nodes.workers.{module}.monotonic", lambda: now[0])
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
     return forward
 
 
@@ -88,8 +88,8 @@ def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, closing: Any
     list(node.completed())
     assert node.lost_steps == 0  # it has made steps in this time
     forward(1.5)
-    list(node.completed())
-    assert node.lost_steps == 3 + 1
+    assert list(node.completed()) == [lane]
+    assert (lane.fragment.num_rows, node.lost_steps) == (3, 1)
 
 
 class Shared(Held):
@@ -119,11 +119,15 @@ def test_every_lane_of_a_process_that_is_started_again_has_its_time(
     node(lanes[1])
     await_held(tmp_path, 1)
     (tmp_path / "kill").touch()
+    assert come_back(node, count=2) == lanes  # with what there was
+    assert [lane.fragment.num_rows for lane in lanes] == [3, 2]
+    for lane in lanes:
+        node(lane)
     # Slot 0 makes its fragment now, while slot 1 hangs.
     assert come_back(node, until=(tmp_path / "held 1 1").exists) == [lanes[0]]
     forward(6.0)
     assert come_back(node) == [lanes[1]]
-    assert (lanes[1].fragment.sequence, times_made(tmp_path, 1)) == (1, 3)
+    assert (lanes[1].fragment.sequence, times_made(tmp_path, 1)) == (2, 3)
 
 
 @pytest.mark.parametrize("reset_timeout", [None, 100.0])

@@ -23,7 +23,7 @@ from rollflow.stream import EnvError, Fragment
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
 
 
 def check_laws(fragments: list[Fragment]) -> None:
@@ -156,7 +156,7 @@ def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Pa
 
 def test_the_delay_before_a_lane_is_made_again_grows(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.1)
     monkeypatch.setattr("rollflow.nodes.workers.lane_link.monotonic", lambda: now[0])
     link = LaneLink(0, b"")
     delays = []

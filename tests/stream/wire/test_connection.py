@@ -28,6 +28,7 @@ from rollflow.stream.wire import (
     decode,
     encode,
 )
+from rollflow.stream.wire.session import Taken
 
 RESET = Reset(0, 1, (1, 2), None)
 STEP = Step(0, 2, np.array([1, 0]))
@@ -359,6 +360,51 @@ def test_a_peer_that_does_not_read_is_given_up_before_memory_is() -> None:
     assert ends.gateway.phase is Phase.BROKEN
     assert ends.gateway.outgoing() == []
     ends.gateway.sent(sum(map(len, buffers)))
+
+
+def test_requests_and_answers_that_wait_break_nothing_since_the_session_keeps_them() -> None:
+    ends = running(limits=Limits(undelivered=1000), said=hello(slots=(2,) * 8))
+    requests = [Reset(lane, 1, None, {"said": "x" * 200}) for lane in range(8)]
+    for request in requests:
+        ends.gateway.ask(request)
+    assert ends.gateway.undelivered > 1000
+    for event in ends.to_host():
+        assert isinstance(event, Reset)
+        ends.host.answer(event, first_rows(lane=event.lane, infos={"said": "x" * 200}))
+    answers = ends.host.undelivered
+    assert answers > 1000
+    ends.host.receive(frame_as(Ping(1)), 0.0)
+    ends.host.outgoing()
+    ends.host.sent(100)
+    ends.host.sent(answers - 100)
+    assert ends.host.undelivered == len(frame_as(Pong(1)))
+    ends.host.sent(ends.host.undelivered)
+    assert ends.host.phase is Phase.RUNNING
+
+
+def test_who_asks_again_and_again_and_does_not_read_is_given_up() -> None:
+    ends = running(limits=Limits(undelivered=1000))
+    ends.host.answer(asked(ends), first_rows())
+    events: list[Event] = []
+    for _ in range(20):
+        events += ends.host.receive(frame_as(RESET), 0.0)
+    assert error_of(events).code == "undelivered"
+
+
+def test_who_asks_on_and_on_and_does_not_read_is_given_up_and_the_answer_waits_for_the_next_connection() -> None:
+    ends = running(limits=Limits(undelivered=1000))
+    ends.host.answer(asked(ends), first_rows())
+    for number in range(2, 20):
+        (request,) = ends.host.receive(frame_as(Step(0, number, np.array([1, 0]))), 0.0)
+        assert isinstance(request, Step)
+        try:
+            ends.host.answer(request, rows(number=number))
+        except WireError as error:
+            assert error.code == "undelivered"
+            break
+    assert number > 2
+    assert ends.host.phase is Phase.BROKEN
+    assert ends.host_session.take(request) is Taken.AGAIN
 
 
 def test_what_was_sent_makes_room() -> None:

@@ -223,6 +223,41 @@ def test_a_host_comes_back_to_its_session_and_a_stranger_does_not() -> None:
     assert not welcome.resumed
 
 
+def test_a_busy_host_takes_no_welcome_but_one_to_go_on() -> None:
+    before = running()
+    other = greeted(host_session=before.host_session)
+    other.host.is_busy = True
+    other.gateway.welcome(GatewaySession(TOKEN, hello(), (0, 1), (0, 2)))
+    error = error_of(other.to_host())
+    assert error.code == "busy"
+    assert "the host is busy with another gateway" in str(error)
+    assert told_by(other.host).code == "busy"
+    same = greeted(host_session=before.host_session)
+    same.host.is_busy = True
+    assert before.session is not None
+    same.gateway.welcome(before.session)
+    (welcome,) = same.to_host()
+    assert isinstance(welcome, Welcome)
+    assert welcome.resumed
+
+
+def test_little_is_taken_of_a_gateway_that_has_not_proved_itself() -> None:
+    ends = Ends()
+    error = error_of(ends.host.receive((2 << 20).to_bytes(4, "little"), 0.0))
+    assert "frame of 2097152 bytes, expected at most 1048576" in str(error)
+    welcomed = running()
+    assert welcomed.host.receive(((2 << 20) + 4).to_bytes(4, "little"), 0.0) == []
+
+
+def test_where_not_a_word_has_come_it_may_be_that_one_end_uses_tls() -> None:
+    doubt = "nothing has come: expected both ends to use TLS, or neither"
+    assert doubt in str(error_of(Ends().gateway.tick(1e3)))
+    assert doubt in str(error_of(Ends().gateway.ended()))
+    ends = Ends()
+    ends.to_gateway(1)
+    assert doubt not in str(error_of(ends.gateway.tick(1e3)))
+
+
 def test_a_host_that_changed_is_not_welcomed_to_its_session() -> None:
     session = running().session
     assert session is not None

@@ -126,10 +126,21 @@ def test_fields_of_other_names_are_passed_over(name: str) -> None:
 )
 def test_a_field_that_is_missing_or_of_another_type_is_refused_by_name(name: str, field: str) -> None:
     message = EXAMPLES[name]
-    with pytest.raises(WireError, match=f"{message.kind} has no field '{field}', expected"):
-        decode(changed(message, **{field: ...}))
+    if field != "busy":  # the only one that may be missing
+        _check_that_it_may_not_be_missing(message, field)
     with pytest.raises(WireError, match=rf"{message.kind}\.{field}.* is .*, expected "):
         decode(changed(message, **{field: -1.5}))
+
+
+def _check_that_it_may_not_be_missing(message: Message, field: str) -> None:
+    with pytest.raises(WireError, match=f"{message.kind} has no field '{field}', expected"):
+        decode(changed(message, **{field: ...}))
+
+
+def test_a_hello_says_that_its_host_is_busy_only_where_it_is() -> None:
+    free, busy = EXAMPLES["hello"], dataclasses.replace(EXAMPLES["hello"], busy=True)  # type: ignore[call-arg]
+    assert b"busy" not in frame_as(free)
+    assert [decode(frame_as(hello)).busy for hello in (free, busy)] == [False, True]  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,0 +1,95 @@
+"""The lanes of a host, and a thread for each of them."""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from rollflow.stream.errors import EnvError
+from rollflow.stream.wire import Answer, HostConnection, Request
+
+logger = logging.getLogger(__name__)
+
+
+class ServedLane(Protocol):
+    """A lane of a host: environments, and whatever is done with them."""
+
+    env: VectorEnv[Any, Any, Any]
+    autoreset: AutoresetMode
+
+    def close(self) -> None:
+        """Close the environments."""
+        ...
+
+
+class Job(NamedTuple):
+    """What a lane is to do: `work` gives the answer, or None where nobody wants it any more."""
+
+    connection: HostConnection
+    request: Request
+    work: Callable[[], Answer | None]
+
+
+class LaneThreads:
+    """Threads that do what the lanes are asked for.
+
+    lanes       what they work with
+    answered    called with every answer, by the lane's thread
+    failed      gives the answer where the work has raised, or None
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[ServedLane],
+        answered: Callable[[Job, Answer], None],
+        failed: Callable[[Request, Exception], Answer | None],
+    ) -> None:
+        self._lanes = lanes
+        self._answered, self._failed = answered, failed
+        self._jobs: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in lanes]
+        self._threads = [
+            threading.Thread(target=self._work, args=(jobs,), name=f"rollflow lane {place}", daemon=True)
+            for place, jobs in enumerate(self._jobs)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, place: int, job: Job) -> None:
+        """Have a lane do something, once it has done what it was asked for before."""
+        self._jobs[place].put(job)
+
+    def close(self, patience_s: float) -> None:
+        """End the threads once they have done what they are at, and close the lanes; who takes longer is left."""
+        for jobs in self._jobs:
+            jobs.put(None)
+        for thread, lane in zip(self._threads, self._lanes, strict=True):
+            thread.join(patience_s)
+            if not thread.is_alive():
+                lane.close()
+
+    def _work(self, jobs: "SimpleQueue[Job | None]") -> None:
+        while (job := jobs.get()) is not None:
+            answer: Answer | None
+            try:
+                answer = job.work()
+            except BaseException as error:
+                logger.warning("lane %d: %r", job.request.lane, error)
+                answer = self._failed(job.request, error)  # type: ignore[arg-type]
+            if answer is not None:
+                self._answered(job, answer)
+
+
+def check_alike(lanes: Sequence[ServedLane]) -> None:
+    """Raise EnvError where lanes differ in what one description is for."""
+    first = lanes[0]
+    for place, lane in enumerate(lanes):
+        for what, mine, other in (
+            ("observation space", lane.env.single_observation_space, first.env.single_observation_space),
+            ("action space", lane.env.single_action_space, first.env.single_action_space),
+            ("autoreset mode", lane.autoreset, first.autoreset),
+        ):
+            if mine != other:
+                raise EnvError(f"lane {place}: its {what} is {mine}, expected that of lane 0, {other}")

@@ -1,0 +1,80 @@
+"""Connections and their sockets: what is waited for, who is let in."""
+
+import select
+import socket
+import ssl
+import threading
+from time import monotonic
+
+import pytest
+
+from rollflow.nodes.remote.lines import Entrance, Line, Lines
+from rollflow.nodes.remote.transport import TlsTransport
+from rollflow.stream.wire import Connection, Limits
+
+
+def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificates: dict[str, ssl.SSLContext]) -> None:
+    here, there = socket.socketpair()
+    connection = Connection(Limits(), 0.0, "host", 1 << 20)
+    poll = select.epoll()
+    lines: Lines[Line[Connection]] = Lines(poll)
+    line = Line(TlsTransport(here, connection, certificates["server"], is_server=True), connection, "there")
+    client = certificates["client"].wrap_socket(
+        there, server_hostname="127.0.0.1", do_handshake_on_connect=False, suppress_ragged_eofs=False
+    )
+    shaking = threading.Thread(target=client.do_handshake)
+    shaking.start()
+    lines.add(line)
+    while shaking.is_alive() or not line.transport._is_agreed:  # type: ignore[attr-defined]
+        if poll.poll(0.05):
+            line.transport.read(monotonic())
+            lines.write(line)
+    shaking.join()
+    connection._queue([bytes(8 << 20)])
+    lines.write(line)
+    assert line.mask & select.POLLOUT
+    left = 8 << 20
+    while left:
+        left -= len(client.recv(1 << 20))
+        line.transport.read(monotonic())  # as where something comes while something is left to be sent
+    lines.write(line)
+    assert connection.undelivered == 0
+    assert poll.poll(0) == []
+    lines.drop(line)
+    client.close()
+    poll.close()
+
+
+def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Exhausted(socket.socket):
+        is_exhausted = True
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.is_exhausted:
+                raise OSError(24, "Too many open files")
+            return super().accept()
+
+    poll = select.epoll()
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        entrance = Entrance([listener], poll)
+        with socket.create_connection(listener.getsockname()):
+            assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
+            assert entrance.accept(listener.fileno(), 7.0) is None
+            assert poll.poll(0) == []
+            listener.is_exhausted = False
+            entrance.listen_again(7.0)
+            assert poll.poll(0) == []
+            assert entrance.due is not None
+            entrance.listen_again(entrance.due)
+            assert entrance.due is None
+            assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
+            arrived = entrance.accept(listener.fileno(), 8.0)
+            assert arrived is not None
+            assert arrived[1].startswith("tcp://127.0.0.1:")
+            arrived[0].close()
+    poll.close()
+    assert "a connection can't be taken: [Errno 24] Too many open files" in caplog.text
