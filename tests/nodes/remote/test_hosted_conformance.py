@@ -26,7 +26,7 @@ from rollflow.stream.testing import check
 def _short_delays() -> Iterator[None]:
     """Until a broken connection is dialled again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.001)
+        patch.setattr("rollflow.nodes.backoff.FIRST_S", 0.001)
         yield
 
 

@@ -35,7 +35,7 @@ ENDLESS = 1_000_000  # steps of a fragment that is never done
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
     monkeypatch.setattr("rollflow.nodes.remote.host._LONGEST_RETRY_S", 0.05)
 
 

@@ -229,7 +229,7 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
 
 
 def test_a_connection_that_breaks_brings_back_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.001)
     envs = listening(RemoteRollouts)
     left = iter(range(400, 100_000, 379))
     wire = BrokenWire(envs.addresses[0], lambda: next(left))
@@ -318,7 +318,7 @@ def test_a_filter_on_one_host_sees_what_it_sees_inline() -> None:
 
 
 def test_environments_that_are_made_anew_go_on_with_what_was_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.remote_lanes._FIRST_DELAY_S", 0.0)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
 
     class Breaking(NumberedEnv):
         broken = False
