@@ -135,7 +135,7 @@ def test_nothing_is_left_of_a_host_that_never_dialled() -> None:
 
 
 def test_nothing_is_left_of_connections_that_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.001)
     envs = listening(RemoteRollouts)
     wire = BrokenWire(envs.addresses[0], lambda: 3000)
     try:
@@ -177,7 +177,7 @@ def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) 
             await_held(tmp_path, 0)
         await_that(lambda: host._lanes[0]._grant is None)
         let_go(tmp_path, 0)
-        [jobs] = host._jobs
+        [jobs] = host._threads._jobs
         await_that(lambda: not jobs.qsize() and host._lanes[0].env.envs[0].life == 5)
     check_counts([], rollout)
     assert host._lanes[0].env.envs[0].life == 5

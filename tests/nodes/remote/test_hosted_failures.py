@@ -28,7 +28,7 @@ from rollflow.stream import EnvError, Fragment
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.remote_lanes._FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
 
 
 def lost_in(fragments: list[Fragment]) -> list[str]:
@@ -100,8 +100,7 @@ def test_one_that_raises_in_the_first_step_of_a_fragment_uses_up_none(step: int,
     assert lost_in(taken) == []
 
 
-def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.workers.lane_link._FIRST_DELAY_S", 0.01)
+def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts)
     found: list[list[Any]] = []
     for place in ("hosts", "workers"):
@@ -207,18 +206,17 @@ def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None
 
 def test_between_two_failures_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And it is longer each time."""
-    monkeypatch.setattr("rollflow.nodes.remote.remote_lanes._FIRST_DELAY_S", 1000.0)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 1000.0)
     monkeypatch.setattr("rollflow.nodes.remote.remote_lanes._LONGEST_DELAY_S", 3000.0)
     now = [0.0]
     monkeypatch.setattr("rollflow.nodes.remote.remote_lanes.monotonic", lambda: now[0])
     envs = listening(RemoteRollouts, join_timeout=None)
     with rollouts_on(envs.addresses[0], doomed(tmp_path, 0, 3)), rollout_over(envs, prefetch=1) as rollout:
-        record = None
+        await_that(lambda: rollout.environments._records)
+        [record] = rollout.environments._records
         for failures, delay in ((1, 1000.0), (2, 2000.0), (3, 3000.0)):
-            await_that(lambda failures=failures: rollout.environments._records[0].failures == failures)
-            record = rollout.environments._records[0]
-            assert record.due - now[0] == delay
-            assert len(Doomed.lives(tmp_path, 0)) == failures
+            await_that(lambda due=now[0] + delay: record.due == due)
+            assert (record.failures, len(Doomed.lives(tmp_path, 0))) == (failures, failures)
             now[0] += delay
             rollout.environments._gateway.wake()
         assert next(iter(rollout.fragments())).num_steps == 8
@@ -304,7 +302,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
 def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.host._FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
     monkeypatch.setattr("rollflow.nodes.remote.host._LONGEST_RETRY_S", 0.05)
     envs = listening(RemoteRollouts)
     wire = BrokenWire(envs.addresses[0], lambda: None)

@@ -295,7 +295,7 @@ def test_what_is_no_answer_to_a_turn_is_refused(said: Callable[[Turn], Any], exp
 
 
 def test_one_that_fails_every_turn_leaves(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("rollflow.nodes.remote.remote_lanes._FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.001)
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
         for _ in range(6):
