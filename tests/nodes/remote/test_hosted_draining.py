@@ -49,7 +49,7 @@ def drained(rollout: Rollout, meanwhile: Callable[[], None] = lambda: None) -> l
 
 def await_cut(host: RolloutHost, lanes: int = 1) -> None:
     """Wait until so many lanes of a host know that they are to end."""
-    await_that(lambda: sum(lane._cut > 0 for lane in host._lanes) >= lanes)
+    await_that(lambda: sum(lane.session.cut > 0 for lane in host._lanes) >= lanes)
 
 
 def test_fragments_in_the_making_are_cut_short_and_given(tmp_path: Path) -> None:
@@ -256,12 +256,12 @@ def test_a_lane_goes_on_after_a_cut_as_if_there_had_been_none(tmp_path: Path, cu
         lane, real = raw.lane, raw.lane._between
         at = 0
 
-        def between(session: int) -> None:
+        def between(session: object) -> None:
             nonlocal at
-            if cuts.get(lane._turn) == at:
-                lane.cut(lane._turn)
+            if cuts.get(lane.session.turn) == at:
+                lane.cut(lane.session.turn)
             at += 1
-            real(session)
+            real(session)  # type: ignore[arg-type]
 
         lane._between = between  # type: ignore[method-assign]
         for number in range(1, 5):

@@ -161,7 +161,7 @@ def test_a_host_that_is_closed_waits_for_no_fragment(tmp_path: Path) -> None:
             await_held(tmp_path, slot)
         closing = threading.Thread(target=hosting.__exit__, args=(None, None, None))
         closing.start()
-        await_that(lambda: all(lane._grant is None for lane in host._lanes))
+        await_that(lambda: all(lane.session.grant is None for lane in host._lanes))
         for slot in range(2):
             let_go(tmp_path, slot)
         closing.join(LONGEST_S)
@@ -175,7 +175,7 @@ def test_a_rollout_that_is_left_ends_the_fragments_of_its_hosts(tmp_path: Path) 
     with rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[4])]) as host:
         with rollout_over(envs, fragment_length=ENDLESS, prefetch=1) as rollout:
             await_held(tmp_path, 0)
-        await_that(lambda: host._lanes[0]._grant is None)
+        await_that(lambda: host._lanes[0].session.grant is None)
         let_go(tmp_path, 0)
         [jobs] = host._threads._jobs
         await_that(lambda: not jobs.qsize() and host._lanes[0].env.envs[0].life == 5)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from doomed import rewards_by_slot
@@ -24,11 +23,10 @@ from remote_rollouts import (
 )
 
 from rollflow.nodes import MeanStdFilter, RemoteRollouts, Rollout
-from rollflow.nodes.remote.account import account_of, standings_of
+from rollflow.nodes.remote.account import account_of, progress_of
 from rollflow.nodes.remote.fragment_message import fragment_of
 from rollflow.stream import Fragment
 from rollflow.stream.errors import WireError
-from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import Failed, Goodbye, Metrics, Reset, Rows, Turn
 from rollflow.stream.wire import Fragment as Answer
 
@@ -123,18 +121,12 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "infos that are no maps": (rest(infos=[3] * 10), "infos: 3, expected a map"),
     "infos with a mask of nonsense": (rest(infos=[{"a": 1, "_a": 2}]), r"infos\['_a'\] is 2, expected an array"),
     "data of nonsense": (rest(custom_data=[[1]]), "is no fragment: ValueError"),
-    "another space": (rest(observation_space={"kind": "Box"}), "no description of a space"),
-    "a space of another shape": (
-        rest(observation_space={"kind": "Discrete", "n": 3, "start": 0, "dtype": "<i8"}),
-        r"obs is int64\[10, 2, 3\], expected rows of int64\[2\]",
-    ),
-    "another space of this shape": (
-        rest(observation_space=describe_space(gym.spaces.Box(0, 5, (3,), np.int64))),
-        r"observations are in Box\(0, 5, .*, expected Box\(0, 2147483648",
-    ),
-    "no space": (without("observation_space"), "KeyError: 'observation_space'"),
+    "a space that there is not": (rest(space=4), "space is 4, expected one of 4"),
+    "a space of another kind": (rest(space={"kind": "Box"}), "space is {'kind': 'Box'}, expected one of 4"),
+    "no space": (without("space"), "KeyError: 'space'"),
     "no steps": (without("steps"), "no steps, expected it among"),
-    "other steps": (rest(steps=17), "steps is 17, expected 16"),
+    "other steps": (rest(steps=15), "steps is 15, expected 16"),
+    "more steps than a fragment has": (rest(steps=17), "17 steps, expected at most 16"),
     "steps below nothing": (rest(steps=-1), "steps is -1, expected a whole number from 0"),
     "a start below nothing": (rest(start=-1), "start is -1, expected a whole number from 0"),
     "no start": (without("start"), "no start, expected it among"),
@@ -145,6 +137,10 @@ NONSENSE: dict[str, tuple[Change, str]] = {
     "no failure": (without("failure"), "no failure, expected it among"),
     "stages of nonsense": (rest(nodes=[["env", "many", None]]), "nodes is .*, expected lists of name, items and busy"),
     "no stages": (rest(nodes=5), "nodes is 5, expected lists of"),
+}
+
+# What connectors and metrics can't take: the fragment itself is good.
+HEARD: dict[str, tuple[Change, str]] = {
     "metrics of nonsense": (rest(metrics={"x": 1}), "MetricsError: a state with .*, expected 'statistics'"),
     "metrics that are no map": (rest(metrics=3), "TypeError"),
     "metrics without values": (rest(metrics={"statistics": [[["a"], {}]]}), "MetricsError: 'a': a state without"),
@@ -191,7 +187,40 @@ def test_a_fragment_that_makes_no_sense_is_refused(name: str) -> None:
             raise raw.refusal()
         others_go_on(rollout, fragments, taken)
     assert slots_of(taken) == {0, 1}
-    assert rollout.lost.get("workers", 0) <= 2
+    assert rollout.lost.get("workers", 0) <= 16 + 2
+
+
+@pytest.mark.parametrize("name", HEARD)
+def test_what_else_makes_no_sense_costs_no_transition(name: str) -> None:
+    change, expected = HEARD[name]
+    with raw_beside() as (rollout, fragments, raw):
+        taken = [next(fragments)]
+        turn = raw.next_turn_beside(fragments, taken)
+        raw.send(change(raw.made(turn)))
+        with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: fragment 1 of lane 1.*{expected}"):
+            raise raw.refusal()
+        others_go_on(rollout, fragments, taken)
+    assert [fragment.num_steps for fragment in taken if fragment.lane] == [16]
+    assert rollout.lost.get("workers", 0) == 0
+
+
+def test_outputs_of_another_form_are_refused() -> None:
+    wrong: tuple[tuple[Change, str], ...] = (
+        (lambda answer: with_form("vf_preds", np.zeros((9, 2, 1), "f4"))(answer), "a row of vf_preds is 'float32"),
+        (lambda answer: with_form("more", np.zeros((9, 2), "f4"))(answer), "columns are .*'more'.*, as in others"),
+    )
+    for change, expected in wrong:
+        with raw_beside() as (rollout, fragments, raw):
+            taken = [next(fragments)]
+            raw.send(change(raw.made(raw.next_turn_beside(fragments, taken))))
+            with pytest.raises(WireError, match=expected):
+                raise raw.refusal()
+            others_go_on(rollout, fragments, taken)
+        assert rollout.lost == {"workers": 16 + 2}  # which it had told of
+
+
+def with_form(name: str, column: Any) -> Change:
+    return lambda answer: rest(forms={**answer.rest["forms"], name: column[0, :0]})(columns(**{name: column})(answer))
 
 
 def test_what_it_gave_before_is_kept_and_counted_once() -> None:
@@ -200,7 +229,7 @@ def test_what_it_gave_before_is_kept_and_counted_once() -> None:
         for _ in range(2):
             raw.answer(raw.next_turn_beside(fragments, taken))
         raw.send(rest(steps=99)(raw.made(raw.next_turn_beside(fragments, taken))))
-        with pytest.raises(WireError, match=r"fragment 3 of lane 1: steps is 99, expected 48"):
+        with pytest.raises(WireError, match=r"fragment 3 of lane 1: 99 steps, expected at most 48"):
             raise raw.refusal()
         taken += taken_until(fragments, lambda more: sum(f.lane for f in taken + more) == 2)
         others_go_on(rollout, fragments, taken)
@@ -211,16 +240,20 @@ def test_what_it_gave_before_is_kept_and_counted_once() -> None:
 
 TOLD: dict[str, tuple[Any, str]] = {
     "nothing": ({}, "no lanes, expected it among"),
-    "no list": ({"lanes": 5}, "metrics.lanes is 5, expected lists of lane, start, steps, pulse"),
+    "no list": ({"lanes": 5}, "metrics.lanes is 5, expected a list of at most 1"),
     "an array": ({"lanes": np.zeros((1, 5))}, "metrics.lanes is array"),
-    "lists of another length": ({"lanes": [[1, 0, 0, 0]]}, "metrics.lanes is .*, expected lists of"),
+    "lists of another length": (
+        {"lanes": [[1, 0, 0, 0]]},
+        "metrics.lanes: .*, expected a list of lane, start, steps",
+    ),
     "a lane of another host": ({"lanes": [[0, 0, 0, 0, False]]}, r"lane 0, expected one of \[1\]"),
     "a lane that is no number": ({"lanes": [["x", 0, 0, 0, False]]}, "lane is 'x', expected a whole number"),
     "a lane that there is not": ({"lanes": [[1 << 40, 0, 0, 0, False]]}, r"expected one of \[1\]"),
     "endless steps": ({"lanes": [[1, 0, float("inf"), 0, False]]}, "steps is inf, expected a whole number"),
     "steps below nothing": ({"lanes": [[1, 0, -4, 0, False]]}, "steps is -4, expected a whole number"),
-    "more steps than a fragment has": ({"lanes": [[1, 0, 17, 1, False]]}, "lane 1: 17 steps, expected at most 16"),
+    "more steps than a fragment has": ({"lanes": [[1, 0, 17, 1, False]]}, "17 steps, expected at most 16"),
     "a pulse that is none": ({"lanes": [[1, 0, 0, None, False]]}, "pulse is None, expected a whole number"),
+    "a lane twice": ({"lanes": [[1, 0, 0, 0, False]] * 2}, "expected a list of at most 1"),
     "an end that is none": ({"lanes": [[1, 0, 0, 0, 3]]}, "is_in_vain is 3, expected a bool"),
 }
 
@@ -350,19 +383,19 @@ def pattern() -> Any:
     with raw_beside() as (rollout, fragments, raw):
         answer = raw.made(raw.next_turn_beside(fragments, []))
         node = rollout.environments
-        return answer, node._layout(1, node.envs[1], 0)
+        return answer, node._layout(1, node.envs[1], 0), [node.observation_space]
 
 
 @given(drawn=st.data())
 @settings(max_examples=200, phases=[Phase.explicit, Phase.generate])
 def test_whatever_stands_in_a_fragment_it_is_one_or_is_refused(pattern: Any, drawn: st.DataObject) -> None:
-    answer, layout = pattern
+    answer, layout, spaces = pattern
     names = st.sampled_from(sorted(answer.rest))
     changed = drawn.draw(st.dictionaries(names, plain, min_size=1, max_size=2))
     message = rest(**changed)(answer)
     try:
         account = account_of(message.rest, 2)
-        fragment = fragment_of(message, layout)
+        fragment = fragment_of(message, layout, spaces)
     except WireError:
         return
     assert account.lost_steps <= 2
@@ -379,7 +412,7 @@ def test_whatever_stands_in_a_fragment_it_is_one_or_is_refused(pattern: Any, dra
 @settings(max_examples=80, phases=[Phase.explicit, Phase.generate])
 def test_whatever_is_said_of_progress_it_makes_sense_or_is_refused(metrics: Any) -> None:
     try:
-        standings = standings_of(metrics, [0, 1])
+        progress = progress_of(metrics, [0, 1])
     except WireError:
         return
-    assert all(each.lane in (0, 1) and each.steps >= 0 for each in standings)
+    assert all(lane in (0, 1) and each.steps >= 0 for lane, each in progress.items())

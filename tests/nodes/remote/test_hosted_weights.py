@@ -76,7 +76,7 @@ def test_newer_weights_are_used_in_the_middle_of_a_fragment(tmp_path: Path) -> N
         for times, version in ((0, 1), (1, 2)):
             await_held(tmp_path, 0, times)
             rollout.publish(weight(version))
-            await_that(lambda version=version: host._lanes[0]._published[0] == version)
+            await_that(lambda version=version: host._lanes[0].session.published[0] == version)
             let_go(tmp_path, 0, times)
         [fragment] = rollout.fragments()
     assert fragment.column("policy_version")[:, 0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
@@ -300,7 +300,7 @@ def test_each_host_goes_on_from_what_all_have_seen(learning: Any) -> None:
         next(fragments), next(fragments)
     # Each has had the states after the second fragments by now, and its own third on top.
     for lane in lanes:
-        filters = lane._rollout._pipelines[0].connectors
+        filters = lane.session.rollout._pipelines[0].connectors
         [mine] = [piece for piece in filters if isinstance(piece, MeanStdFilter)]
         assert len(mine.get_state()["sources"]) == 2
         assert mine.count >= 2 * 2 * (2 * 10 + 1)
