@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
+
 from rollflow.cli import connection
 from rollflow.nodes.remote.host import Host
 from rollflow.stream.wire import Limits
@@ -69,7 +71,11 @@ def environment_of(name: str) -> Any:
     if not attribute:
         return name
     made = getattr(_imported(module, f"--env {name}"), attribute, None)
-    return made if callable(made) else name
+    if callable(made):
+        return made
+    if attribute not in gym.registry:
+        raise ValueError(f"--env {name}: {module} has no callable {attribute}, and there is no environment of that id")
+    return name
 
 
 def callable_of(name: str | None, option: str) -> Any:

@@ -142,7 +142,7 @@ def check_for_rollouts(
             f"max_batch and forward_in_thread are for a forward pass over several lanes, but {given} one for each; "
             f"expected {expected}"
         )
-    if not isinstance(metrics, MetricsLogger):
+    if metrics is not None and not isinstance(metrics, MetricsLogger):
         raise ValueError(
             f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
         )

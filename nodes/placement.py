@@ -32,6 +32,9 @@ def environments_for(
 
     Raises ValueError for another `where`, and for `workers` where there are none.
     """
+    if isinstance(env, RemoteHosts) and where != "inline":
+        env.close()
+        raise ValueError(f"where is '{where}', but remote environments are where their hosts are; leave it out")
     if where not in ("inline", "threads", "processes", "rollouts"):
         raise ValueError(f"where is {where!r}, expected 'inline', 'threads', 'processes', 'rollouts' or 'auto'")
     if workers is not None and where not in ("processes", "rollouts"):
@@ -39,9 +42,6 @@ def environments_for(
     options |= {"num_envs": num_envs}
     timeouts: dict[str, Any] = {"step_timeout": step_timeout, "reset_timeout": reset_timeout}
     if isinstance(env, RemoteHosts):
-        if where != "inline":
-            env.close()
-            raise ValueError(f"where is '{where}', but remote environments are where their hosts are; leave it out")
         made = RemoteEnvironments if isinstance(env, RemoteEnvs) else HostedRollouts
         return made(env, lanes=lanes, **timeouts, **options)
     if where == "inline":

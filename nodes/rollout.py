@@ -33,7 +33,7 @@ from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.remote.remote_envs import RemoteHosts
+from rollflow.nodes.remote.remote_envs import RemoteHosts, RemoteRollouts
 from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rollouts_elsewhere import Deal, RolloutsElsewhere, Turns, ring_of_turns
@@ -57,7 +57,8 @@ Pieces = ConnectorV2 | Sequence[ConnectorV2]
 class Rollout:
     """Steps environments with a module and gives what they made, fragment by fragment.
 
-        env, num_envs, lanes       what is stepped: see `Environments`
+        env, num_envs, lanes       what is stepped: see `Environments`; `RemoteEnvs` or `RemoteRollouts` for what is on
+                                   other hosts, which are waited for right here
         where                      "inline": the environments step in the loop's thread, in one lane. "threads": each
                                    lane in a thread of its own, one for every slot if `lanes` is left out: for
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
@@ -179,6 +180,9 @@ class Rollout:
             )
             asked = Asked(lanes, workers, max_batch, forward_in_thread, fragment_length, metrics, device)
             where, lanes, workers, self.placement = placed(env, num_envs, asked, trial)
+        if where == "rollouts" or isinstance(env, RemoteRollouts):
+            is_remote = isinstance(env, RemoteHosts)
+            check_for_rollouts(metrics, max_batch, forward_in_thread, compile_forward, is_remote=is_remote)
         self.environments = environments_for(
             where,
             env,
@@ -232,8 +236,6 @@ class Rollout:
         self._deal = Deal(self._lanes_count, num_fragments)
         self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
         if isinstance(self.environments, RolloutsElsewhere):
-            is_remote = isinstance(self.environments, RemoteLanes)
-            check_for_rollouts(self.metrics, max_batch, forward_in_thread, compile_forward, is_remote=is_remote)
             self.environments.replica, self.environments.heard = self._replica, self._heard
             self.environments.acting = self._how_to_act
         if isinstance(self.environments, RemoteLanes):

@@ -199,7 +199,7 @@ class Gateway:
         return f"{len(names)} host{'' if len(names) == 1 else 's'}: {shown}"
 
     def waited_for(self) -> str:
-        """Where hosts were expected, and what came of those that tried, for errors."""
+        """Where hosts are expected, and what came of those that tried, for errors."""
         where = ", ".join(str(address) for address in self._envs.addresses)
         problems = [*self._dialler.problems, *self.refusals]
         told = f"; {'; '.join(problems)}" if problems else ""
@@ -344,7 +344,7 @@ class Gateway:
         self._registry.news.append(Back(host))
         if old is not None:
             self._drop(old)
-        logger.info("host %s is back", host.name)
+        logger.warning("host %s is back", host.name)
 
     def _broken(self, peer: _Peer, error: WireError, now: float) -> None:
         self._drop(peer)
@@ -360,7 +360,8 @@ class Gateway:
 
     def _turned_away(self, peer: _Peer, told: str) -> None:
         if peer.dialled is None:
-            self.refusals.append(f"{peer.where}: {told}")
+            if (text := f"{peer.where.rpartition(':')[0] or peer.where}: {told}") not in self.refusals:
+                self.refusals.append(text)  # another try has another port
         elif peer.dialled.problem == told:
             return  # as it was the last time
         else:

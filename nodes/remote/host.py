@@ -293,6 +293,7 @@ class Host:
 
     def _take_over(self, line: Line[HostConnection]) -> None:
         """A connection has been welcomed: if there is an older one, it was the same gateway's."""
+        logger.info("%s: the gateway has taken this host in", line.where)
         older, self._welcomed_line = self._welcomed_line, line
         self._was_welcomed = True
         if older is not None:

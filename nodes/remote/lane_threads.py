@@ -14,6 +14,8 @@ from rollflow.stream.wire import Answer, HostConnection, Request
 
 logger = logging.getLogger(__name__)
 
+_QUIET_S = 0.5  # how long a lane is waited for without a word
+
 
 class ServedLane(Protocol):
     """A lane of a host: environments, and whatever is done with them."""
@@ -62,8 +64,11 @@ class LaneThreads:
         """End the threads once they have done what they are at, and close the lanes; who takes longer is left."""
         for jobs in self._jobs:
             jobs.put(None)
-        for thread, lane in zip(self._threads, self._lanes, strict=True):
-            thread.join(patience_s)
+        for place, (thread, lane) in enumerate(zip(self._threads, self._lanes, strict=True)):
+            thread.join(_QUIET_S)
+            if thread.is_alive():
+                logger.warning("lane %d is still at something: it is waited for, %g s at most", place, patience_s)
+                thread.join(patience_s)
             if not thread.is_alive():
                 close_failed(lane.env)
 
@@ -73,7 +78,7 @@ class LaneThreads:
             try:
                 answer = job.work()
             except BaseException as error:
-                logger.warning("lane %d: %r", job.request.lane, error)
+                logger.warning("lane %d: %r", job.request.lane, error, exc_info=error)
                 answer = self._failed(job.request, error)  # type: ignore[arg-type]
             if answer is not None:
                 self._answered(job, answer)

@@ -6,8 +6,14 @@ from collections import deque
 from rollflow.nodes.remote.remote_host import Joined, Left, News, RemoteHost
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import GatewaySession, Hello
+from rollflow.stream.wire.spaces import read_space
 
 logger = logging.getLogger(__name__)
+
+_WANTED = {
+    "env": "RemoteEnvs, for EnvHost or rollflow env-host",
+    "rollout": "RemoteRollouts, for RolloutHost or rollflow rollout-host",
+}
 
 
 class Registry:
@@ -66,7 +72,9 @@ class Registry:
 
     def _check(self, hello: Hello) -> None:
         if hello.role != self._role:
-            raise WireError(f"hello.role is '{hello.role}', expected '{self._role}'", "role")
+            raise WireError(
+                f"hello.role is '{hello.role}', expected '{self._role}': here are {_WANTED[self._role]}", "role"
+            )
         if hello.busy:
             raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")
         if len(self.hosts) >= self._max_hosts:
@@ -76,8 +84,5 @@ class Registry:
             return
         for name in ("observation_space", "action_space"):
             if getattr(hello, name) != getattr(first, name):
-                raise WireError(
-                    f"hello.{name} is {getattr(hello, name)}, expected that of host {first.name!r}, "
-                    f"{getattr(first, name)}",
-                    "spaces",
-                )
+                mine, other = (read_space(getattr(each, name), name) for each in (hello, first))
+                raise WireError(f"hello.{name} is {mine}, expected that of host {first.name!r}, {other}", "spaces")

@@ -1,6 +1,7 @@
 """Lanes on other hosts, whatever it is that the hosts do for them: hosts come and go, and so do their lanes."""
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_DELAY_S = 30.0
 _LOOK_S = 0.5
+_SILENT_S = 5.0  # how long hosts are waited for without a word
 _MOST_LANES = 1 << 16
 _MOST_FAREWELLS = 16
 
@@ -156,11 +158,15 @@ class RemoteLanes(Environments):
         """Wait for so many hosts. Raises EnvError when they don't come in time."""
         hosts: list[RemoteHost] = []
         until = None if self._join_timeout is None else monotonic() + self._join_timeout
+        told_at = monotonic() + _SILENT_S
         while len(hosts) < count:
             if until is not None and monotonic() >= until:
                 raise EnvError(
                     f"{len(hosts)} of {count} hosts came within {self._join_timeout:g} s, {self._gateway.waited_for()}"
                 )
+            if monotonic() >= told_at:
+                told_at = math.inf
+                logger.warning("%d of %d hosts are here, waiting: %s", len(hosts), count, self._gateway.waited_for())
             self._gateway.wait(None if until is None else until - monotonic())
             self._gateway.service()
             for news in self._gateway.news():
@@ -283,7 +289,7 @@ class RemoteLanes(Environments):
         """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
         index = record.lane.index
         if record.state is State.LATE:
-            self._lose(record, record.reason)
+            self._lose(record, f"{record.reason}, nor since")
             record.state = State.GONE
             self._farewells.append((f"lane {index}", record.reason))
             yield self._leave(record)
@@ -297,7 +303,9 @@ class RemoteLanes(Environments):
         self._patience.end(record.lane.index)
         record.reason = reason
         self.lost_steps += self._lost_with(record, reason)
-        logger.warning("lane %d is lost: %s%s", record.lane.index, reason, traceback and f"\n{traceback}")
+        logger.warning("lane %d is lost: %s", record.lane.index, reason)
+        if traceback:  # for people, and the host has logged its own
+            logger.debug("lane %d, on its host:\n%s", record.lane.index, traceback)
 
     def _fail(self, record: Record) -> None:
         """Have the lane reset after a while, longer each time."""
@@ -325,6 +333,8 @@ class RemoteLanes(Environments):
         self._lost.discard(record.lane.index)
         is_last = all(each.has_left for each in self._records)
         if is_last:
+            if not self._is_ending:
+                logger.warning("no lane is left: hosts are waited for, %s", self._gateway.waited_for())
             self._vacant_since = monotonic()
             self.in_flight += 1  # hosts that may come
         self.left(record.lane, is_last)
@@ -335,7 +345,8 @@ class RemoteLanes(Environments):
             return
         if now - self._vacant_since >= self._join_timeout:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells)
-            raise EnvError(f"every host has left and none came within {self._join_timeout:g} s: {reasons}")
+            who = "every lane has left, though hosts are here," if self._gateway.hosts else "every host has left"
+            raise EnvError(f"{who} and none came within {self._join_timeout:g} s: {reasons}")
 
     def _given_up(self) -> Iterator[Any]:
         """The lanes that make no step, or whose hosts are not there."""

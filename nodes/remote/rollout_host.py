@@ -154,7 +154,7 @@ class RolloutHost(Host):
 
     def _acting(self, env: Any, settings: RolloutSettings) -> tuple[Acting, dict[str, Any]]:
         """What acts in a lane's environments, and how. Raises ModuleError or ConnectorError where it doesn't fit."""
-        settings.check_module(self._module, self.name)
+        settings.check_given(self._module, self.name)
         acting = acting_for(
             env,
             (env.single_observation_space, env.single_action_space),
@@ -164,6 +164,7 @@ class RolloutHost(Host):
             seed=settings.seed,
             **self._connectors,
         )
+        settings.check_module(acting.module, self.name)
         settings.check_pieces({name: getattr(acting, name) for name in PIPELINES}, self.name)
         how: dict[str, Any] = {"explore": settings.explore, "threads": settings.threads, "compiled": self._compiled}
         return acting, how | {"flat": settings.flat and self._compiled is None}

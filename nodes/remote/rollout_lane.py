@@ -1,5 +1,6 @@
 """One lane of a host that runs whole rollouts: makes a fragment, in a thread, whenever a turn comes."""
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from rollflow.nodes.stepping import autoreset_mode, close_failed
 from rollflow.stream.errors import WireError
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.wire import Failed, Fragment, LaneGrant, Turn
+
+logger = logging.getLogger(__name__)
 
 Act = Callable[[Any, RolloutSettings], tuple[Acting, Mapping[str, Any]]]
 
@@ -156,6 +159,7 @@ class RolloutLane:
         except Exception as error:
             if not (self._has_failed or is_of_environment(error)):  # it was not made, or not reset
                 raise
+            logger.warning("lane %d: %r", turn.lane, error, exc_info=error)
             self._has_failed = True
             return Failed.of(turn, error)
         with self._changed:
@@ -168,6 +172,7 @@ class RolloutLane:
         more = rollout.told() | {"start": session.starts, "seed": session.seed, "lost_steps": turned.lost_steps}
         more["failure"] = None if turned.error is None else _described(turned.error)
         if turned.error is not None:
+            logger.warning("lane %d: %r", turn.lane, turned.error, exc_info=turned.error)
             session.rollout, self._has_failed = None, True
         return message_of(turn, turned.fragment, more, rollout.lane.observation_spaces)
 

@@ -76,11 +76,18 @@ class RolloutSettings:
                     f"{', '.join(theirs)}"
                 )
 
-    def check_module(self, given: Any, name: str) -> None:
+    def check_given(self, module: Any, name: str) -> None:
         """Raise ModuleError where a host was given no module, and the rollout has one of its own."""
-        if given is None and self.model_config is None:
+        if module is None and self.model_config is None:
             raise ModuleError(
                 f"the rollout's module is {self.module}, and host {name} was given none, expected the same"
+            )
+
+    def check_module(self, module: Any, name: str) -> None:
+        """Raise ModuleError where a host's module is of another class than the rollout's."""
+        if type(module).__name__ != self.module:
+            raise ModuleError(
+                f"the module of host {name} is {type(module).__name__}; expected that of the rollout: {self.module}"
             )
 
     def _check(self) -> None:

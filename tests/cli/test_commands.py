@@ -72,7 +72,7 @@ def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> Non
         ) as rollout:
             fragments = list(rollout.fragments())
         assert process.wait() == 0
-    assert [fragment.num_rows for fragment in fragments] == [8] * 6
+    assert [fragment.num_rows for fragment in fragments] == [8] * 3
 
 
 def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:

@@ -45,6 +45,10 @@ class Wide(NumberedModule):
         self.more = torch.nn.Parameter(torch.zeros(3))
 
 
+class Another(NumberedModule):
+    """Has the same weights."""
+
+
 class Other(RLModule):
     """Has a weight of the same name, of another shape."""
 
@@ -93,13 +97,13 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         {"module": Other()},
         {},
         ModuleError,
-        r"weights do not fit module 'Other': missing \[\], unknown \[\], shapes: \[.'weight' is \[\], expected \[2\]",
+        r"weights do not fit module 'NumberedModule': .*, unknown \[\], shapes: \[.'weight' is \[\], expected \[2\]",
     ),
     "a weight more": (
         {"module": Wide()},
         {},
         ModuleError,
-        r"weights do not fit module 'Wide': missing \['more'\], unknown \[\]",
+        r"weights do not fit module 'NumberedModule': missing \['more'\], unknown \[\]",
     ),
     "no module": (
         {"module": None},
@@ -111,7 +115,13 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         {},
         {"module": None},
         ModuleError,
-        r"weights do not fit module 'NumberedModule': missing \['weight'\], unknown \[.*\]",
+        "the module of host raw is NumberedModule; expected that of the rollout: DefaultModule",
+    ),
+    "a module of another class": (
+        {"module": Another()},
+        {},
+        ModuleError,
+        "the module of host raw is Another; expected that of the rollout: NumberedModule",
     ),
     "a module for other observations": (
         {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)), gym.spaces.Discrete(7))},
@@ -120,6 +130,10 @@ DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]
         r"module 'NumberedModule' was made for observations in Box\(.*\(9,\).*, but those that come are in Box",
     ),
 }
+
+
+for kind_of_module in (Fails, Wide, Other):
+    kind_of_module.__name__ = "NumberedModule"  # that is what is compared first
 
 
 @pytest.mark.parametrize("what", DIFFERENT)
