@@ -200,10 +200,8 @@ class Gateway:
 
     def waited_for(self) -> str:
         """Where hosts are expected, and what came of those that tried, for errors."""
-        where = ", ".join(str(address) for address in self._envs.addresses)
-        problems = [*self._dialler.problems, *self.refusals]
-        told = f"; {'; '.join(problems)}" if problems else ""
-        return f"{'listening on' if self._envs.is_listening else 'dialling'} {where}{told}"
+        told = [", ".join(map(str, self._envs.addresses)), *self._dialler.problems, *self.refusals]
+        return f"{'listening on' if self._envs.is_listening else 'dialling'} {'; '.join(told)}"
 
     def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
         peer = self._peers.of(host.connection)

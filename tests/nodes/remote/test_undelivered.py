@@ -35,9 +35,9 @@ def test_a_host_that_does_not_read_is_given_up_and_the_next_connection_goes_on(
     raw.next_of(Welcome)
     [host] = gateway.hosts.values()
     gateway.ask(Turn(0, 1))
-    assert gateway.tell(host, Weights(1, {"w": LARGE}, {}, {}))
+    assert gateway.tell(host, Weights(1, {"w": LARGE}, {}, {}), host.connection)
     assert gateway.is_behind(host)
-    assert not gateway.tell(host, Weights(2, {"w": LARGE}, {}, {}))
+    assert not gateway.tell(host, Weights(2, {"w": LARGE}, {}, {}), host.connection)
     assert codes == ["undelivered"]
     assert "bytes not delivered yet and 8388" in host.reason
     assert list(gateway.hosts.values()) == [host]
@@ -47,7 +47,7 @@ def test_a_host_that_does_not_read_is_given_up_and_the_next_connection_goes_on(
     assert again.next_of(Welcome).resumed
     turn = again.next_of(Turn)
     assert turn.number == 1
-    assert gateway.tell(host, Weights(2, {"w": LARGE}, {}, {}))
+    assert gateway.tell(host, Weights(2, {"w": LARGE}, {}, {}), host.connection)
     assert again.next_of(Weights).version == 2
     again.connection.answer(turn, Fragment(0, 1, {"w": np.arange(3)}, {}))
     again.flush()

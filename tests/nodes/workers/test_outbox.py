@@ -37,12 +37,12 @@ def received(ends: Ends, count: int) -> list[Frame]:
         data += with_fds
         for fd in fds:
             os.close(fd)
-        while len(data) >= 8:
-            number = int.from_bytes(data[4:8], "little")
-            end = 8 + (number if data[0] == Kind.LAYOUT else 0)
+        while len(data) >= 12:
+            number = int.from_bytes(data[4:12], "little")
+            end = 12 + (number if data[0] == Kind.LAYOUT else 0)
             if len(data) < end:
                 break
-            frames.append(Frame(Kind(data[0]), 0, number, bytes(data[8:end])))
+            frames.append(Frame(Kind(data[0]), 0, number, bytes(data[12:end])))
             del data[:end]
     return frames
 
