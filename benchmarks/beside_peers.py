@@ -14,8 +14,9 @@ from typing import Any
 from benchmarks.command import run
 from benchmarks.envs import PixelEnv, plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH
-from benchmarks.pairs import Record, Sizes, in_steady_state, in_turns, paired, record
+from benchmarks.pairs import Record, Sizes, in_turns, paired, record
 from benchmarks.policies import Mlp, NatureCnn
+from benchmarks.two_cores import rollouts
 from rollflow.nodes import Rollout
 
 SLOTS = 64
@@ -78,20 +79,7 @@ def _on_two_cores(sizes: Sizes, workload: str, env: Any, policy: Any, slots: int
 
     seconds = max(2 * sizes.seconds, 1.0)
 
-    def ours() -> float:
-        with Rollout(
-            env,
-            module=policy(),
-            num_envs=slots,
-            where="rollouts",
-            workers=2,
-            prefetch=1,
-            fragment_length=FRAGMENT_LENGTH,
-            flat_forward=True,
-            seed=0,
-        ) as rollout:
-            return in_steady_state(rollout, seconds)
-
+    ours = partial(rollouts, env, policy, slots, 2, seconds)
     theirs = partial(in_processes, env, slots, FRAGMENT_LENGTH, policy=policy, workers=2, seconds=seconds)
     told: dict[str, Any] = {"where": "rollouts", "workers": 2, "beside_name": "TorchRL MultiAsyncCollector"}
     return record(f"{workload}, two cores", slots, in_turns(ours, theirs, max(1, sizes.rounds // 3)), aim=1.0, **told)

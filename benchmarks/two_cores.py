@@ -30,7 +30,7 @@ def measure(sizes: Sizes, cases: tuple[Any, ...] = CASES) -> list[Record]:
 def _measured(sizes: Sizes, workload: str, env: Any, policy: Any, slots: int, workers: int, aim: float) -> Record:
     seconds = max(2 * sizes.seconds, 1.0)
     pairs = in_turns(
-        lambda: _rollouts(env, policy, slots, workers, seconds),
+        lambda: rollouts(env, policy, slots, workers, seconds),
         lambda: loops_side_by_side(env, policy, slots, copies=workers, seconds=seconds),
         max(1, sizes.rounds // 3),
     )
@@ -38,7 +38,8 @@ def _measured(sizes: Sizes, workload: str, env: Any, policy: Any, slots: int, wo
     return record(workload, slots, pairs, aim=aim, **told)
 
 
-def _rollouts(env: Any, policy: Any, slots: int, workers: int, seconds: float) -> float:
+def rollouts(env: Any, policy: Any, slots: int, workers: int, seconds: float) -> float:
+    """Steps per second of whole rollouts in so many worker processes."""
     with Rollout(
         env,
         module=policy(),
