@@ -206,7 +206,7 @@ def test_what_the_next_rollout_tells_is_not_taken_by_the_one_before() -> None:
 
 
 class Clinging(NumberedEnv):
-    """Raises once, and then can't be closed."""
+    """Raises once, and then can't be closed at the first try."""
 
     has_raised = False
 
@@ -220,6 +220,7 @@ class Clinging(NumberedEnv):
 
     def close(self) -> None:
         if self.is_broken:
+            self.is_broken = False
             raise OSError("it can't be closed")
         super().close()
 

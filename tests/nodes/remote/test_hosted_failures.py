@@ -197,7 +197,9 @@ def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None
     with rollouts_on(envs.addresses[0], doomed(tmp_path, 3, 100), name="sim"), rollout_over(envs) as rollout:
         rollout.environments._join_timeout = 0.2
         fragments: list[Fragment] = []
-        with pytest.raises(EnvError, match=r"every host has left .*: lane 0: RuntimeError: it broke"):
+        with pytest.raises(
+            EnvError, match=r"every lane has left, though hosts are here, .*: lane 0: RuntimeError: it broke"
+        ):
             fragments += rollout.fragments()
     check_counts(fragments, rollout)
     assert [fragment.num_steps for fragment in fragments] == [3] * 6
@@ -318,7 +320,10 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
             await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
             patience.reset_timeout = 0.1  # from now on
             wire.is_down = False
-            with pytest.raises(EnvError, match=r"every host has left .*: lane 0: .* no answer to a step within 0.3 s"):
+            with pytest.raises(
+                EnvError,
+                match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a step within 0.3 s",
+            ):
                 list(rollout.fragments())
             let_go(tmp_path, 0)
     finally:
@@ -336,7 +341,10 @@ def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pyte
         ):
             rollout.environments._join_timeout = 0.2
             await_held(tmp_path, 0)
-            with pytest.raises(EnvError, match=r"every host has left .*: lane 0: .* no answer to a reset within 0.4 s"):
+            with pytest.raises(
+                EnvError,
+                match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a reset within 0.4 s",
+            ):
                 list(rollout.fragments())
             let_go(tmp_path, 0)
     finally:
