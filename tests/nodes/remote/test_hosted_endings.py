@@ -223,7 +223,8 @@ def test_a_host_by_hand_is_told_goodbye() -> None:
 
 
 PROGRAM = """
-import sys; sys.path[:] = {path!r}
+import signal, sys; sys.path[:] = {path!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever whoever runs the tests makes of it
 from functools import partial
 from numbered import NumberedEnv, NumberedModule
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
