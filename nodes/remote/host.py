@@ -16,7 +16,7 @@ from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.remote.lane_threads import Job, LaneThreads, ServedLane, check_alike
 from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
-from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.remote.transport import transport_for
 from rollflow.stream.bell import Bell
@@ -102,6 +102,7 @@ class Host:
         """
         target = parse_address(address)
         check_secret(target, self._secret)
+        check_tls(target, self._tls)
         since, failures = monotonic(), 0
         while not self._is_stopped:
             try:

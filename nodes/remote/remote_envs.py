@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, Self
 
-from rollflow.stream.errors import EnvError
+from rollflow.stream.errors import EnvError, WireError
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
 
 Secret = bytes | str | None
@@ -119,6 +119,7 @@ class RemoteHosts:
         parsed = [parse_address(text) for text in texts]
         for address in parsed:
             check_secret(address, secret_bytes(secret))
+            check_tls(address, tls)
         return cls(
             sockets=[],
             addresses=parsed,
@@ -161,6 +162,14 @@ class RemoteRollouts(RemoteHosts):
     """
 
     role = "rollout"
+
+
+def check_tls(address: Address, tls: ssl.SSLContext | None) -> None:
+    """Raise WireError where a certificate is to be for a host's name, and the address to be dialled has none."""
+    if isinstance(address, UnixAddress) and tls is not None and tls.check_hostname:
+        raise WireError(
+            f"{address} has no host name to check in a certificate; expected tls.check_hostname=False", "tls"
+        )
 
 
 def secret_bytes(secret: Secret) -> bytes | None:

@@ -154,3 +154,12 @@ def test_two_ends_that_wait_for_each_others_first_byte_say_what_it_may_be(
             "nothing has come: expected both ends to use TLS, or neither" in told
             or "the host speaks TLS and the gateway does not, expected both to, or neither" in told
         )
+
+
+def test_a_name_to_check_where_there_is_none_is_refused_at_once() -> None:
+    context = ssl.create_default_context()
+    told = "unix:/nowhere has no host name to check in a certificate; expected tls.check_hostname=False"
+    with pytest.raises(WireError, match=told):
+        RemoteEnvs.connect("unix:/nowhere", tls=context)
+    with EnvHost("CartPole-v1", tls=context) as host, pytest.raises(WireError, match=told):
+        host.connect("unix:/nowhere")
