@@ -44,10 +44,13 @@ class FragmentWriter:
     def begin(self) -> Plain | None:
         """What there is to say of the fragment in the making; None where it can't be seen, or has been told of."""
         lane = self._lane
+        fragment = lane.fragment
+        if self._begun is not None and self._begun[0] == fragment.sequence:
+            return None
         if lane.shared is None and not lane.at_start:
             lane.share()
-        place, fragment = lane.shared, lane.fragment
-        if place is None or (self._begun is not None and self._begun[0] == fragment.sequence):
+        place = lane.shared
+        if place is None:
             return None
         self._begun, self._finals = (fragment.sequence, place), 0
         return {
@@ -59,11 +62,18 @@ class FragmentWriter:
 
     def keep_finals(self) -> None:
         """Put last observations where the other process sees them."""
-        finals, place = self._lane.fragment.finals, self._lane.shared
+        finals = self._lane.fragment.finals
+        if self._finals == len(finals):
+            return
+        place = self._lane.shared
         while place is not None and self._finals < len(finals):
             final = finals[self._finals]
             assert place.final_obs is not None
-            map_tree(partial(_put, final.row, final.slots), place.final_obs.tree, final.observations)
+            tree = place.final_obs.tree
+            if isinstance(tree, np.ndarray):  # without a walk over it: there may be some at every step
+                tree[final.row, final.slots] = final.observations
+            else:
+                map_tree(partial(_put, final.row, final.slots), tree, final.observations)
             self._finals += 1
 
     def write(self, fragment: Fragment) -> tuple[int, Plain]:
