@@ -64,11 +64,19 @@ def hosting(address: Any, envs: Any, *, kind: type[Host] = EnvHost, **options: A
 @contextmanager
 def dialled_host(address: str, envs: Any, *, kind: type[Host] = EnvHost, **options: Any) -> Iterator[Any]:
     """A host in a thread that is to be dialled."""
-    with kind(envs, **options) as host, host.listening(address):
+    with kind(envs, **options) as host, serving(host, address):
+        yield host
+
+
+@contextmanager
+def serving(host: Host, address: str) -> Iterator[str]:
+    """A host that listens, in a thread, which it does until the end: where."""
+    with host.listening(address) as where:
         thread = threading.Thread(target=host.serve)
         thread.start()
         try:
-            yield host
+            yield str(where)
+            assert thread.is_alive()
         finally:
             host.stop()
             thread.join()

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.remote.fragment_checks import MOST, check_whole, told_of
 from rollflow.stream.errors import WireError
 
-_MOST = 1 << 62
 _MOST_TEXT = 1 << 16  # characters
 
 
@@ -48,15 +48,15 @@ def account_of(rest: Mapping[str, Any], slots: int) -> Account:
     """What a lane of so many slots has given with a fragment. Raises WireError where it makes no sense."""
     account = Account(*(_entry(rest, name) for name in Account._fields))
     for name in ("start", "steps", "seed"):
-        _check_whole(name, getattr(account, name))
-    _check_whole("lost_steps", account.lost_steps, slots)
+        check_whole(name, getattr(account, name), 0, MOST)
+    check_whole("lost_steps", account.lost_steps, 0, slots)
     if not isinstance(account.failure, str | None):
-        raise WireError(f"failure is {_shown(account.failure)}, expected a string, or nil", "fragment")
+        raise WireError(f"failure is {told_of(account.failure)}, expected a string, or nil", "fragment")
     if account.failure is not None and len(account.failure) > _MOST_TEXT:
         raise WireError(f"failure has {len(account.failure)} characters, expected at most {_MOST_TEXT}", "fragment")
     nodes = account.nodes
     if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
-        raise WireError(f"nodes is {_shown(nodes)}, expected lists of name, items and busy seconds", "fragment")
+        raise WireError(f"nodes is {told_of(nodes)}, expected lists of name, items and busy seconds", "fragment")
     return account
 
 
@@ -69,18 +69,18 @@ def progress_of(metrics: Mapping[str, Any], lanes: Collection[int]) -> dict[int,
     """How far a host says that some of its lanes are. Raises WireError where it makes no sense."""
     told = _entry(metrics, "lanes")
     if not isinstance(told, list) or len(told) > len(lanes):
-        raise WireError(f"metrics.lanes is {_shown(told)}, expected a list of at most {len(lanes)}", "metrics")
+        raise WireError(f"metrics.lanes is {told_of(told)}, expected a list of at most {len(lanes)}", "metrics")
     known, found = set(lanes), {}
     for each in told:
         if not isinstance(each, list) or len(each) != 5:
             expected = ", ".join(("lane", *Progress._fields))
-            raise WireError(f"metrics.lanes: {_shown(each)}, expected a list of {expected}", "metrics")
+            raise WireError(f"metrics.lanes: {told_of(each)}, expected a list of {expected}", "metrics")
         for name, value in zip(("lane", "start", "steps", "pulse"), each, strict=False):
-            _check_whole(f"metrics.lanes: {name}", value)
+            check_whole(f"metrics.lanes: {name}", value, 0, MOST)
         if each[0] not in known:
-            raise WireError(f"metrics.lanes: lane {each[0]}, expected one of {_shown(list(lanes))}", "metrics")
+            raise WireError(f"metrics.lanes: lane {each[0]}, expected one of {told_of(list(lanes))}", "metrics")
         if not isinstance(each[4], bool):
-            raise WireError(f"metrics.lanes: is_in_vain is {_shown(each[4])}, expected a bool", "metrics")
+            raise WireError(f"metrics.lanes: is_in_vain is {told_of(each[4])}, expected a bool", "metrics")
         found[each[0]] = Progress(*each[1:])
     return found
 
@@ -92,17 +92,8 @@ def _entry(told: Mapping[str, Any], name: str) -> Any:
         raise WireError(f"no {name}, expected it among {sorted(map(str, told))}", "fragment") from None
 
 
-def _check_whole(name: str, value: Any, most: int = _MOST) -> None:
-    if not is_whole(value) or not 0 <= value <= most:
-        raise WireError(f"{name} is {_shown(value)}, expected a whole number from 0 to {most}", "fragment")
-
-
 def _is_stage(stage: Any) -> bool:
     if not isinstance(stage, list) or len(stage) != 3:
         return False
     name, items, busy = stage
     return isinstance(name, str) and is_whole(items) and items >= 0 and isinstance(busy, float | int) and busy >= 0
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:100]

@@ -17,7 +17,7 @@ from rollflow.stream.space import row_of
 from rollflow.stream.tree import Tree, leaves_of, map_tree
 from rollflow.stream.wire.rows import check_infos
 
-_MOST = 1 << 62
+MOST = 1 << 62
 _KNOWN = {
     Columns.REWARDS: np.float32,
     Columns.TERMINATEDS: np.bool_,
@@ -42,38 +42,37 @@ def check_columns(columns: Mapping[str, Column], layout: FragmentLayout, rows: i
 
 def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
     """What rows of columns look like, leaf by leaf as text: the same in every fragment of a rollout."""
-    return {
-        name: map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape[2:])}", each.tree) for name, each in columns.items()
-    }
+    return {name: map_tree(_form, column.tree) for name, column in columns.items()}
 
 
-def check_form(columns: Mapping[str, Column], known: Mapping[str, Tree]) -> None:
+def check_form(form: Mapping[str, Tree], known: Mapping[str, Tree]) -> None:
     """Raise WireError where columns are others, or of another form, than in the fragments before."""
-    form = form_of(columns)
     if form.keys() != known.keys():
         raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
     for name, each in form.items():
         if each != known[name]:
-            raise _wrong(f"a row of {name} is {_told(each)} in each slot, expected {_told(known[name])}, as in others")
+            raise _wrong(
+                f"a row of {name} is {told_of(each)} in each slot, expected {told_of(known[name])}, as in others"
+            )
 
 
 def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
     """Raise WireError where what there is to say beside the columns is not of a fragment of so many rows."""
     first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
-    _check_whole("sequence", rest["sequence"], 0, _MOST)
-    _check_indices("episode_start", rest["episode_start"], -_MOST, first + 1, slots)
-    _check_indices("episode_number", rest["episode_number"], 0, _MOST, slots)
+    check_whole("sequence", rest["sequence"], 0, MOST)
+    _check_indices("episode_start", rest["episode_start"], -MOST, first + 1, slots)
+    _check_indices("episode_number", rest["episode_number"], 0, MOST, slots)
     for row, lost, cut, reason in rest["losses"]:
-        _check_whole("losses: row", row, first, last)
+        check_whole("losses: row", row, first, last)
         _check_indices("losses: slots", lost, 0, slots - 1)
         _check_indices("losses: cut", cut, 0, slots - 1)
         if not isinstance(reason, str):
-            raise _wrong(f"losses: the reason is {_told(reason)}, expected a string")
+            raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
     for slot, number, data in rest["custom_data"]:
-        _check_whole("custom_data: slot", slot, 0, slots - 1)
-        _check_whole("custom_data: episode", number, -1, _MOST)
+        check_whole("custom_data: slot", slot, 0, slots - 1)
+        check_whole("custom_data: episode", number, -1, MOST)
         if not isinstance(data, dict):
-            raise _wrong(f"custom_data is {_told(data)}, expected a map")
+            raise _wrong(f"custom_data is {told_of(data)}, expected a map")
     if rest["infos"] is not None:
         _check_infos("infos", rest["infos"], last + 1, slots)
     if rest["finals"] is not None:
@@ -90,6 +89,17 @@ def check_ends(fragment: Fragment) -> None:
                 raise _wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
 
 
+def check_whole(name: str, value: Any, least: int, most: int) -> None:
+    """Raise WireError for what is no whole number in this range."""
+    if not is_whole(value) or not least <= value <= most:
+        raise _wrong(f"{name} is {told_of(value)}, expected a whole number from {least} to {most}")
+
+
+def told_of(value: Any) -> str:
+    """A value that somebody else has sent, for messages."""
+    return repr(value)[:100]
+
+
 def _form(leaf: NDArray[Any]) -> str:
     return f"{leaf.dtype}{list(leaf.shape[2:])}"
 
@@ -97,10 +107,10 @@ def _form(leaf: NDArray[Any]) -> str:
 def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:
     rows, counts, who = finals["rows"], finals["counts"], finals["slots"]
     if not isinstance(rows, list) or not isinstance(counts, list) or len(rows) != len(counts):
-        raise _wrong(f"finals: rows are {_told(rows)} and counts {_told(counts)}, expected lists of one length")
+        raise _wrong(f"finals: rows are {told_of(rows)} and counts {told_of(counts)}, expected lists of one length")
     for row, count in zip(rows, counts, strict=True):
-        _check_whole("finals: row", row, first, last - 1)
-        _check_whole("finals: count", count, 1, slots)
+        check_whole("finals: row", row, first, last - 1)
+        check_whole("finals: count", count, 1, slots)
     _check_indices("finals: slots", who, 0, slots - 1, sum(counts))
     map_tree(partial(_check_items, "finals"), finals["observations"], row_of(space, sum(counts)))
     if finals["infos"] is not None:
@@ -111,10 +121,10 @@ def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, 
 
 def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:
     if not isinstance(infos, list) or len(infos) > most:
-        raise _wrong(f"{name} is {_told(infos)}, expected a list of at most {most} maps")
+        raise _wrong(f"{name} is {told_of(infos)}, expected a list of at most {most} maps")
     for each in infos:
         if not isinstance(each, Mapping):
-            raise _wrong(f"{name}: {_told(each)}, expected a map")
+            raise _wrong(f"{name}: {told_of(each)}, expected a map")
         check_infos(each, slots, name)
 
 
@@ -125,29 +135,20 @@ def _check_rows(name: str, leaf: NDArray[Any], row: NDArray[Any]) -> None:
 
 def _check_items(name: str, leaf: Any, like: NDArray[Any]) -> None:
     if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape != like.shape:
-        raise _wrong(f"{name}: observations are {_told(leaf)}, expected {_shown(like)}")
+        raise _wrong(f"{name}: observations are {told_of(leaf)}, expected {_shown(like)}")
 
 
 def _check_indices(name: str, values: Any, least: int, most: int, count: int | None = None) -> None:
     """Raise WireError for what is no array of so many whole numbers in this range."""
     is_array = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
     if not is_array or (count is not None and len(values) != count):
-        raise _wrong(f"{name} is {_told(values)}, expected int64[{'…' if count is None else count}]")
+        raise _wrong(f"{name} is {told_of(values)}, expected int64[{'…' if count is None else count}]")
     if len(values) and not (least <= values.min() and values.max() <= most):
-        raise _wrong(f"{name} is {_told(values)}, expected numbers from {least} to {most}")
-
-
-def _check_whole(name: str, value: Any, least: int, most: int) -> None:
-    if not is_whole(value) or not least <= value <= most:
-        raise _wrong(f"{name} is {_told(value)}, expected a whole number from {least} to {most}")
+        raise _wrong(f"{name} is {told_of(values)}, expected numbers from {least} to {most}")
 
 
 def _wrong(text: str) -> WireError:
     return WireError(text, "fragment")
-
-
-def _told(value: Any) -> str:
-    return repr(value)[:100]
 
 
 def _shown(array: NDArray[Any]) -> str:

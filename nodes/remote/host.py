@@ -64,7 +64,7 @@ class Host:
     """
 
     role: Literal["env", "rollout"]
-    word_s: float | None = None  # seconds between two calls of `_say`; None: it has nothing to say
+    word_s: float | None = None  # seconds after which `_say` is called at the latest; None: it need not be
 
     def __init__(
         self,

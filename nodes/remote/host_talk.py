@@ -75,8 +75,7 @@ class Talk:
                     hello = event
         if session is None:
             lanes = range(10, 10 + len(hello.slots))
-            firsts = [sum(hello.slots[:place]) for place in range(len(hello.slots))]
-            session = GatewaySession(hello.session, hello, lanes, firsts)
+            session = GatewaySession(hello.session, hello, lanes, hello.first_slots(0))
         gateway.welcome(session)
         _flush(sock, gateway)
         return session

@@ -231,8 +231,9 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
             if given != expected:
                 raise WireError(f"{name} is {given}, expected {expected}", "fragment")
         if fragment.num_rows:
-            check_form(fragment.columns, self._form or form_of(fragment.columns))
-            self._form = self._form or form_of(fragment.columns)
+            form = form_of(fragment.columns)
+            self._form = self._form or form
+            check_form(form, self._form)
         return fragment
 
     def _failed(self, record: Record, answer: Failed) -> Iterator[Any]:

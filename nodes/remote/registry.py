@@ -44,8 +44,7 @@ class Registry:
         """A session for a new host, which is to `join` if it gets so far. Raises WireError where it can't be taken."""
         self._check(hello)
         lanes = range(self._next_lane, self._next_lane + len(hello.slots))
-        firsts = [self._next_slot + sum(hello.slots[:place]) for place in range(len(hello.slots))]
-        return GatewaySession(hello.session, hello, lanes, firsts)
+        return GatewaySession(hello.session, hello, lanes, hello.first_slots(self._next_slot))
 
     def join(self, host: RemoteHost) -> None:
         """Take down a new host, with the session that it was given last."""

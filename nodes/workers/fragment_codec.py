@@ -63,18 +63,16 @@ class FragmentWriter:
     def keep_finals(self) -> None:
         """Put last observations where the other process sees them."""
         finals = self._lane.fragment.finals
-        if self._finals == len(finals):
+        if self._finals == len(finals) or (place := self._lane.shared) is None:
             return
-        place = self._lane.shared
-        while place is not None and self._finals < len(finals):
-            final = finals[self._finals]
-            assert place.final_obs is not None
-            tree = place.final_obs.tree
+        assert place.final_obs is not None
+        tree = place.final_obs.tree
+        for final in finals[self._finals :]:
             if isinstance(tree, np.ndarray):  # without a walk over it: there may be some at every step
                 tree[final.row, final.slots] = final.observations
             else:
                 map_tree(partial(_put, final.row, final.slots), tree, final.observations)
-            self._finals += 1
+        self._finals = len(finals)
 
     def write(self, fragment: Fragment) -> tuple[int, Plain]:
         """The block that a fragment lies in, where it is put if it does not, and what else there is to say of it."""
@@ -166,15 +164,8 @@ class FragmentReader:
             return None
         columns = self._columns_of(told["block"])
         last = columns.pop(FINAL_OBS, None)
-        fragment = Fragment(
-            self._layout,
-            self._lane,
-            sequence,
-            columns,
-            episode_start=told["episode_start"],
-            episode_number=told["episode_number"],
-        )
-        fragment.observation_space, fragment.num_rows = self._space, rows
+        fragment = _begun(self._layout, self._lane, columns, told, self._space)
+        fragment.num_rows = rows
         if last is not None:
             done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
             for row in range(fragment.first_row, fragment.last_row):
@@ -201,15 +192,7 @@ def restored(
     layout: FragmentLayout, lane: int, columns: dict[str, Column], told: Mapping[str, Any], observation_space: Any
 ) -> Fragment:
     """A fragment out of its columns and of what `described` said of it; read-only."""
-    fragment = Fragment(
-        layout,
-        lane,
-        told["sequence"],
-        columns,
-        episode_start=told["episode_start"],
-        episode_number=told["episode_number"],
-    )
-    fragment.observation_space = observation_space
+    fragment = _begun(layout, lane, columns, told, observation_space)
     fragment.finals = _finals_of(told["finals"])
     fragment.losses = [Loss(*loss) for loss in told["losses"]]
     if told["infos"] is not None:
@@ -231,6 +214,16 @@ def described(fragment: Fragment) -> Plain:
         "infos": fragment.infos if any(map(_has_infos, fragment.infos)) else None,
         "custom_data": [[*key, data] for key, data in fragment.custom_data.items()],
     }
+
+
+def _begun(
+    layout: FragmentLayout, lane: int, columns: dict[str, Column], told: Mapping[str, Any], observation_space: Any
+) -> Fragment:
+    """A fragment of which nothing is known but its columns, and how its episodes began."""
+    start, number = told["episode_start"], told["episode_number"]
+    fragment = Fragment(layout, lane, told["sequence"], columns, episode_start=start, episode_number=number)
+    fragment.observation_space = observation_space
+    return fragment
 
 
 def _joined(finals: list[Final]) -> Plain | None:

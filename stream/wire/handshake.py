@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 from rollflow.stream.wire.field import flag, list_of, mapping, one_of, raw, record, seconds, span, text, whole
@@ -60,6 +61,10 @@ class Hello:
     def num_envs(self) -> int:
         """Environments in all."""
         return sum(self.slots)
+
+    def first_slots(self, first: int) -> list[int]:
+        """The number of every lane's first slot, where that of the first lane's is `first`."""
+        return list(accumulate(self.slots[:-1], initial=first))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import trustme
+from remote_hosts import serving
 
 from rollflow.cli.main import main
 from rollflow.nodes import EnvHost
@@ -44,14 +45,8 @@ def context_of(files: Files, purpose: ssl.Purpose) -> ssl.SSLContext:
 
 @contextmanager
 def listening_host(tls: ssl.SSLContext | None) -> Iterator[str]:
-    with EnvHost("CartPole-v1", tls=tls) as host, host.listening("tcp://127.0.0.1:0") as address:
-        thread = threading.Thread(target=host.serve)
-        thread.start()
-        try:
-            yield str(address)
-        finally:
-            host.stop()
-            thread.join()
+    with EnvHost("CartPole-v1", tls=tls) as host, serving(host, "tcp://127.0.0.1:0") as address:
+        yield address
 
 
 @contextmanager

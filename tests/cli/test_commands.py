@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from numbered_env import NumberedEnv
-from remote_hosts import listening
+from remote_hosts import listening, serving
 
 from rollflow.cli.main import main
 from rollflow.nodes import DefaultModule, EnvHost, FlattenObservations, RemoteRollouts, Rollout
@@ -152,14 +152,8 @@ def test_a_rollout_host_says_as_well_what_can_not_be_done(
 @contextmanager
 def served(host: EnvHost, tmp_path: Path) -> Iterator[str]:
     """A host that listens, in a thread."""
-    with host, host.listening(f"unix:{tmp_path}/host") as address:
-        thread = threading.Thread(target=host.serve)
-        thread.start()
-        try:
-            yield str(address)
-        finally:
-            host.stop()
-            thread.join()
+    with host, serving(host, f"unix:{tmp_path}/host") as address:
+        yield address
 
 
 def test_our_own_host_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from numbered import NumberedEnv, NumberedModule
 from raw_gateway import RawGateway
-from remote_hosts import BrokenWire, hosting, listening
+from remote_hosts import BrokenWire, hosting, listening, serving
 from remote_rollouts import makers, rollout_over, rollouts_on
 
 from rollflow.nodes import MeanStdFilter, RemoteRollouts, Rollout, RolloutHost
@@ -61,20 +60,6 @@ def test_settings_that_make_no_sense_are_refused(changed: dict[str, Any], told: 
         RolloutSettings.of_message(Settings({name: value for name, value in GOOD.items() if name != "seed"}))
 
 
-@contextmanager
-def listening_host(folder: Path) -> Iterator[str]:
-    with RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule()) as host:
-        with host.listening(f"unix:{folder}/host") as address:
-            thread = threading.Thread(target=host.serve)
-            thread.start()
-            try:
-                yield str(address)
-                assert thread.is_alive()
-            finally:
-                host.stop()
-                thread.join()
-
-
 @pytest.mark.parametrize(
     ("news", "told"),
     [
@@ -86,7 +71,10 @@ def listening_host(folder: Path) -> Iterator[str]:
     ],
 )
 def test_a_host_that_is_told_nonsense_says_so_and_listens_on(news: list[Any], told: str, tmp_path: Path) -> None:
-    with listening_host(tmp_path) as address:
+    with (
+        RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule()) as host,
+        serving(host, f"unix:{tmp_path}/host") as address,
+    ):
         first = RawGateway(address)
         first.welcome()
         for each in news:

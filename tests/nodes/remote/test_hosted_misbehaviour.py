@@ -176,46 +176,37 @@ def others_go_on(rollout: Rollout, fragments: Iterator[Fragment], taken: list[Fr
     check_counts(taken, rollout)
 
 
-@pytest.mark.parametrize("name", NONSENSE)
-def test_a_fragment_that_makes_no_sense_is_refused(name: str) -> None:
-    change, expected = NONSENSE[name]
+def refused(change: Change, expected: str) -> tuple[list[Fragment], Rollout]:
+    """What a rollout gives where its first fragment of a host makes no sense, and the rollout, which has ended."""
     with raw_beside() as (rollout, fragments, raw):
         taken = [next(fragments)]
-        turn = raw.next_turn_beside(fragments, taken)
-        raw.send(change(raw.made(turn)))
+        raw.send(change(raw.made(raw.next_turn_beside(fragments, taken))))
         with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: fragment 1 of lane 1.*{expected}"):
             raise raw.refusal()
         others_go_on(rollout, fragments, taken)
+    return taken, rollout
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_a_fragment_that_makes_no_sense_is_refused(name: str) -> None:
+    taken, rollout = refused(*NONSENSE[name])
     assert slots_of(taken) == {0, 1}
     assert rollout.lost.get("workers", 0) <= 16 + 2
 
 
 @pytest.mark.parametrize("name", HEARD)
 def test_what_else_makes_no_sense_costs_no_transition(name: str) -> None:
-    change, expected = HEARD[name]
-    with raw_beside() as (rollout, fragments, raw):
-        taken = [next(fragments)]
-        turn = raw.next_turn_beside(fragments, taken)
-        raw.send(change(raw.made(turn)))
-        with pytest.raises(WireError, match=rf"^gateway: refuses: host raw .*: fragment 1 of lane 1.*{expected}"):
-            raise raw.refusal()
-        others_go_on(rollout, fragments, taken)
+    taken, rollout = refused(*HEARD[name])
     assert [fragment.num_steps for fragment in taken if fragment.lane] == [16]
     assert rollout.lost.get("workers", 0) == 0
 
 
 def test_outputs_of_another_form_are_refused() -> None:
-    wrong: tuple[tuple[Change, str], ...] = (
-        (lambda answer: with_form("vf_preds", np.zeros((9, 2, 1), "f4"))(answer), "a row of vf_preds is 'float32"),
-        (lambda answer: with_form("more", np.zeros((9, 2), "f4"))(answer), "columns are .*'more'.*, as in others"),
-    )
-    for change, expected in wrong:
-        with raw_beside() as (rollout, fragments, raw):
-            taken = [next(fragments)]
-            raw.send(change(raw.made(raw.next_turn_beside(fragments, taken))))
-            with pytest.raises(WireError, match=expected):
-                raise raw.refusal()
-            others_go_on(rollout, fragments, taken)
+    for name, shape, expected in (
+        ("vf_preds", (9, 2, 1), "a row of vf_preds is 'float32"),
+        ("more", (9, 2), "columns are .*'more'.*, as in others"),
+    ):
+        _, rollout = refused(with_form(name, np.zeros(shape, "f4")), expected)
         assert rollout.lost == {"workers": 16 + 2}  # which it had told of
 
 
