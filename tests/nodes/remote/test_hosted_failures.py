@@ -232,7 +232,7 @@ def test_one_that_is_late_is_named_and_waited_for(tmp_path: Path, caplog: pytest
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
     with (
         rollouts_on(envs.addresses[0], [*makers(3), *held], lanes=2, name="sim"),
-        rollout_over(envs, step_timeout=0.3, prefetch=1, num_fragments=3) as rollout,
+        rollout_over(envs, step_timeout=0.3, prefetch=6, num_fragments=3) as rollout,  # room for all there are
     ):
         await_that(lambda: "is late" in caplog.text)
         let_go(tmp_path, 0)
