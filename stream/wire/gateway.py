@@ -1,11 +1,11 @@
 """A gateway's end of a connection to a host."""
 
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire.connection import Connection, Event, Phase, encoded
-from rollflow.stream.wire.handshake import VERSION, Challenge, Hello, Proof, Welcome
-from rollflow.stream.wire.limits import MAX_HANDSHAKE_FRAME, Limits
+from rollflow.stream.wire.connection import Event, encoded
+from rollflow.stream.wire.gateway_end import GatewayEnd
+from rollflow.stream.wire.handshake import Hello
+from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.proof import GATEWAY, HOST, is_proof, prove, transcript_of
 from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
@@ -25,7 +25,7 @@ from rollflow.stream.wire.running import (
 from rollflow.stream.wire.session import GatewaySession
 
 
-class GatewayConnection(Connection):
+class GatewayConnection(GatewayEnd):
     """A gateway's end.
 
     software    what runs here, for people
@@ -39,13 +39,9 @@ class GatewayConnection(Connection):
     """
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(limits, now, "host", min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+        super().__init__(software=software, nonce=nonce, secret=secret, limits=limits, now=now)
         self.credits = 0
-        self.hello: Hello | None = None
-        self._software, self._nonce, self._secret = software, nonce, secret
-        self._said: Hello | None = None  # by somebody who has not proved itself
         self._form: RowForm | None = None
-        self._transcript = b""
         self._session: GatewaySession | None = None
 
     def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
@@ -55,18 +51,10 @@ class GatewayConnection(Connection):
         may be closed. Raises WireError where there is no Hello to answer, or the host is not what it was when the
         session began.
         """
-        if self.phase is not Phase.HANDSHAKE or self.hello is None:
-            raise WireError("welcome: no host waits for it", "order")
-        resumed = session.is_welcomed
-        if self.hello.session != session.token:
-            raise WireError("welcome: the session is not the one that the host named", "session")
-        if resumed:
+        if session.is_welcomed and self.hello is not None:
             session.check_same(self.hello)
-        mac = prove(self._secret, GATEWAY, self._transcript)
-        self._send(Welcome(mac, session.token, resumed, credits, session.grants()))
-        self.phase = Phase.RUNNING
+        self._welcome(session.token, resumed=session.is_welcomed, credits=credits, lanes=session.grants())
         self.credits = credits
-        self._decoder.max_frame = self.limits.max_frame
         self._session = session
         session.is_welcomed = True
         session.send = self._queue_if_running
@@ -115,9 +103,10 @@ class GatewayConnection(Connection):
             raise WireError(f"{what}: the host has not been welcomed", "order")
         return self._session, self._form
 
-    def _take(self, message: Message, frame: bytearray) -> list[Event]:
-        if self.phase is Phase.HANDSHAKE:
-            return self._take_handshake(message, frame)
+    def _check(self, hello: Hello) -> None:
+        self._form = RowForm.of(hello)
+
+    def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # a goodbye has been said in the handshake
         if isinstance(message, Rows | Failed | Fragment):
@@ -138,41 +127,3 @@ class GatewayConnection(Connection):
             answer = form.check_rows(answer, request, session.slots_of(answer.lane))
         session.take(answer)
         return [answer]
-
-    def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
-        if isinstance(message, Hello) and self._said is None:
-            self._take_hello(message, frame)
-            return []
-        if isinstance(message, Proof) and self._said is not None and self.hello is None:
-            if not is_proof(message.mac, self._secret, HOST, self._transcript):
-                told = "proves no secret" if self._secret is not None else "proves a secret, and this gateway has none"
-                if self._secret is not None and message.mac:
-                    told = "has another secret, or somebody has changed what it said"
-                raise WireError(f"proof.mac: the host {told}", "secret")
-            self._form = RowForm.of(self._said)  # not before: a space may take more memory than its description
-            self.hello = self._said
-            return [self.hello]
-        expected = "hello" if self._said is None else "proof" if self.hello is None else "nothing before the welcome"
-        raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
-
-    def _take_hello(self, hello: Hello, frame: bytearray) -> None:
-        self.peer = f"host {hello.name!r}"
-        lowest, highest = hello.versions
-        if not lowest <= VERSION <= highest:
-            raise WireError(f"hello.versions is {lowest} to {highest}, expected some with {VERSION}", "version")
-        if not hello.slots:
-            raise WireError("hello.slots is empty, expected the environments of at least one lane", "message")
-        self._said = hello
-        self._peer_max_frame = hello.max_frame
-        challenge = Challenge(
-            VERSION,
-            self._software,
-            self._nonce,
-            self._secret is not None,
-            self.limits.max_frame,
-            self.limits.heartbeat_s,
-            self.limits.grace_s,
-        )
-        buffers = encoded(challenge, hello.max_frame, self.peer)
-        self._transcript = transcript_of(bytes(frame), b"".join(buffers))
-        self._queue(buffers)

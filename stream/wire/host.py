@@ -1,11 +1,11 @@
 """A host's end of a connection to a gateway."""
 
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire.connection import Connection, Event, Phase, encoded
-from rollflow.stream.wire.handshake import Challenge, Hello, Proof, Welcome
-from rollflow.stream.wire.limits import MAX_HANDSHAKE_FRAME, Limits
+from rollflow.stream.wire.connection import Event, encoded
+from rollflow.stream.wire.handshake import Hello, Welcome
+from rollflow.stream.wire.host_end import HostEnd
+from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.proof import GATEWAY, HOST, is_proof, prove, transcript_of
 from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
@@ -24,15 +24,14 @@ from rollflow.stream.wire.running import (
 from rollflow.stream.wire.session import HostSession, Taken, check_answer
 
 
-class HostConnection(Connection):
+class HostConnection(HostEnd):
     """A host's end; its Hello is what it sends first.
 
     hello      its `session` is the token of `session`
     session    the host's memory, the same for one connection after another
     secret     None: the host has none
     credits    messages that nobody asked for which it may send
-    is_busy    whether the host has another connection that was welcomed: a gateway that goes on with this session may
-               replace that one, and any other is refused
+    is_busy    see `HostEnd`
 
     Events: Welcome; then Reset and Step, or Turn, each request once, with Settings, Weights and States between them,
     and Cut for a Turn that is not answered yet; Goodbye; Broken. Every request is to be answered with `answer`, those
@@ -40,17 +39,12 @@ class HostConnection(Connection):
     """
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(limits, now, "gateway", min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+        super().__init__(hello, secret=secret, limits=limits, now=now, peer="gateway")
         if hello.session != session.token:
             raise WireError("hello.session is not the token of the session that it comes with", "session")
         self.credits = 0
-        self.is_busy = False
-        self._hello, self._session, self._secret = hello, session, secret
+        self._session = session
         self._form = RowForm.of(hello)
-        self._transcript: bytes | None = None  # once the Challenge has come
-        buffers = encoded(hello, MAX_HANDSHAKE_FRAME, self.peer)
-        self._hello_frame = b"".join(buffers)
-        self._queue(buffers)
 
     def answer(self, request: Request, answer: Answer) -> bool:
         """Answer a request; False: nobody waits for it any more, since another session has begun.
@@ -81,11 +75,13 @@ class HostConnection(Connection):
         self._send(metrics)
         self.credits -= 1
 
-    def _take(self, message: Message, frame: bytearray) -> list[Event]:
-        if self.phase is Phase.HANDSHAKE:
-            return self._take_handshake(message, frame)
-        if self.phase is Phase.LEAVING:
-            return []  # nothing is taken any more
+    def _begin(self, welcome: Welcome) -> None:
+        self._session.begin(welcome, self._hello)
+        self._session.max_frame = self._peer_max_frame
+        self._session.send = self._queue_if_running
+        self.credits = welcome.credits
+
+    def _take_running(self, message: Message) -> list[Event]:
         match message:
             case Credit():
                 self.credits += message.count
@@ -108,38 +104,3 @@ class HostConnection(Connection):
             answer = self._session.answer_to(request)
             self._send(answer, answer.lane)
         return [request] if taken is Taken.NEW else []
-
-    def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
-        if isinstance(message, Challenge) and self._transcript is None:
-            self._take_challenge(message, frame)
-            return []
-        if isinstance(message, Welcome) and self._transcript is not None:
-            if not is_proof(message.mac, self._secret, GATEWAY, self._transcript):
-                raise WireError("welcome.mac: the gateway does not know the secret", "secret")
-            if self.is_busy and not message.resumed:
-                raise WireError(
-                    "the host is busy with another gateway, expected one that comes when it is free", "busy"
-                )
-            self._session.begin(message, self._hello)
-            self._session.max_frame = self._peer_max_frame
-            self._session.send = self._queue_if_running
-            self._decoder.max_frame = self.limits.max_frame
-            self.credits = message.credits
-            self.phase = Phase.RUNNING
-            return [message]
-        expected = "challenge" if self._transcript is None else "welcome"
-        raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
-
-    def _take_challenge(self, challenge: Challenge, frame: bytearray) -> None:
-        lowest, highest = self._hello.versions
-        if not lowest <= challenge.version <= highest:
-            raise WireError(f"challenge.version is {challenge.version}, expected {lowest} to {highest}", "version")
-        if challenge.secret != (self._secret is not None):
-            whose = ("the gateway asks for a secret", "this host has none")
-            if self._secret is not None:
-                whose = ("the gateway asks for no secret", "this host has one")
-            raise WireError(f"{whose[0]}, and {whose[1]}: expected both to have the same, or both none", "secret")
-        self._peer_max_frame = challenge.max_frame
-        self._heartbeat_s = challenge.heartbeat_s
-        self._transcript = transcript_of(self._hello_frame, bytes(frame))
-        self._send(Proof(prove(self._secret, HOST, self._transcript)))
