@@ -1,7 +1,6 @@
 """The environments of a rollout, stepped in this process by whoever asks for the next step."""
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -10,6 +9,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from rollflow.nodes.env_source import EnvSource, is_ready, lane_makers
 from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
 from rollflow.stream.columns import Columns
+from rollflow.stream.episode_ids import EpisodeIds
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.fragment import FragmentLayout
 from rollflow.stream.lane import Lane
@@ -172,7 +172,7 @@ class Environments:
             lookback=self.lookback,
             action_space=self.action_space,
             resets_next_step=autoreset_mode(vector) is AutoresetMode.NEXT_STEP,
-            episode_id=_episode_ids(f"{seed}/{self._name}/{index}"),
+            episode_id=EpisodeIds(f"{seed}/{self._name}/{index}"),
         )
 
     def _check_spaces(self, env: VectorEnv[Any, Any, Any], index: int) -> None:
@@ -206,12 +206,3 @@ def actions_of(lane: Lane) -> Tree:
     batch = lane.batch
     actions = batch.get(Columns.ACTIONS_FOR_ENV)
     return batch[Columns.ACTIONS] if actions is None else actions
-
-
-def _episode_ids(prefix: str) -> Callable[[int, int], str]:
-    """Ids that are unique to the run and the same in every run of one seed."""
-
-    def episode_id(slot: int, number: int) -> str:
-        return hashlib.blake2b(f"{prefix}/{slot}/{number}".encode(), digest_size=16).hexdigest()
-
-    return episode_id

@@ -1,6 +1,7 @@
 """Returns and lengths of finished episodes, added up over the fragments that they lie in."""
 
 from collections import deque
+from collections.abc import Hashable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,32 +19,36 @@ class EpisodeReturns:
 
     An episode counts from its reset on, whatever fragments it is cut into. One of which a fragment is missing, since
     an edge dropped it, is left out, and so is one that ended because its environment was lost. Rewards are those in
-    the column, before a learner piece changes them. For the fragments of one rollout.
+    the column, before a learner piece changes them. A call is for the fragments of one rollout; `add` for several's.
     """
 
     def __init__(self, window: int = 100) -> None:
         self.count = 0
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
-        # lane -> the number of its last fragment, and f64[N]: so far in the slots' open episodes, NaN where unknown
-        self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
+        # (source, lane) -> its last fragment's number, and f64[N]: so far in open episodes, NaN where unknown
+        self._open: dict[tuple[Hashable, int], tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: Fragment) -> None:
         """Add one fragment."""
-        chunks = fragments.chunks
+        self.add(fragments, None)
+
+    def add(self, fragments: Fragment, source: Hashable) -> None:
+        """Add one fragment of one of several rollouts."""
+        chunks, lane = fragments.chunks, (source, fragments.lane)
         lengths = chunks.stop - chunks.start
         if not len(lengths):
             return  # every row is dead: no episode is open that this fragment could be missing from
         starts = np.cumsum(lengths) - lengths
         rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
         unknown = np.full(fragments.layout.num_slots, np.nan)
-        last, so_far = self._open.get(fragments.lane, (-1, unknown))
+        last, so_far = self._open.get(lane, (-1, unknown))
         if fragments.sequence != last + 1:
             so_far = unknown
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
         so_far[chunks.slot[~done]] = rewards[~done]
-        self._open[fragments.lane] = fragments.sequence, so_far
+        self._open[lane] = fragments.sequence, so_far
         whole = done & ~np.isnan(rewards)
         for loss in fragments.losses:
             whole &= ~((chunks.stop == loss.row) & np.isin(chunks.slot, loss.cut))

@@ -1,7 +1,9 @@
 """How far a rollout may run ahead of whoever takes its fragments."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+from rollflow.stream.gate import Gate
 
 
 class Paced(Protocol):
@@ -59,6 +61,22 @@ class FragmentCredits:
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
+
+
+class AllOf:
+    """A gate that lets a lane go on where every one of several gates does."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._gates = gates
+
+    def admits(self, lane: Paced) -> bool:
+        """Whether the lane may take its next step."""
+        return all(gate.admits(lane) for gate in self._gates)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when one of them has changed."""
+        for gate in self._gates:
+            gate.watch(changed)
 
 
 def _nobody() -> None:

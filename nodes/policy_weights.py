@@ -9,6 +9,7 @@ import torch
 from rollflow.stream.errors import ModuleError
 
 Weights = Mapping[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class PolicyWeights:
@@ -18,7 +19,7 @@ class PolicyWeights:
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in _tensors(module.state_dict()).items()}
+        self._shapes = shapes_of(module.state_dict())
         self._owner = type(module).__name__
         self._lock = threading.Lock()
         self._version = 0
@@ -29,16 +30,19 @@ class PolicyWeights:
         """The version published last."""
         return self._version
 
-    def publish(self, weights: Weights) -> int:
-        """Copy `weights`, a module's `state_dict()`, and return the version that they now have.
+    def publish(self, weights: Weights, version: int | None = None) -> int:
+        """Copy `weights`, a module's `state_dict()`, and return the newest version.
+
+        version    that they are to have; they are passed over where it is not newer. None: the next one
 
         Raises ModuleError when names or shapes are not those of the acting module.
         """
         self._check(weights)
         copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
         with self._lock:
-            self._version += 1
-            self._unused = self._version, {**weights, **copied}
+            number = self._version + 1 if version is None else version
+            if number > self._version:
+                self._version, self._unused = number, (number, {**weights, **copied})
             return self._version
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
@@ -50,24 +54,24 @@ class PolicyWeights:
         return unused
 
     def _check(self, weights: Weights) -> None:
-        if not isinstance(weights, Mapping):
-            raise ModuleError(f"weights are {type(weights).__name__}, expected a state_dict(): name -> tensor")
-        given = {name: tuple(tensor.shape) for name, tensor in _tensors(weights).items()}
-        if given == self._shapes:
-            return
-        missing, unknown = (
-            sorted(self._shapes.keys() - given.keys()),
-            sorted(given.keys() - self._shapes.keys()),
-        )
-        differ = [
-            f"'{name}' is {list(given[name])}, expected {list(self._shapes[name])}"
-            for name in given
-            if name in self._shapes and given[name] != self._shapes[name]
-        ]
-        raise ModuleError(
-            f"weights do not fit module '{self._owner}': missing {missing}, unknown {unknown}, shapes: {differ}"
-        )
+        check_shapes(shapes_of(weights), self._shapes, self._owner)
 
 
-def _tensors(weights: Weights) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in weights.items() if torch.is_tensor(value)}
+def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor in a `state_dict()`. Raises ModuleError where it is none."""
+    if not isinstance(weights, Mapping):
+        raise ModuleError(f"weights are {type(weights).__name__}, expected a state_dict(): name -> tensor")
+    return {name: tuple(tensor.shape) for name, tensor in weights.items() if torch.is_tensor(tensor)}
+
+
+def check_shapes(given: Shapes, expected: Shapes, owner: str) -> None:
+    """Raise ModuleError where weights of these shapes are not those of a module, which is called `owner`."""
+    if given == expected:
+        return
+    missing, unknown = sorted(expected.keys() - given.keys()), sorted(given.keys() - expected.keys())
+    differ = [
+        f"'{name}' is {list(shape)}, expected {list(expected[name])}"
+        for name, shape in given.items()
+        if name in expected and shape != expected[name]
+    ]
+    raise ModuleError(f"weights do not fit module '{owner}': missing {missing}, unknown {unknown}, shapes: {differ}")

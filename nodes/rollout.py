@@ -30,7 +30,7 @@ from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
-from rollflow.nodes.pace import FragmentCredits
+from rollflow.nodes.pace import AllOf, FragmentCredits
 from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.remote.remote_envs import RemoteHosts, RemoteRollouts
@@ -41,6 +41,7 @@ from rollflow.nodes.rounds import Rounds
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import GraphError, ModuleError, RunError
 from rollflow.stream.fragment import Fragment
+from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import can_run_inline
 from rollflow.stream.lane import Lane
@@ -242,6 +243,8 @@ class Rollout:
             self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
         self._runs_ahead = prefetch > 0
+        self._gates: list[Gate] = []  # that hold it back in a graph
+        self._is_in_graph = False
         self._drive: Drive | None = None
         self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
         self._state = "new"
@@ -259,19 +262,20 @@ class Rollout:
             raise GraphError(
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline"
             )
-        return self._ring(None)
+        self._is_in_graph = True
+        return self._ring(AllOf(self._gates) if self._gates else None)
 
     def explain(self) -> str:
         """How it runs: what is chained into one task, how much each edge holds, and why it goes where it goes."""
         told = self._ring(self._credits).explain()
         return f"{told}\n{self.placement}" if self.placement else told
 
-    def _ring(self, gate: FragmentCredits | None) -> Graph:
+    def _ring(self, gate: Gate | None) -> Graph:
         environments = self.environments
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
         if isinstance(environments, RolloutsElsewhere):
-            if gate is not None:
+            if isinstance(gate, FragmentCredits):
                 self._deal.give_back = gate.release
             return ring_of_turns(environments, self._deal, gate)
         return ring_of(environments, self._prepare, self._gathering or self._forward, self._act, gate)
@@ -331,15 +335,27 @@ class Rollout:
         """
         return Stream(self, self._batches)
 
-    def publish(self, weights: Weights) -> int:
-        """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
+    def publish(self, weights: Weights, version: int | None = None) -> int:
+        """Have the next forward pass use these weights, a `state_dict()`, which is copied; the newest policy version.
+
+        version    that they are to have, where somebody else counts: weights that are not newer are passed over.
+                   None: the next one
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        version = self._weights.publish(weights)
-        if isinstance(self.environments, RolloutsElsewhere):
-            self.environments.broadcast(version, weights)
-        return version
+        newest = self._weights.publish(weights, version)
+        if isinstance(self.environments, RolloutsElsewhere) and version in (None, newest):
+            self.environments.broadcast(newest, weights)
+        return newest
+
+    def hold_back(self, gate: Gate) -> None:
+        """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.
+
+        Raises GraphError where the graph has it already.
+        """
+        if self._is_in_graph:
+            raise GraphError("the rollout is in a graph already, expected whoever holds it back to come before that")
+        self._gates.append(gate)
 
     def drain(self) -> None:
         """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end.

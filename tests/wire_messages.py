@@ -13,6 +13,7 @@ from rollflow.stream.wire import (
     Challenge,
     Credit,
     Cut,
+    Done,
     Failed,
     Fragment,
     Goodbye,
@@ -23,6 +24,7 @@ from rollflow.stream.wire import (
     Ping,
     Pong,
     Proof,
+    Receipt,
     Refused,
     Reset,
     Rows,
@@ -128,5 +130,7 @@ EXAMPLES: dict[str, Message] = {
         {},
     ),
     "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
+    "done": Done(41, 40),
+    "receipt": Receipt("lane 0", 7, bytes(range(64, 96))),
     "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
 }

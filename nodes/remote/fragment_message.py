@@ -18,9 +18,9 @@ from rollflow.stream.tree import Tree, map_tree
 
 
 def message_of(
-    turn: wire.Turn, fragment: Fragment, more: Mapping[str, Any], spaces: Sequence[gym.Space[Any]]
+    lane: int, number: int, fragment: Fragment, more: Mapping[str, Any], spaces: Sequence[gym.Space[Any]]
 ) -> wire.Fragment:
-    """The answer to a turn, and what else there is to say with it; the columns are referred to, not copied.
+    """A fragment under a number, and what else there is to say with it; the columns are referred to, not copied.
 
     spaces    that its observations may be in, the same at both ends
     """
@@ -30,7 +30,7 @@ def message_of(
     # A list in place of a tuple is the same to the wire, and not to whoever maps over a tree.
     forms = {name: map_tree(lambda leaf: leaf[0, :0], column.tree) for name, column in fragment.columns.items()}
     told = {"forms": forms, "space": [space is fragment.observation_space for space in spaces].index(True)}
-    return wire.Fragment(turn.lane, turn.number, columns, described(fragment) | told | dict(more))
+    return wire.Fragment(lane, number, columns, described(fragment) | told | dict(more))
 
 
 def fragment_of(

@@ -174,7 +174,7 @@ class RolloutLane:
         if turned.error is not None:
             logger.warning("lane %d: %r", turn.lane, turned.error, exc_info=turned.error)
             session.rollout, self._has_failed = None, True
-        return message_of(turn, turned.fragment, more, rollout.lane.observation_spaces)
+        return message_of(turn.lane, turn.number, turned.fragment, more, rollout.lane.observation_spaces)
 
     def _started(self, session: LaneSession) -> LaneRollout:
         """Another start. It is told of from now on, when whoever asks has the answer of the one before."""

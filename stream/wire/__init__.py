@@ -1,4 +1,4 @@
-"""The protocol between a gateway and the hosts of environments and rollouts, without the I/O."""
+"""The protocol between a gateway and the hosts of environments and rollouts, or a trainer and sources: no I/O."""
 
 from rollflow.stream.wire.address import Address, TcpAddress, UnixAddress, check_secret, parse_address
 from rollflow.stream.wire.connection import Broken, Connection, Event, Phase
@@ -22,12 +22,14 @@ from rollflow.stream.wire.running import (
     Answer,
     Credit,
     Cut,
+    Done,
     Failed,
     Fragment,
     Goodbye,
     Metrics,
     Ping,
     Pong,
+    Receipt,
     Refused,
     Request,
     Reset,
@@ -39,6 +41,8 @@ from rollflow.stream.wire.running import (
     Weights,
 )
 from rollflow.stream.wire.session import GatewaySession, HostSession
+from rollflow.stream.wire.source import SourceConnection, SourceSession
+from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
 
 __all__ = [
     "NONCE_BYTES",
@@ -52,6 +56,7 @@ __all__ = [
     "Connection",
     "Credit",
     "Cut",
+    "Done",
     "Event",
     "Failed",
     "Fragment",
@@ -70,15 +75,20 @@ __all__ = [
     "Ping",
     "Pong",
     "Proof",
+    "Receipt",
     "Refused",
     "Request",
     "Reset",
     "RowForm",
     "Rows",
     "Settings",
+    "SourceConnection",
+    "SourceSession",
     "States",
     "Step",
     "TcpAddress",
+    "TrainerConnection",
+    "TrainerSession",
     "Turn",
     "UnixAddress",
     "Weights",

@@ -14,7 +14,7 @@ MOST_LANES = 4096
 MOST_SLOTS = 1 << 20
 MOST_NUMBER = (1 << 53) - 1  # the largest whole number that every language has
 
-Role = Annotated[Literal["env", "rollout"], one_of("env", "rollout")]
+Role = Annotated[Literal["env", "rollout", "source"], one_of("env", "rollout", "source")]
 Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]
 Version = Annotated[int, whole(1, 0xFFFF)]
 Name = Annotated[str, text(256)]
@@ -29,7 +29,8 @@ class Hello:
     """A host introduces itself.
 
     versions             the lowest and the highest protocol version that it speaks
-    role                 "env": it steps environments; "rollout": it runs whole rollouts
+    role                 "env": it steps environments; "rollout": it runs whole rollouts; "source": it runs one of its
+                         own, and sends its fragments to a trainer
     software, name       of what runs there, and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes that it has chosen: the same for as long as it remembers its lanes

@@ -13,12 +13,14 @@ from rollflow.stream.wire.handshake import Challenge, Hello, LaneGrant, Proof, W
 from rollflow.stream.wire.running import (
     Credit,
     Cut,
+    Done,
     Failed,
     Fragment,
     Goodbye,
     Metrics,
     Ping,
     Pong,
+    Receipt,
     Refused,
     Reset,
     Rows,
@@ -42,6 +44,8 @@ Running = (
     | Settings
     | Weights
     | States
+    | Done
+    | Receipt
     | Metrics
     | Credit
     | Ping
@@ -56,7 +60,7 @@ KINDS: dict[str, type[Message]] = {
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
         *(Reset, Step, Rows, Failed),
-        *(Turn, Cut, Fragment, Settings, Weights, States, Metrics),
+        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Receipt, Metrics),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )
 }

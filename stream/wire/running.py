@@ -18,6 +18,7 @@ from rollflow.stream.wire.field import (
     mapping,
     nullable,
     numbers,
+    raw,
     text,
     tree,
     whole,
@@ -140,8 +141,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """Rollout host to gateway: what a Turn with this number gave.
+    """Rollout host to gateway: what a Turn with this number gave. Source to trainer: the next one of its stream.
 
+    number     of the Turn; or of the fragment in the stream, whatever its lane: 1, 2, …
     columns    name -> a tree of arrays `any[rows, slots, ...]`
     rest       what else there is to say of it, as the rollout's software has it
     """
@@ -157,7 +159,7 @@ class Fragment:
 class Settings:
     """Gateway to rollout host, after every Welcome: what it needs to know of the rollout, the same for a session.
 
-    A Turn that comes before it waits for it, on the host's side.
+    A Turn that comes before it waits for it, on the host's side. Trainer to source: how the stream is wanted.
     """
 
     kind: ClassVar[str] = "settings"
@@ -166,7 +168,7 @@ class Settings:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Gateway to rollout host: a module's parameters.
+    """Gateway to rollout host, trainer to source: a module's parameters.
 
     They are to be used from the next forward pass on, and from the next Turn on at the latest. Versions may be left
     out: only the newest counts.
@@ -182,6 +184,34 @@ class Weights:
     tensors: Annotated[Mapping[str, NDArray[Any]], map_of(array)]
     dtypes: Annotated[Mapping[str, str], map_of(text(64))]
     others: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """Trainer to source: how far it is.
+
+    number    of the last fragment that it has moved on from, with all before it
+    kept      of the last one that it never wants again, with all before it: the source may forget them
+    """
+
+    kind: ClassVar[str] = "done"
+    number: Annotated[int, whole(0, MOST_NUMBER)]
+    kept: Annotated[int, whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Receipt:
+    """Source to trainer: weights are in use.
+
+    node       which of the rollout's forward nodes uses them
+    version    the policy version
+    digest     32 bytes, of what has arrived: see the protocol's documentation
+    """
+
+    kind: ClassVar[str] = "receipt"
+    node: Annotated[str, text(256)]
+    version: Annotated[int, whole(0, MOST_NUMBER)]
+    digest: Annotated[bytes, raw(32)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

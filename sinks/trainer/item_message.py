@@ -1,0 +1,88 @@
+"""What goes to a trainer as messages of the wire: fragments, or train batches made where the rollout is."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.remote.fragment_checks import check_whole, told_of
+from rollflow.nodes.remote.fragment_message import fragment_of, message_of
+from rollflow.stream import wire
+from rollflow.stream.columns import Columns
+from rollflow.stream.episode_ids import EpisodeIds
+from rollflow.stream.errors import ColumnError, WireError
+from rollflow.stream.fragment import Fragment, FragmentLayout
+from rollflow.stream.tree import leaves_of, map_tree
+
+Batch = dict[str, Any]
+_LAYOUT = ("num_slots", "num_rows", "lookback")
+_MOST = {"num_slots": 1 << 20, "num_rows": 1 << 24, "lookback": 1 << 24}
+
+
+def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Space[Any]]) -> wire.Fragment:
+    """A fragment of a rollout, whose observations are in one of `spaces`; the columns are referred to."""
+    layout = fragment.layout
+    ids = layout.episode_id
+    assert isinstance(ids, EpisodeIds)
+    told = {name: getattr(layout, name) for name in _LAYOUT}
+    told |= {"resets_next_step": layout.resets_next_step, "episodes": ids.prefix}
+    return message_of(fragment.lane, number, fragment, {"layout": told}, spaces)
+
+
+def fragment_of_message(
+    message: wire.Fragment, spaces: Sequence[gym.Space[Any]], action_space: gym.Space[Any]
+) -> Fragment:
+    """The fragment in a message, its columns where they came; read-only. Raises WireError where it is none."""
+    told = message.rest.get("layout")
+    if not isinstance(told, dict) or not isinstance(told.get("episodes"), str):
+        raise WireError(f"layout is {told_of(told)}, expected a map", "fragment")
+    for name in _LAYOUT:
+        check_whole(f"layout.{name}", told.get(name), 0, _MOST[name])
+    layout = FragmentLayout(
+        **{name: told[name] for name in _LAYOUT},
+        action_space=action_space,
+        resets_next_step=bool(told.get("resets_next_step")),
+        episode_id=EpisodeIds(told["episodes"]),
+    )
+    return fragment_of(message, layout, spaces)
+
+
+def message_of_batch(number: int, batch: Mapping[str, Any]) -> wire.Fragment:
+    """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else."""
+    columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
+    versions = columns.get(Columns.POLICY_VERSION)
+    oldest = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else None
+    return wire.Fragment(0, number, columns, {"batch": True, "policy_version": oldest})
+
+
+def batch_of_message(message: wire.Fragment) -> tuple[Batch, int | None]:
+    """The train batch in a message, tensors over the memory that they came in, and its oldest policy version."""
+    oldest = message.rest.get("policy_version")
+    if oldest is not None and not is_whole(oldest):
+        raise WireError(f"policy_version is {told_of(oldest)}, expected a whole number, or nil", "fragment")
+    try:
+        return {name: map_tree(torch.from_numpy, tree) for name, tree in message.columns.items()}, oldest
+    except (TypeError, ValueError) as error:
+        raise WireError(f"it is no train batch: {error}", "fragment") from error
+
+
+def nbytes_of(message: wire.Fragment) -> int:
+    """Bytes of the columns."""
+    return sum(leaf.nbytes for tree in message.columns.values() for leaf in leaves_of(tree))
+
+
+def is_batch(message: wire.Fragment) -> bool:
+    """Whether a message has a train batch, and not a fragment."""
+    return message.rest.get("batch") is True
+
+
+def _array(leaf: Any, name: str) -> NDArray[Any]:
+    if torch.is_tensor(leaf):
+        leaf = leaf.detach().cpu().numpy()
+    if not isinstance(leaf, np.ndarray) or leaf.dtype.hasobject:
+        raise ColumnError(f"column '{name}' of the batch is {type(leaf).__name__}, expected tensors or arrays")
+    return leaf

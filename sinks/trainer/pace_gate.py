@@ -1,0 +1,86 @@
+"""How far a rollout may run ahead of its trainer."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.pace import Paced
+from rollflow.sinks.trainer.kept import Kept
+from rollflow.stream.errors import WireError
+
+_MOST = 1 << 31
+
+
+class Wanted:
+    """How a trainer wants a stream.
+
+    window    fragments that it takes beyond the last one that it is done with
+    ahead     fragments that a lane may have begun beyond that; None: any number, within the window
+    version   of its newest weights: a rollout is to act with these, or newer ones
+    """
+
+    def __init__(self, window: int, ahead: int | None, version: int) -> None:
+        self.window, self.ahead, self.version = window, ahead, version
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "Wanted":
+        """As it came over the wire. Raises WireError where it is something else."""
+        read: dict[str, Any] = {name: settings.get(name) for name in ("window", "ahead", "version")}
+        for name, value in read.items():
+            if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
+                raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number", "message")
+        return cls(**read)
+
+    def told(self) -> dict[str, Any]:
+        """As it goes over the wire."""
+        return {"window": self.window, "ahead": self.ahead, "version": self.version}
+
+
+class PaceGate:
+    """Lets a lane begin a fragment once the trainer is there, its weights are in use, and it is far enough.
+
+    kept      what has been given to the trainer
+    done      number of the last fragment that it is done with
+    wanted    None: it has not been there yet
+    """
+
+    def __init__(self, kept: Kept) -> None:
+        self.wanted: Wanted | None = None
+        self.done = 0
+        self.version = 0  # that the rollout acts with
+        self._kept = kept
+        self._given: dict[int, int] = {}  # lane -> its fragments that were given
+        self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
+        self._lock = threading.Lock()
+        self._changed: Callable[[], None] = _nobody
+
+    def admits(self, lane: Paced) -> bool:
+        """Whether the lane may take its next step."""
+        if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
+            return True
+        wanted = self.wanted
+        if wanted is None or self.version < wanted.version:
+            return False
+        if wanted.ahead is not None:
+            under_way = lane.sequence - self._given.get(lane.index, 0)  # made and on their way to the sink
+            if under_way + self._kept.count(lane.index, self.done) >= wanted.ahead:
+                return False
+        self._begun[lane.index] = lane.sequence
+        return True
+
+    def give(self, lane: int, sequence: int) -> None:
+        """A lane's fragment has come to the sink, and is kept."""
+        self._given[lane] = sequence + 1
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when a lane that was refused might be admitted."""
+        self._changed = changed
+
+    def look_again(self) -> None:
+        """Something has changed. In the thread that the graph runs in."""
+        self._changed()
+
+
+def _nobody() -> None:
+    """Called when nobody watches."""

@@ -1,0 +1,223 @@
+"""A rollout's connection to its trainer, in a thread of its own; it dials again whenever that is lost."""
+
+import logging
+import select
+import ssl
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from time import monotonic
+from typing import Any
+
+from rollflow.nodes.backoff import pause_s
+from rollflow.nodes.remote.dial import problem_of, reach
+from rollflow.nodes.remote.lines import Line, Lines, quoted
+from rollflow.nodes.remote.transport import transport_for
+from rollflow.nodes.weights_codec import Arrays, from_arrays
+from rollflow.sinks.trainer.kept import Kept
+from rollflow.sinks.trainer.pace_gate import Wanted
+from rollflow.sinks.trainer.weights_digest import digest_of
+from rollflow.stream.bell import Bell
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import (
+    Address,
+    Broken,
+    Done,
+    Event,
+    Goodbye,
+    Hello,
+    Limits,
+    Phase,
+    Receipt,
+    Settings,
+    SourceConnection,
+    SourceSession,
+    Weights,
+    Welcome,
+)
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_RETRY_S = 2.0
+_MUCH = 1 << 16  # bytes that wait for the trainer
+# Codes of errors after which the trainer is dialled again.
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake")
+
+
+class SourceLink:
+    """Sends what is kept to a trainer, and takes what it says.
+
+    address    where the trainer listens
+    hello      what to say first through each connection
+    session    what outlives connections
+    kept       what there is to send
+    publish    called with the version and the weights that came; gives the version that is the newest now
+
+    wanted      how the trainer wants the stream; None: it has not been there yet
+    versions    policy version -> digest of its weights, for those that came
+    goodbye     the reason that the last trainer gave when it left; None: none has
+    problem     what stands between this and the trainer; "": nothing
+    error       why there is no going on; None: there is
+    bell        rings when anything has changed
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        hello: Callable[[], Hello],
+        session: SourceSession,
+        kept: Kept,
+        publish: Callable[[int, Mapping[str, Any]], int],
+        *,
+        secret: bytes | None,
+        tls: ssl.SSLContext | None,
+        limits: Limits,
+    ) -> None:
+        self.wanted: Wanted | None = None
+        self.versions: dict[int, bytes] = {}
+        self.goodbye: str | None = None
+        self.problem = f"{address} has not been reached"
+        self.error: Exception | None = None
+        self.bell = Bell()
+        self.address, self._hello, self._session, self._kept = address, hello, session, kept
+        self._publish, self._secret, self._tls, self._limits = publish, secret, tls, limits
+        self._receipts: deque[Receipt] = deque()
+        self._wake = Bell()
+        self._poll = select.poll()
+        self._poll.register(self._wake.fileno(), select.POLLIN)
+        self._lines: Lines[Line[SourceConnection]] = Lines(self._poll)
+        self._parting: str | None = None  # why this end leaves
+        self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {address}", daemon=True)
+
+    def start(self) -> None:
+        """Begin to dial."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have a look at what is kept."""
+        self._wake.ring()
+
+    def tell(self, receipt: Receipt) -> None:
+        """Have a receipt sent."""
+        self._receipts.append(receipt)
+        self._wake.ring()
+
+    def close(self, reason: str) -> None:
+        """Say goodbye, and end the thread."""
+        self._parting = reason
+        self._wake.ring()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def release(self) -> None:
+        """Give the descriptors back."""
+        self.bell.close()
+        self._wake.close()
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self._connect_again_and_again()
+        except Exception as error:
+            self.error = error
+        self.bell.ring()
+
+    def _connect_again_and_again(self) -> None:
+        failures = 0
+        while self._parting is None:
+            try:
+                self._serve(failures)
+                failures = 0
+            except OSError as error:
+                problem = f"trainer {self.address}: {problem_of(error)}"
+            except WireError as error:
+                if error.code not in _COMES_BACK:
+                    raise
+                problem = f"trainer {self.address}: {error}"
+                failures = 0 if not self.problem else failures
+            else:
+                continue
+            if problem != self.problem:
+                logger.warning("%s", problem)
+            self.problem = problem
+            failures += 1
+            self._pause(pause_s(failures, _LONGEST_RETRY_S))
+
+    def _pause(self, seconds: float) -> None:
+        until = monotonic() + seconds
+        while self._parting is None and (left := until - monotonic()) > 0:
+            self._poll.poll(left * 1e3)
+            self._wake.silence()
+
+    def _serve(self, attempt: int) -> None:
+        """Serve a connection until a goodbye. Raises OSError where none can be made, WireError where it breaks."""
+        sock = reach(self.address, attempt)
+        now = monotonic()
+        connection = SourceConnection(self._hello(), self._session, secret=self._secret, limits=self._limits, now=now)
+        line = Line(transport_for(sock, connection, self._tls, dialled=self.address), connection, str(self.address))
+        self._lines.add(line)
+        try:
+            while connection.is_open:
+                self._wake.silence()
+                self._send(connection)
+                self._lines.write(line)
+                due = connection.next_deadline()
+                timeout = None if due is None else max(0.0, due - monotonic()) * 1e3
+                ready = {fd for fd, _ in self._poll.poll(timeout)}
+                now = monotonic()
+                events = line.transport.read(now) if line.fileno() in ready else []
+                for event in events + connection.tick(now):
+                    self._take(event)
+        except Exception as error:
+            connection.refuse("weights" if not isinstance(error, WireError) else error.code, str(error))
+            raise
+        finally:
+            self._lines.drop(line)
+
+    def _send(self, connection: SourceConnection) -> None:
+        """Send what there is to send, as much as is wanted."""
+        if self._parting is not None:
+            connection.goodbye(self._parting)
+        if connection.phase is not Phase.RUNNING:
+            return
+        while self._receipts:
+            connection.tell(self._receipts.popleft())
+        session, wanted = self._session, self.wanted
+        while wanted is not None and connection.undelivered < _MUCH:
+            if connection.next > min(session.given, session.done + wanted.window):
+                return
+            connection.send(self._kept.get(connection.next))
+
+    def _take(self, event: Event) -> None:
+        match event:
+            case Welcome():
+                logger.info("trainer %s has taken this rollout in", self.address)
+                self.problem, self.wanted = "", None
+            case Settings():
+                self.wanted = Wanted.of(event.settings)
+            case Weights():
+                self._take_weights(event)
+            case Done():
+                self._kept.forget(self._session.kept)
+            case Goodbye():
+                self.goodbye = event.reason
+                self.problem = f"trainer {self.address} said goodbye: {quoted(event.reason)}"
+                logger.info("%s", self.problem)
+            case Broken():
+                raise event.error
+        self.bell.ring()
+
+    def _take_weights(self, message: Weights) -> None:
+        tensors, dtypes = dict(message.tensors), dict(message.dtypes)
+        self.versions[message.version] = digest_of(tensors, dtypes)
+        while len(self.versions) > 64:
+            del self.versions[next(iter(self.versions))]
+        newest = self._publish(message.version, from_arrays(Arrays(tensors, dtypes, dict(message.others))))
+        if newest != message.version:
+            logger.warning(
+                "trainer %s: weights of version %d are not taken: the rollout has version %d, of another trainer",
+                self.address,
+                message.version,
+                newest,
+            )

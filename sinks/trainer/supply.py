@@ -1,0 +1,49 @@
+"""Which of the items that have come are handed over together."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from rollflow.sinks.trainer.source import Arrived, Source
+
+
+class FirstCome:
+    """So many items at a time, in the order in which they came.
+
+    count    None: one for every lane of the rollouts that are there
+    """
+
+    def __init__(self, count: int | None) -> None:
+        self._count = count
+        self._waiting: deque[Arrived] = deque()
+
+    def add(self, arrived: Arrived) -> None:
+        """Take an item in."""
+        self._waiting.append(arrived)
+
+    def take(self, present: Sequence[Source]) -> list[Arrived]:
+        """The next items; none where they are not all there and others may come from those that are `present`."""
+        count = self._count or max(1, sum(source.lanes for source in present))
+        if len(self._waiting) < count and present:
+            return []
+        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+
+class Rounds:
+    """One fragment of every lane at a time: each lane's next."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[tuple[bytes, int], deque[Arrived]] = {}
+
+    def add(self, arrived: Arrived) -> None:
+        """Take an item in."""
+        self._waiting.setdefault((arrived.source.session.token, arrived.lane), deque()).append(arrived)
+
+    def take(self, present: Sequence[Source]) -> list[Arrived]:
+        """The next round; none where it is not whole and others may come from those that are `present`."""
+        for source in present:
+            lanes = sum(token == source.session.token for token, _ in self._waiting)
+            if lanes < source.lanes:
+                return []
+        taken = [items.popleft() for items in self._waiting.values()]
+        self._waiting = {key: items for key, items in self._waiting.items() if items}
+        return taken

@@ -1,0 +1,230 @@
+"""Fragments out, weights in: a rollout's end of the stream to a trainer in another process or on another host."""
+
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.policy_weights import shapes_of
+from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
+from rollflow.nodes.remote.software import software
+from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
+from rollflow.sinks.trainer.kept import Kept
+from rollflow.sinks.trainer.pace_gate import PaceGate
+from rollflow.sinks.trainer.source_link import SourceLink
+from rollflow.stream.channel import Inlet
+from rollflow.stream.columns import Columns
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.space_codec import describe_space
+from rollflow.stream.wire import (
+    NONCE_BYTES,
+    SESSION_BYTES,
+    VERSION,
+    Hello,
+    Limits,
+    Receipt,
+    SourceSession,
+    check_secret,
+    parse_address,
+)
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE_S = 10.0  # after which it says what is waited for
+
+
+class TrainerSink:
+    """A node without outputs that sends a rollout's fragments to a `TrainerStream`, and takes its weights.
+
+        address        where the trainer listens: 'tcp://host:port' or 'unix:/path'
+        rollout        whose fragments come; the trainer's weights are published to it. It begins once the trainer has
+                       been there, and acts with its newest weights
+        secret, tls    as for `EnvHost`
+        name           what the trainer calls it; None: the name of this computer
+        linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
+                       None: as long as it takes
+        max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more,
+                       but for a single one
+        limits         of frames, times and bytes under way
+
+        given          items that have come
+        undelivered    how many of them the trainer was not done with when the sink was closed
+
+    Where the trainer is lost it is dialled again, and gets what it was not done with: every item once, in their order.
+    Train batches of a `LearnerPipeline` may come in place of fragments.
+
+    To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
+    secret; what the connection raised, such as another secret, when the graph runs.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        rollout: Rollout,
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        name: str | None = None,
+        linger: float | None = 60.0,
+        max_bytes: int = 1 << 30,
+        limits: Limits | None = None,
+    ) -> None:
+        target = parse_address(address)
+        check_secret(target, secret_bytes(secret))
+        check_tls(target, tls)
+        self.name = socket.gethostname() if name is None else name
+        self.undelivered = 0
+        self._rollout, self._linger, self._max_bytes = rollout, linger, max_bytes
+        self._limits = Limits() if limits is None else limits
+        self._kept = Kept()
+        self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
+        self._gate = PaceGate(self._kept)
+        rollout.hold_back(self._gate)
+        self._used: dict[str, int] = {}  # forward node -> version of the weights that it was seen to use
+        self._link = SourceLink(
+            target,
+            self._hello,
+            self._session,
+            self._kept,
+            self._publish,
+            secret=secret_bytes(secret),
+            tls=tls,
+            limits=self._limits,
+        )
+
+    async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
+        """Send what comes, until no more does and the trainer is done with it."""
+        self._link.start()
+        async with anyio.create_task_group() as tasks:
+            self._changed = anyio.Event()
+            tasks.start_soon(self._listen)
+            async for item in fragments:
+                await self._until(self._has_room)
+                self._give(item)
+            with anyio.move_on_after(self._linger):
+                await self._until(lambda: self._session.done == self._session.given or self._has_left())
+            tasks.cancel_scope.cancel()
+
+    def close(self) -> None:
+        """Say goodbye to the trainer."""
+        self._link.close("the rollout has ended")
+        self._link.release()
+        self.undelivered = self._session.given - self._session.done
+        if self.undelivered:
+            logger.warning("%d items were not delivered: %s", self.undelivered, self._link.problem or "it is at them")
+
+    @property
+    def given(self) -> int:
+        """Items that have come."""
+        return self._session.given
+
+    @property
+    def goodbye(self) -> str | None:
+        """The reason that the last trainer gave when it left; None: none has left."""
+        return self._link.goodbye
+
+    def describe(self) -> str:
+        """For `explain()`."""
+        return f"to the trainer at {self._link.address}"
+
+    # Inside
+
+    def _hello(self) -> Hello:
+        rollout = self._rollout
+        environments = rollout.environments
+        return Hello(
+            versions=(VERSION, VERSION),
+            role="source",
+            software=software(),
+            name=self.name,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            session=self._session.token,
+            max_frame=self._limits.max_frame,
+            slots=tuple(env.num_envs for env in environments.envs) or (1,),
+            observation_space=describe_space(environments.observation_space),
+            action_space=describe_space(environments.action_space),
+            autoreset="SAME_STEP",
+            metadata={
+                "lanes": environments.num_lanes,
+                "has_fixed_lanes": not isinstance(environments, RemoteLanes),
+                "spaces": [describe_space(space) for space in self._spaces()],
+                "is_stateful": is_stateful(rollout.module),
+                "module": type(rollout.module).__name__,
+                "weights": {name: list(shape) for name, shape in shapes_of(rollout.module.state_dict()).items()},
+                "version": rollout.policy_version,
+            },
+        )
+
+    def _spaces(self) -> list[Any]:
+        """What a fragment's observations may be in."""
+        return [self._rollout.environments.observation_space, *self._rollout.env_to_module.observation_spaces]
+
+    def _publish(self, version: int, weights: Mapping[str, Any]) -> int:
+        """In the link's thread."""
+        return self._rollout.publish(weights, version)
+
+    async def _listen(self) -> None:
+        """Tell whoever waits, and the rollout, that something has changed."""
+        bell = self._link.bell
+        while True:
+            await anyio.wait_readable(bell.fileno())
+            bell.silence()
+            gate = self._gate
+            gate.wanted = self._link.wanted or gate.wanted
+            gate.done, gate.version = self._session.done, self._rollout.policy_version
+            gate.look_again()
+            changed, self._changed = self._changed, anyio.Event()
+            changed.set()
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until something holds. Raises what the link has raised."""
+        while True:
+            if self._link.error is not None:
+                raise self._link.error
+            changed = self._changed
+            if is_so():
+                return
+            with anyio.move_on_after(_PATIENCE_S) as patience:
+                await changed.wait()
+            if patience.cancelled_caught and self._link.problem:
+                logger.warning("waiting for the trainer: %s", self._link.problem)
+
+    def _has_room(self) -> bool:
+        """Whether another item may be taken."""
+        window = 1 if self._gate.wanted is None else self._gate.wanted.window
+        if self._session.given - self._session.done >= window:
+            return False
+        return not len(self._kept) or self._kept.nbytes < self._max_bytes
+
+    def _has_left(self) -> bool:
+        """Whether there is no trainer to wait for."""
+        return self._link.goodbye is not None
+
+    def _give(self, item: Fragment | Batch) -> None:
+        number = self._session.given + 1
+        if isinstance(item, Fragment):
+            message = message_of_fragment(number, item, self._spaces())
+            self._gate.give(item.lane, item.sequence)
+            self._give_receipt(item)
+        else:
+            message = message_of_batch(number, item)
+        self._kept.add(message, nbytes_of(message))
+        self._session.given = number
+        self._link.wake()
+
+    def _give_receipt(self, fragment: Fragment) -> None:
+        """Say which weights a lane's last action was computed with, where that is news."""
+        if not fragment.num_rows:
+            return
+        node, version = f"lane {fragment.lane}", int(fragment.column(Columns.POLICY_VERSION)[-1, 0])
+        digest = self._link.versions.get(version)
+        if digest is not None and self._used.get(node) != version:
+            self._used[node] = version
+            self._link.tell(Receipt(node, version, digest))
