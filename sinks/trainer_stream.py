@@ -3,70 +3,33 @@
 import select
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from time import monotonic
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import anyio
 import torch
 
-from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.episode_returns import EpisodeReturns
-from rollflow.nodes.given import check_numbers, pieces_given
+from rollflow.nodes.given import check_numbers
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.weights_codec import to_arrays
+from rollflow.sinks.trainer.age import AgeBound, OnExcess
 from rollflow.sinks.trainer.door import Door
-from rollflow.sinks.trainer.item_message import Batch
+from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
+from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.state import sources_of, state_of
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
+from rollflow.sinks.trainer.told import Handed, InUse, handed
 from rollflow.sinks.trainer.weights_digest import digest_of
-from rollflow.stream.columns import Columns
-from rollflow.stream.errors import LagError, RunError, WireError
-from rollflow.stream.fragment import Fragment
-from rollflow.stream.tree import map_tree
-from rollflow.stream.wire import Address, Limits, TrainerSession, Weights, check_secret, parse_address
+from rollflow.stream.errors import RunError, WireError
+from rollflow.stream.wire import Address, Limits, Weights, check_secret, parse_address
 
-Yields = Literal["batches", "fragments", "episodes"]
-OnExcess = Literal["drop", "pace", "mask", "raise"]
-_PATIENCE_S = 10.0  # after which it is looked at again, come what may
 _MOST_DIGESTS = 1024
 _NOT_YET = object()
-
-
-class Handed(NamedTuple):
-    """One fragment of what was handed over last.
-
-    source      name of the rollout
-    sequence    number of the fragment in its lane
-    lag         policy versions published since the oldest that its actions were computed with; None: nobody knows
-    num_steps   transitions
-    """
-
-    source: str
-    lane: int
-    sequence: int
-    lag: int | None
-    num_steps: int
-
-
-class InUse(NamedTuple):
-    """Weights that a forward node was seen to use.
-
-    source     name of the rollout
-    node       the forward node
-    version    policy version
-    is_same    whether it has the weights that were published here under this version, bit for bit; None: they were not
-               published here
-    """
-
-    source: str
-    node: str
-    version: int
-    is_same: bool | None
 
 
 class TrainerStream:
@@ -94,12 +57,8 @@ class TrainerStream:
         metrics                what pieces log into; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
 
-        address     listened on, with the port that it has, once it is entered
-        version     policy version of the newest weights
-        handed      what is in the batch that was handed over last
-        returns     of the episodes that have ended: see `EpisodeReturns`
-        lost        transitions that came and were not handed over, by cause
-        missed      fragments that an earlier trainer had acknowledged, after the state that this one has loaded
+        address    listened on, with the port that it has, once it is entered
+        handed     what is in the batch that was handed over last
 
     A batch is done with when the next one is asked for. The loop ends when every rollout has said goodbye. Leaving the
     block without an error says goodbye to the rollouts; with one, they wait for a trainer to come back.
@@ -115,7 +74,7 @@ class TrainerStream:
         tls: ssl.SSLContext | None = None,
         yields: Yields = "batches",
         fragments_per_batch: int | None = None,
-        learner_connector: Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]] | None = None,
+        learner_connector: LearnerConnector | None = None,
         module: Any = None,
         sources: int = 1,
         join_timeout: float | None = 120.0,
@@ -144,23 +103,24 @@ class TrainerStream:
             )
         self.address: Address = parse_address(address)
         check_secret(self.address, secret_bytes(secret))
-        self.yields, self.max_lag, self.on_excess = yields, max_lag, on_excess
-        self.returns = EpisodeReturns()
+        self.yields = yields
         self.handed: list[Handed] = []
-        self.lost: dict[str, int] = {}
         self.metrics = MetricsLogger() if metrics is None else metrics
-        self._secret, self._module, self._taught = secret_bytes(secret), module, learner_connector
-        self._ahead = max_lag + 1 if on_excess == "pace" and max_lag is not None else None
+        self._handing_over = HandingOver(yields, learner_connector, module, self.metrics)
+        self._age = AgeBound(max_lag, on_excess)
         self._awaited, self._join_timeout, self._prefetch = sources, join_timeout, prefetch
         self._fragments_per_batch, self._acks = fragments_per_batch, ack == "auto"
         alone = 1 if yields != "batches" else fragments_per_batch
-        self._supply: FirstCome | Rounds = FirstCome(alone) if self._ahead is None else Rounds()
-        self._pipeline: LearnerConnectorPipeline | None = None
+        self._supply: FirstCome | Rounds = FirstCome(alone) if self._age.ahead is None else Rounds()
         self._current: list[Arrived] = []
-        self._waiting: deque[tuple[Any, list[Handed], list[Arrived]]] = deque()  # made, and to be handed over
+        self._waiting: deque[HandedOver] = deque()  # made, and to be handed over
         self._digests: dict[int, bytes] = {}
         self._door = Door(
-            secret=self._secret, tls=tls, limits=limits or Limits(), ahead=self._ahead, window_of=self._window_of
+            secret=secret_bytes(secret),
+            tls=tls,
+            limits=limits or Limits(),
+            ahead=self._age.ahead,
+            window_of=self._window_of,
         )
         self._has_begun = False
         self._state = "new"
@@ -185,7 +145,7 @@ class TrainerStream:
 
     def __iter__(self) -> Iterator[Any]:
         while self._begin_next():
-            patience = _Patience(self._join_timeout)
+            patience = Patience(self._join_timeout)
             while (item := self._try_next(patience)) is _NOT_YET:
                 self._wait(patience.left)
             if item is None:
@@ -194,7 +154,7 @@ class TrainerStream:
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while self._begin_next():
-            patience = _Patience(self._join_timeout)
+            patience = Patience(self._join_timeout)
             while (item := self._try_next(patience)) is _NOT_YET:
                 with anyio.move_on_after(patience.left):
                     await anyio.wait_readable(self._door.bell.fileno())
@@ -223,7 +183,8 @@ class TrainerStream:
     def ack(self) -> None:
         """Never want again what has been handed over so far, the last batch among it: for ack="manual"."""
         with self._door.lock:
-            self._be_done_with_current()
+            self._be_done_with(self._current)
+            self._current = []
             for source in self._door.sources.values():
                 source.keep()
         self._door.wake()
@@ -243,14 +204,7 @@ class TrainerStream:
         To be taken when the trainer has learnt from the last batch, and saved with its weights.
         """
         with self._door.lock:
-            told = {}
-            for token, source in self._door.sources.items():
-                numbers = source.beyond | {each.number for each in self._current if each.source is source}
-                done = source.session.done
-                while done + 1 in numbers:
-                    done += 1
-                told[token.hex()] = {"done": done, "beyond": sorted(number for number in numbers if number > done)}
-            return {"version": self.version, "sources": told}
+            return state_of(self._door.sources, self.version, self._current)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a trainer was: what it had been handed is not handed over again.
@@ -259,14 +213,7 @@ class TrainerStream:
         """
         if self._door.is_open:
             raise RunError("the stream has begun, expected load_state_dict before the first batch is asked for")
-        try:
-            version, known = int(state["version"]), {}
-            for token, told in state["sources"].items():
-                source = Source(TrainerSession(bytes.fromhex(token), int(told["done"])))
-                source.beyond = {int(number) for number in told["beyond"]}
-                known[source.session.token] = source
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"state is {state!r:.100}, expected what state_dict() gave: {error!r}") from error
+        known, version = sources_of(state)
         self._door.sources.update(known)
         self._door.version = max(self._door.version, version)
 
@@ -274,6 +221,16 @@ class TrainerStream:
     def version(self) -> int:
         """Policy version of the newest weights; before any were published here, that of the rollouts."""
         return self._door.version
+
+    @property
+    def returns(self) -> EpisodeReturns:
+        """Returns of the episodes that have ended in what was handed over."""
+        return self._handing_over.returns
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Transitions that came and were not handed over, by cause: `max_lag`, and `masked`."""
+        return dict(self._age.lost)
 
     @property
     def missed(self) -> int:
@@ -300,16 +257,15 @@ class TrainerStream:
 
     def _move_on(self) -> None:
         with self._door.lock:
-            self._be_done_with_current()
+            self._be_done_with(self._current)
+            self._current = []
         self._door.wake()
 
-    def _be_done_with_current(self) -> None:
-        for arrived in self._current:
+    def _be_done_with(self, items: Sequence[Arrived]) -> None:
+        for arrived in items:
             arrived.source.move_on(arrived.number)
-        if self._acks:
-            for source in {arrived.source for arrived in self._current}:
-                source.keep()
-        self._current = []
+            if self._acks:
+                arrived.source.keep()
 
     def _wait(self, seconds: float) -> None:
         """Wait until something has happened."""
@@ -317,7 +273,7 @@ class TrainerStream:
         poll.register(self._door.bell.fileno(), select.POLLIN)
         poll.poll(seconds * 1e3)
 
-    def _try_next(self, patience: "_Patience") -> Any:
+    def _try_next(self, patience: Patience) -> Any:
         """The next item; `_NOT_YET` where it has to be waited for, None where none comes any more.
 
         Raises RunError where nobody comes.
@@ -336,13 +292,29 @@ class TrainerStream:
                 taken = self._supply.take(present)
                 if not taken:
                     return self._none_or_not_yet(present, patience)
-                admitted = [arrived for arrived in taken if self._admits(arrived)]
+                admitted = self._admitted(taken)
             if admitted:
-                self._waiting += self._made(admitted)
-        item, self.handed, self._current = self._waiting.popleft()
+                self._waiting += self._handing_over.made_of(admitted)
+        item, of, is_last = self._waiting.popleft()
+        if self.yields == "batches":
+            self._age.mask(item, self.version)
+        self.handed = [handed(arrived, self.version) for arrived in of]
+        self._current = list(of) if is_last else []
         return item
 
-    def _is_enough(self, present: Sequence[Source], patience: "_Patience") -> bool:
+    def _admitted(self, taken: Sequence[Arrived]) -> list[Arrived]:
+        """Those that are young enough; with the others the trainer is done."""
+        admitted = []
+        for arrived in taken:
+            if self._age.admits(arrived, self.version):
+                admitted.append(arrived)
+            else:
+                self._be_done_with([arrived])
+        if len(admitted) < len(taken):
+            self._door.wake()
+        return admitted
+
+    def _is_enough(self, present: Sequence[Source], patience: Patience) -> bool:
         """Whether as many rollouts have come as are waited for. Raises RunError where they have not for too long."""
         if not self._has_begun:
             come = [source for source in self._door.sources.values() if source.connection is not None]
@@ -352,7 +324,7 @@ class TrainerStream:
             raise RunError(f"{told}: {self._told_of_waiting()}")
         return self._has_begun
 
-    def _none_or_not_yet(self, present: Sequence[Source], patience: "_Patience") -> Any:
+    def _none_or_not_yet(self, present: Sequence[Source], patience: Patience) -> Any:
         """What it means that there is nothing. Raises RunError where all are lost, for too long."""
         if present:
             patience.restart()
@@ -370,88 +342,14 @@ class TrainerStream:
     def _told_of_waiting(self) -> str:
         return "; ".join([f"listening on {self.address}", *self._door.refusals])
 
-    def _admits(self, arrived: Arrived) -> bool:
-        """Whether an item is young enough; one that is left out is counted. Raises LagError where it must not be."""
-        lag = self._lag(arrived)
-        if self.max_lag is None or lag is None or lag <= self.max_lag or self.on_excess == "mask":
-            return True
-        if self.on_excess != "drop":
-            told = "publish at most once per batch, before the next is asked for" if self.on_excess == "pace" else ""
-            raise LagError(
-                f"fragment {arrived.number} of rollout {arrived.source.name} is {lag} policy versions old, expected at "
-                f"most max_lag={self.max_lag}{': ' + told if told else ''}"
-            )
-        self.lost["max_lag"] = self.lost.get("max_lag", 0) + arrived.num_steps
-        arrived.source.move_on(arrived.number)
-        if self._acks:
-            arrived.source.keep()
-        self._door.wake()
-        return False
-
-    def _lag(self, arrived: Arrived) -> int | None:
-        return None if arrived.policy_version is None else max(0, self.version - arrived.policy_version)
-
-    def _made(self, taken: list[Arrived]) -> Iterator[tuple[Any, list[Handed], list[Arrived]]]:
-        """What is handed over of some items, one by one: with what is in it, and with what is done after it."""
-        if self.yields == "batches":
-            yield self._batch(taken), [self._handed(arrived) for arrived in taken], taken
-            return
-        for arrived in taken:
-            if not isinstance(arrived.item, Fragment):
-                raise RunError(f"rollout {arrived.source.name} sends train batches, expected yields='batches'")
-            self.returns.add(arrived.item, arrived.source.session.token)
-            items = [arrived.item] if self.yields == "fragments" else list(arrived.item.episodes())
-            for item in items:
-                yield item, [self._handed(arrived)], [arrived] if item is items[-1] else []
-
-    def _batch(self, taken: Sequence[Arrived]) -> Batch:
-        fragments = [arrived.item for arrived in taken if isinstance(arrived.item, Fragment)]
-        for arrived in taken:
-            if isinstance(arrived.item, Fragment):
-                self.returns.add(arrived.item, arrived.source.session.token)
-        if fragments and len(fragments) < len(taken):
-            raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
-        batches = [arrived.item for arrived in taken if not isinstance(arrived.item, Fragment)]
-        batch = (
-            self._pipeline_of(taken[0].source).of_fragments(fragments, self._module, self.metrics)
-            if fragments
-            else _joined(batches)
-        )
-        if self.on_excess == "mask" and self.max_lag is not None:
-            self._mask(batch)
-        return batch
-
-    def _mask(self, batch: Batch) -> None:
-        """Have older steps left out of the loss. Raises RunError where a batch does not say how old they are."""
-        assert self.max_lag is not None
-        versions = batch.get(Columns.POLICY_VERSION)
-        if versions is None:
-            raise RunError(f"the batch has no column '{Columns.POLICY_VERSION}', expected it for on_excess='mask'")
-        young = versions >= self.version - self.max_lag
-        masked = int((~young).sum())
-        if masked:
-            self.lost["masked"] = self.lost.get("masked", 0) + masked
-        batch[Columns.LOSS_MASK] = batch[Columns.LOSS_MASK] & young if Columns.LOSS_MASK in batch else young
-
-    def _pipeline_of(self, source: Source) -> LearnerConnectorPipeline:
-        if self._pipeline is None:
-            spaces = source.spaces[-1], source.action_space
-            taught = pieces_given(self._taught, "learner_connector", *spaces)
-            self._pipeline = LearnerConnectorPipeline.default(*spaces, taught, stateful=source.is_stateful)
-        return self._pipeline
-
-    def _handed(self, arrived: Arrived) -> Handed:
-        item = arrived.item
-        sequence = item.sequence if isinstance(item, Fragment) else arrived.number - 1
-        return Handed(arrived.source.name, arrived.lane, sequence, self._lag(arrived), arrived.num_steps)
-
     def _is_same(self, version: int, digest: bytes) -> bool | None:
         published = self._digests.get(version)
         return None if published is None else published == digest
 
     def _window_of(self, source: Source) -> int:
         """How many items a rollout may send beyond what is done. Raises WireError where it can't be held back."""
-        if self._ahead is None:
+        ahead = self._age.ahead
+        if ahead is None:
             return (1 + self._prefetch) * max(source.lanes, self._fragments_per_batch or 1)
         if not source.has_fixed_lanes:
             raise WireError(
@@ -459,40 +357,7 @@ class TrainerStream:
                 "go, expected another on_excess",
                 "pace",
             )
-        return 2 * self._ahead * source.lanes  # what is done may lie behind what is not, from lanes that are faster
-
-
-class _Patience:
-    """How long somebody is waited for.
-
-    limit    seconds; None: for ever
-    """
-
-    def __init__(self, limit: float | None) -> None:
-        self.limit = limit
-        self.restart()
-
-    def restart(self) -> None:
-        """Wait as long again."""
-        self._since = monotonic()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has been long enough."""
-        return self.limit is not None and monotonic() - self._since >= self.limit
-
-    @property
-    def left(self) -> float:
-        """Seconds to wait before it is looked at again."""
-        left = _PATIENCE_S if self.limit is None else self._since + self.limit - monotonic()
-        return min(_PATIENCE_S, max(left, 0.01))
-
-
-def _joined(batches: Sequence[Batch]) -> Batch:
-    """Several train batches as one."""
-    if len(batches) == 1:
-        return batches[0]
-    return {name: map_tree(lambda *parts: torch.cat(parts), *(batch[name] for batch in batches)) for name in batches[0]}
+        return 2 * ahead * source.lanes  # what is done may lie behind what is not, from lanes that are faster
 
 
 def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:

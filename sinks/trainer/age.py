@@ -1,0 +1,59 @@
+"""How old a fragment may be when a trainer gets it."""
+
+from collections import Counter
+from typing import Literal
+
+from rollflow.sinks.trainer.item_message import Batch
+from rollflow.sinks.trainer.source import Arrived
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import LagError, RunError
+
+OnExcess = Literal["drop", "pace", "mask", "raise"]
+
+
+class AgeBound:
+    """Does what is to be done with items that are more than `max_lag` policy versions old: see `TrainerStream`.
+
+    lost    transitions that were left out, by cause
+    """
+
+    def __init__(self, max_lag: int | None, on_excess: OnExcess) -> None:
+        self.max_lag, self.on_excess = max_lag, on_excess
+        self.lost: Counter[str] = Counter()
+
+    @property
+    def ahead(self) -> int | None:
+        """How many of its fragments a lane may have begun that are not done with; None: any number."""
+        return self.max_lag + 1 if self.on_excess == "pace" and self.max_lag is not None else None
+
+    def admits(self, arrived: Arrived, version: int) -> bool:
+        """Whether an item may be handed over; one that may not is counted. Raises LagError where none may be older."""
+        lag = lag_of(arrived, version)
+        if self.max_lag is None or lag is None or lag <= self.max_lag or self.on_excess == "mask":
+            return True
+        if self.on_excess == "drop":
+            self.lost["max_lag"] += arrived.num_steps
+            return False
+        told = ": publish at most once per batch, before the next is asked for" if self.on_excess == "pace" else ""
+        raise LagError(
+            f"fragment {arrived.number} of rollout {arrived.source.name} is {lag} policy versions old, expected at "
+            f"most max_lag={self.max_lag}{told}"
+        )
+
+    def mask(self, batch: Batch, version: int) -> None:
+        """Have older steps left out of the loss, under "mask". Raises RunError where a batch has no versions."""
+        if self.on_excess != "mask" or self.max_lag is None:
+            return
+        versions = batch.get(Columns.POLICY_VERSION)
+        if versions is None:
+            raise RunError(f"the batch has no column '{Columns.POLICY_VERSION}', expected it for on_excess='mask'")
+        young = versions >= version - self.max_lag
+        there = batch.get(Columns.LOSS_MASK)
+        batch[Columns.LOSS_MASK] = young if there is None else there & young
+        if masked := int((~young if there is None else there & ~young).sum()):
+            self.lost["masked"] += masked
+
+
+def lag_of(arrived: Arrived, version: int) -> int | None:
+    """Versions published since the oldest that an action was computed with; None: nobody knows."""
+    return None if arrived.policy_version is None else max(0, version - arrived.policy_version)

@@ -1,0 +1,84 @@
+"""What a trainer is handed over of the items that have come."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.episode_returns import EpisodeReturns
+from rollflow.nodes.given import pieces_given
+from rollflow.sinks.trainer.item_message import Batch
+from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.stream.errors import RunError
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.tree import map_tree
+
+Yields = Literal["batches", "fragments", "episodes"]
+LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
+
+
+class HandedOver(NamedTuple):
+    """Something for the trainer.
+
+    item      a train batch, a fragment or an episode
+    of        what it was made of
+    is_last   whether there is nothing more of that
+    """
+
+    item: Any
+    of: Sequence[Arrived]
+    is_last: bool
+
+
+class HandingOver:
+    """Makes train batches, fragments or episodes of what has come.
+
+    yields                        which
+    learner_connector, module,    for train batches: see `TrainerStream`
+    metrics
+
+    returns    of the episodes in what was handed over
+    """
+
+    def __init__(self, yields: Yields, learner_connector: LearnerConnector | None, module: Any, metrics: Any) -> None:
+        self.returns = EpisodeReturns()
+        self._yields = yields
+        self._taught, self._module, self._metrics = learner_connector, module, metrics
+        self._pipeline: LearnerConnectorPipeline | None = None
+
+    def made_of(self, taken: Sequence[Arrived]) -> Iterator[HandedOver]:
+        """What there is to hand over, one by one. Raises RunError where it can't be made of what came."""
+        fragments = [arrived.item for arrived in taken if isinstance(arrived.item, Fragment)]
+        if len(fragments) < len(taken) and (fragments or self._yields != "batches"):
+            expected = (
+                "all to send the same" if self._yields == "batches" else f"fragments, for yields={self._yields!r}"
+            )
+            raise RunError(f"rollout {taken[0].source.name}, or another one, sends train batches, expected {expected}")
+        for arrived, fragment in zip(taken, fragments, strict=False):
+            self.returns.add(fragment, arrived.source.session.token)
+        if self._yields == "batches":
+            yield HandedOver(self._batch(fragments, taken), taken, True)
+            return
+        for arrived, fragment in zip(taken, fragments, strict=True):
+            items = [fragment] if self._yields == "fragments" else list(fragment.episodes())
+            for item in items:
+                yield HandedOver(item, [arrived], item is items[-1])
+
+    def _batch(self, fragments: Sequence[Fragment], taken: Sequence[Arrived]) -> Batch:
+        if fragments:
+            return self._pipeline_of(taken[0].source).of_fragments(fragments, self._module, self._metrics)
+        batches: list[Any] = [arrived.item for arrived in taken]
+        if len(batches) == 1:
+            return dict(batches[0])
+        return {
+            name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in batches[0]
+        }
+
+    def _pipeline_of(self, source: Source) -> LearnerConnectorPipeline:
+        if self._pipeline is None:
+            spaces = source.spaces[-1], source.action_space
+            taught = pieces_given(self._taught, "learner_connector", *spaces)
+            self._pipeline = LearnerConnectorPipeline.default(*spaces, taught, stateful=source.is_stateful)
+        return self._pipeline

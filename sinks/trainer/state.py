@@ -1,0 +1,32 @@
+"""How far a trainer has come with its rollouts, as plain data."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.stream.wire import TrainerSession
+
+
+def state_of(sources: Mapping[bytes, Source], version: int, current: Sequence[Arrived]) -> dict[str, Any]:
+    """What has been handed over, with `current` as well, and the policy version: for JSON."""
+    told = {}
+    for token, source in sources.items():
+        numbers = source.beyond | {arrived.number for arrived in current if arrived.source is source}
+        done = source.session.done
+        while done + 1 in numbers:
+            done += 1
+        told[token.hex()] = {"done": done, "beyond": sorted(number for number in numbers if number > done)}
+    return {"version": version, "sources": told}
+
+
+def sources_of(state: Mapping[str, Any]) -> tuple[dict[bytes, Source], int]:
+    """The sources of a state, none of which has come yet, and its policy version. Raises ValueError where it is none."""
+    try:
+        known = {}
+        for token, told in state["sources"].items():
+            source = Source(TrainerSession(bytes.fromhex(token), int(told["done"])))
+            source.beyond = {int(number) for number in told["beyond"]}
+            known[source.session.token] = source
+        return known, int(state["version"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"state is {state!r:.100}, expected what state_dict() gave: {error!r}") from error

@@ -1,0 +1,46 @@
+"""What a trainer is told beside its batches."""
+
+from typing import NamedTuple
+
+from rollflow.sinks.trainer.age import lag_of
+from rollflow.sinks.trainer.source import Arrived
+from rollflow.stream.fragment import Fragment
+
+
+class Handed(NamedTuple):
+    """One fragment of what was handed over last.
+
+    source      name of the rollout
+    sequence    number of the fragment in its lane
+    lag         policy versions published since the oldest that its actions were computed with; None: nobody knows
+    num_steps   transitions
+    """
+
+    source: str
+    lane: int
+    sequence: int
+    lag: int | None
+    num_steps: int
+
+
+class InUse(NamedTuple):
+    """Weights that a forward node was seen to use.
+
+    source     name of the rollout
+    node       the forward node
+    version    policy version
+    is_same    whether it has the weights that were published here under this version, bit for bit; None: they were not
+               published here
+    """
+
+    source: str
+    node: str
+    version: int
+    is_same: bool | None
+
+
+def handed(arrived: Arrived, version: int) -> Handed:
+    """What there is to say of an item, when the newest policy version is this."""
+    item = arrived.item
+    sequence = item.sequence if isinstance(item, Fragment) else arrived.number - 1
+    return Handed(arrived.source.name, arrived.lane, sequence, lag_of(arrived, version), arrived.num_steps)
