@@ -20,7 +20,7 @@ def state_of(sources: Mapping[bytes, Source], version: int, current: Sequence[Ar
 
 
 def sources_of(state: Mapping[str, Any]) -> tuple[dict[bytes, Source], int]:
-    """The sources of a state, none of which has come yet, and its policy version. Raises ValueError where it is none."""
+    """The sources of a state, none of which has come yet, and its policy version. Raises ValueError for none."""
     try:
         known = {}
         for token, told in state["sources"].items():
