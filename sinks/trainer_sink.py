@@ -5,7 +5,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 
@@ -23,6 +23,7 @@ from rollflow.stream.channel import Inlet
 from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.space_codec import describe_space
+from rollflow.stream.tree import leaves_of
 from rollflow.stream.wire import (
     NONCE_BYTES,
     SESSION_BYTES,
@@ -54,12 +55,10 @@ class TrainerSink:
                        but for a single one
         limits         of frames, times and bytes under way
 
-        given          items that have come
-        undelivered    how many of them the trainer was not done with when the sink was closed
+        sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between
+        lost           transitions that the trainer was not done with when the sink was closed, `undelivered`
 
     Where the trainer is lost it is dialled again, and gets what it was not done with: every item once, in their order.
-    Train batches of a `LearnerPipeline` may come in place of fragments.
-
     To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
     secret; what the connection raised, such as another secret, when the graph runs.
     """
@@ -74,14 +73,17 @@ class TrainerSink:
         name: str | None = None,
         linger: float | None = 60.0,
         max_bytes: int = 1 << 30,
+        sends: Literal["fragments", "batches"] = "fragments",
         limits: Limits | None = None,
     ) -> None:
+        if sends not in ("fragments", "batches"):
+            raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
         target = parse_address(address)
         check_secret(target, secret_bytes(secret))
         check_tls(target, tls)
         self.name = socket.gethostname() if name is None else name
-        self.undelivered = 0
-        self._rollout, self._linger, self._max_bytes = rollout, linger, max_bytes
+        self.lost: dict[str, int] = {}
+        self._rollout, self._linger, self._max_bytes, self._sends = rollout, linger, max_bytes, sends
         self._limits = Limits() if limits is None else limits
         self._kept = Kept()
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
@@ -102,23 +104,32 @@ class TrainerSink:
     async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
         """Send what comes, until no more does and the trainer is done with it."""
         self._link.start()
+        raised: Exception | None = None
         async with anyio.create_task_group() as tasks:
             self._changed = anyio.Event()
             tasks.start_soon(self._listen)
-            async for item in fragments:
-                await self._until(self._has_room)
-                self._give(item)
-            with anyio.move_on_after(self._linger):
-                await self._until(lambda: self._session.done == self._session.given or self._has_left())
+            try:
+                await self._send(fragments)
+            except Exception as error:
+                raised = error  # as it is, not in a group
             tasks.cancel_scope.cancel()
+        if raised is not None:
+            raise raised
 
     def close(self) -> None:
         """Say goodbye to the trainer."""
         self._link.close("the rollout has ended")
         self._link.release()
-        self.undelivered = self._session.given - self._session.done
-        if self.undelivered:
-            logger.warning("%d items were not delivered: %s", self.undelivered, self._link.problem or "it is at them")
+        left, steps = self._session.given - self._session.done, self._kept.steps(self._session.done)
+        if left:
+            self.lost["undelivered"] = steps
+            logger.warning(
+                "%d %s with %d transitions were not delivered: %s",
+                left,
+                self._sends,
+                steps,
+                self._link.problem or "the trainer had not moved on from them",
+            )
 
     @property
     def given(self) -> int:
@@ -152,6 +163,7 @@ class TrainerSink:
             action_space=describe_space(environments.action_space),
             autoreset="SAME_STEP",
             metadata={
+                "sends": self._sends,
                 "lanes": environments.num_lanes,
                 "has_fixed_lanes": not isinstance(environments, RemoteLanes),
                 "spaces": [describe_space(space) for space in self._spaces()],
@@ -169,6 +181,14 @@ class TrainerSink:
     def _publish(self, version: int, weights: Mapping[str, Any]) -> int:
         """In the link's thread."""
         return self._rollout.publish(weights, version)
+
+    async def _send(self, items: Inlet[Fragment | Batch]) -> None:
+        async for item in items:
+            await self._until(self._has_room)
+            self._give(item)
+        self._link.finish()
+        with anyio.move_on_after(self._linger):
+            await self._until(lambda: self._session.done == self._session.given or self._has_left())
 
     async def _listen(self) -> None:
         """Tell whoever waits, and the rollout, that something has changed."""
@@ -208,14 +228,16 @@ class TrainerSink:
         return self._link.goodbye is not None
 
     def _give(self, item: Fragment | Batch) -> None:
-        number = self._session.given + 1
+        number, is_fragment = self._session.given + 1, isinstance(item, Fragment)
+        if is_fragment != (self._sends == "fragments"):
+            raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, Fragment):
-            message = message_of_fragment(number, item, self._spaces())
+            message, steps = message_of_fragment(number, item, self._spaces()), item.num_steps
             self._gate.give(item.lane, item.sequence)
             self._give_receipt(item)
         else:
-            message = message_of_batch(number, item)
-        self._kept.add(message, nbytes_of(message))
+            message, steps = message_of_batch(number, item), len(leaves_of(item)[0])
+        self._kept.add(message, nbytes_of(message), steps)
         self._session.given = number
         self._link.wake()
 

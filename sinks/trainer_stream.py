@@ -347,10 +347,14 @@ class TrainerStream:
         return None if published is None else published == digest
 
     def _window_of(self, source: Source) -> int:
-        """How many items a rollout may send beyond what is done. Raises WireError where it can't be held back."""
+        """How many items a rollout may send beyond what is done. Raises WireError where it is not what is wanted."""
         ahead = self._age.ahead
+        if source.sends_batches and (self.yields != "batches" or ahead is not None):
+            told = f"yields={self.yields!r}" if ahead is None else "on_excess='pace'"
+            raise WireError(f"this rollout sends train batches, and the trainer has {told}: expected fragments", "role")
         if ahead is None:
-            return (1 + self._prefetch) * max(source.lanes, self._fragments_per_batch or 1)
+            lanes = 1 if source.sends_batches else source.lanes
+            return (1 + self._prefetch) * max(lanes, self._fragments_per_batch or 1)
         if not source.has_fixed_lanes:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and this one's lanes are on hosts that come and "

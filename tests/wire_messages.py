@@ -15,6 +15,7 @@ from rollflow.stream.wire import (
     Cut,
     Done,
     Failed,
+    Finished,
     Fragment,
     Goodbye,
     Hello,
@@ -131,6 +132,7 @@ EXAMPLES: dict[str, Message] = {
     ),
     "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
     "done": Done(41, 40),
+    "finished": Finished(42),
     "receipt": Receipt("lane 0", 7, bytes(range(64, 96))),
     "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
 }

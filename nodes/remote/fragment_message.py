@@ -29,7 +29,7 @@ def message_of(
     }
     # A list in place of a tuple is the same to the wire, and not to whoever maps over a tree.
     forms = {name: map_tree(lambda leaf: leaf[0, :0], column.tree) for name, column in fragment.columns.items()}
-    told = {"forms": forms, "space": [space is fragment.observation_space for space in spaces].index(True)}
+    told = {"forms": forms, "space": _which(fragment.observation_space, spaces)}
     return wire.Fragment(lane, number, columns, described(fragment) | told | dict(more))
 
 
@@ -66,6 +66,14 @@ def fragment_of(
         if isinstance(error, WireError):
             raise
         raise WireError(f"it is no fragment: {type(error).__name__}: {error}", "fragment") from error
+
+
+def _which(space: gym.Space[Any] | None, spaces: Sequence[gym.Space[Any]]) -> int:
+    """The place of a space; of one that is the same where it is not there itself, as after a way between processes."""
+    for place, other in enumerate(spaces):
+        if other is space:
+            return place
+    return list(spaces).index(space)  # type: ignore[arg-type]
 
 
 def _formed(tree: Tree, form: Tree, where: str) -> Tree:

@@ -23,6 +23,7 @@ from rollflow.stream.wire import (
     Broken,
     Done,
     Event,
+    Finished,
     Fragment,
     Goodbye,
     Hello,
@@ -241,6 +242,8 @@ class Door:
                     self.wake()
                 else:
                     self.arrived.append(arrived)
+            case Finished():
+                source.has_ended = source.session.taken >= event.number
             case Receipt():
                 source.receipts[event.node] = event
         self.bell.ring()

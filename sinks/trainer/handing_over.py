@@ -51,11 +51,8 @@ class HandingOver:
     def made_of(self, taken: Sequence[Arrived]) -> Iterator[HandedOver]:
         """What there is to hand over, one by one. Raises RunError where it can't be made of what came."""
         fragments = [arrived.item for arrived in taken if isinstance(arrived.item, Fragment)]
-        if len(fragments) < len(taken) and (fragments or self._yields != "batches"):
-            expected = (
-                "all to send the same" if self._yields == "batches" else f"fragments, for yields={self._yields!r}"
-            )
-            raise RunError(f"rollout {taken[0].source.name}, or another one, sends train batches, expected {expected}")
+        if fragments and len(fragments) < len(taken):
+            raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
         for arrived, fragment in zip(taken, fragments, strict=False):
             self.returns.add(fragment, arrived.source.session.token)
         if self._yields == "batches":

@@ -11,6 +11,7 @@ from rollflow.stream.wire import Fragment
 class _Entry:
     message: Fragment
     nbytes: int
+    steps: int
 
 
 class Kept:
@@ -33,11 +34,11 @@ class Kept:
         """The number given out last."""
         return self._first + len(self._entries) - 1
 
-    def add(self, message: Fragment, nbytes: int) -> None:
-        """Keep the next one."""
+    def add(self, message: Fragment, nbytes: int, steps: int) -> None:
+        """Keep the next one, with so many transitions."""
         with self._lock:
             assert message.number == self.last + 1
-            self._entries.append(_Entry(message, nbytes))
+            self._entries.append(_Entry(message, nbytes, steps))
             self.nbytes += nbytes
 
     def get(self, number: int) -> Fragment:
@@ -51,6 +52,11 @@ class Kept:
             while self._entries and self._first <= number:
                 self.nbytes -= self._entries.popleft().nbytes
                 self._first += 1
+
+    def steps(self, after: int) -> int:
+        """Transitions in those with numbers greater than `after`."""
+        with self._lock:
+            return sum(entry.steps for entry in self._entries if entry.message.number > after)
 
     def count(self, lane: int, after: int) -> int:
         """How many of a lane there are with numbers greater than `after`."""

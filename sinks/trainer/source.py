@@ -54,8 +54,9 @@ class Source:
     session              what outlives its connections
     connection           the newest; None: there has been none
     lost_at              since when it has none; None: it has one
-    has_ended            whether it has said goodbye, or did not come back
+    has_ended            whether it has said that no more comes, has said goodbye, or did not come back
     is_lost              whether it did not come back
+    sends_batches        whether it sends train batches
     lanes                of its rollout, at the beginning
     spaces               that observations may be in, as they come
     seen_space, action_space    of what a module sees, and of its actions
@@ -72,6 +73,7 @@ class Source:
         self.connection: TrainerConnection | None = None
         self.lost_at: float | None = None
         self.has_ended = self.is_lost = False
+        self.sends_batches = False
         self.lanes = 1
         self.has_fixed_lanes = True
         self.spaces: list[gym.Space[Any]] = []
@@ -104,6 +106,10 @@ class Source:
         weights = _entry(told, "weights", dict)
         if not all(isinstance(shape, list) and all(map(is_whole, shape)) for shape in weights.values()):
             raise WireError("hello.metadata: weights are no shapes, expected lists of whole numbers", "message")
+        sends = told.get("sends")
+        if sends not in ("fragments", "batches"):
+            raise WireError(f"hello.metadata: sends is {sends!r:.100}, expected 'fragments' or 'batches'", "message")
+        self.sends_batches = sends == "batches"
         self.spaces = [space_of(space) for space in spaces]
         self.action_space = space_of(dict(hello.action_space))
         self.lanes, self.version = told["lanes"], told["version"]
@@ -115,7 +121,9 @@ class Source:
     def read(self, message: wire.Fragment) -> Arrived:
         """What is in a message. Raises WireError where it is nothing for a trainer."""
         assert self.action_space is not None
-        if is_batch(message):
+        if is_batch(message) != self.sends_batches:
+            raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
+        if self.sends_batches:
             return Arrived(self, message.number, *batch_of_message(message))
         fragment = fragment_of_message(message, self.spaces, self.action_space)
         version = fragment.policy_version if fragment.num_rows else None

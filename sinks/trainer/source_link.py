@@ -24,6 +24,7 @@ from rollflow.stream.wire import (
     Broken,
     Done,
     Event,
+    Finished,
     Goodbye,
     Hello,
     Limits,
@@ -39,6 +40,7 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY_S = 2.0
+_GOODBYE_S = 2.0  # that the trainer has for its own goodbye
 _MUCH = 1 << 16  # bytes that wait for the trainer
 # Codes of errors after which the trainer is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake")
@@ -87,6 +89,9 @@ class SourceLink:
         self._poll.register(self._wake.fileno(), select.POLLIN)
         self._lines: Lines[Line[SourceConnection]] = Lines(self._poll)
         self._parting: str | None = None  # why this end leaves
+        self._leave_by: float | None = None
+        self._is_finished = False
+        self._told_finished: SourceConnection | None = None  # the connection that was told so
         self._thread = threading.Thread(target=self._run, name=f"rollflow to trainer {address}", daemon=True)
 
     def start(self) -> None:
@@ -102,9 +107,14 @@ class SourceLink:
         self._receipts.append(receipt)
         self._wake.ring()
 
+    def finish(self) -> None:
+        """Say that no more comes, once all has been sent."""
+        self._is_finished = True
+        self._wake.ring()
+
     def close(self, reason: str) -> None:
         """Say goodbye, and end the thread."""
-        self._parting = reason
+        self._leave_by, self._parting = monotonic() + _GOODBYE_S, reason
         self._wake.ring()
         if self._thread.is_alive():
             self._thread.join()
@@ -162,10 +172,12 @@ class SourceLink:
                 self._wake.silence()
                 self._send(connection)
                 self._lines.write(line)
-                due = connection.next_deadline()
-                timeout = None if due is None else max(0.0, due - monotonic()) * 1e3
+                dues = [due for due in (connection.next_deadline(), self._leave_by) if due is not None]
+                timeout = max(0.0, min(dues) - monotonic()) * 1e3 if dues else None
                 ready = {fd for fd, _ in self._poll.poll(timeout)}
                 now = monotonic()
+                if self._leave_by is not None and now >= self._leave_by:
+                    return
                 events = line.transport.read(now) if line.fileno() in ready else []
                 for event in events + connection.tick(now):
                     self._take(event)
@@ -186,8 +198,11 @@ class SourceLink:
         session, wanted = self._session, self.wanted
         while wanted is not None and connection.undelivered < _MUCH:
             if connection.next > min(session.given, session.done + wanted.window):
-                return
+                break
             connection.send(self._kept.get(connection.next))
+        if self._is_finished and connection.next > session.given and self._told_finished is not connection:
+            connection.tell(Finished(session.given))
+            self._told_finished = connection
 
     def _take(self, event: Event) -> None:
         match event:

@@ -9,7 +9,7 @@ from rollflow.sinks.trainer.source import Arrived, Source
 class FirstCome:
     """So many items at a time, in the order in which they came.
 
-    count    None: one for every lane of the rollouts that are there
+    count    None: one for every lane of the rollouts that are there, or whose items still wait
     """
 
     def __init__(self, count: int | None) -> None:
@@ -22,7 +22,8 @@ class FirstCome:
 
     def take(self, present: Sequence[Source]) -> list[Arrived]:
         """The next items; none where they are not all there and others may come from those that are `present`."""
-        count = self._count or max(1, sum(source.lanes for source in present))
+        of = {*present, *(arrived.source for arrived in self._waiting)}
+        count = self._count or max(1, sum(1 if source.sends_batches else source.lanes for source in of))
         if len(self._waiting) < count and present:
             return []
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]

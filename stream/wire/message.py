@@ -15,6 +15,7 @@ from rollflow.stream.wire.running import (
     Cut,
     Done,
     Failed,
+    Finished,
     Fragment,
     Goodbye,
     Metrics,
@@ -45,6 +46,7 @@ Running = (
     | Weights
     | States
     | Done
+    | Finished
     | Receipt
     | Metrics
     | Credit
@@ -60,7 +62,7 @@ KINDS: dict[str, type[Message]] = {
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
         *(Reset, Step, Rows, Failed),
-        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Receipt, Metrics),
+        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Receipt, Metrics),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )
 }

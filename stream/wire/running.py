@@ -200,6 +200,14 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """Source to trainer: no fragment comes after that with this number; 0: none at all."""
+
+    kind: ClassVar[str] = "finished"
+    number: Annotated[int, whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Receipt:
     """Source to trainer: weights are in use.
 

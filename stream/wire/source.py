@@ -10,7 +10,7 @@ from rollflow.stream.wire.handshake import Hello, Welcome
 from rollflow.stream.wire.host_end import HostEnd
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import Done, Fragment, Receipt, Settings, Weights
+from rollflow.stream.wire.running import Done, Finished, Fragment, Receipt, Settings, Weights
 
 
 class SourceSession:
@@ -66,10 +66,10 @@ class SourceConnection(HostEnd):
         self._send(fragment)
         self.next += 1
 
-    def tell(self, receipt: Receipt) -> None:
-        """Say that weights are in use. Raises WireError where the connection is not running."""
-        self._check_running(receipt.kind)
-        self._send(receipt)
+    def tell(self, news: Receipt | Finished) -> None:
+        """Say that weights are in use, or that no more comes. Raises WireError where the connection is not running."""
+        self._check_running(news.kind)
+        self._send(news)
 
     def _begin(self, welcome: Welcome) -> None:
         session = self.session

@@ -6,7 +6,7 @@ from rollflow.stream.wire.gateway_end import GatewayEnd
 from rollflow.stream.wire.handshake import Hello, LaneGrant
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import Done, Fragment, Receipt, Settings, Weights
+from rollflow.stream.wire.running import Done, Finished, Fragment, Receipt, Settings, Weights
 
 
 class TrainerSession:
@@ -48,7 +48,7 @@ class TrainerConnection(GatewayEnd):
     """A trainer's end.
 
     Events: Hello, once the source has proved itself, which is to be answered with `welcome` or `refuse`; then every
-    Fragment of the stream once, in their order, and Receipt; Goodbye; Broken.
+    Fragment of the stream once, in their order, Receipt and Finished; Goodbye; Broken.
     """
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
@@ -80,6 +80,6 @@ class TrainerConnection(GatewayEnd):
             self._session.take(message.number, may_skip=self._is_first)
             self._is_first = False
             return [message]
-        if isinstance(message, Receipt):
+        if isinstance(message, Receipt | Finished):
             return [message]
-        raise WireError(f"{message.kind} from a source, expected fragment or receipt", "order")
+        raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

@@ -1,0 +1,185 @@
+"""What a trainer gets is what the rollout would have given: as fragments, episodes and train batches, in every loop."""
+
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from alike import assert_alike
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from feeding import feeding, graph_of, graph_over, in_lanes_order, running, sequences_of, trainer
+from hypothesis import Phase, given, settings
+from numbered import NumberedModule
+
+from rollflow.nodes import GeneralAdvantageEstimation, Rollout
+from rollflow.stream import Fragment, RunError, SingleAgentEpisode
+from rollflow.stream.testing import check
+
+
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@given(drawn=drawn_settings)
+def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
+    here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
+    with trainer(yields="fragments") as stream:
+        rollout = Rollout(
+            makers_of(drawn),
+            module=NumberedModule(),
+            lanes=drawn.lanes,
+            fragment_length=drawn.fragment_length,
+            lookback=drawn.lookback,
+            seed=drawn.seed,
+            num_fragments=3,
+        )
+        with running(*graph_over(rollout, stream.address)):
+            there = [fragment for fragment in stream if fragment.num_steps]
+    assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_batches_are_those_of_the_rollout_wherever_it_goes(where: str) -> None:
+    placed = {"where": where, "lanes": 2, **({} if where in ("inline", "threads") else {"workers": 2})}
+    with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7, **placed) as rollout:  # type: ignore[arg-type]
+        here = list(rollout.batches())
+    with trainer() as stream:
+        other = Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7, **placed)  # type: ignore[arg-type]
+        with running(*graph_over(other, stream.address)):
+            there = list(stream)
+    assert sum(len(batch["obs"]) for batch in here) == sum(len(batch["obs"]) for batch in there)
+    if where == "inline":  # in this order
+        check(here, there)
+
+
+def test_a_batch_is_one_fragment_of_every_lane_of_every_rollout_unless_it_is_said_otherwise() -> None:
+    with trainer(sources=2) as stream:
+        more = {"lanes": 2, "num_fragments": 3}
+        with feeding(stream.address, (0, 1), **more), feeding(stream.address, (2, 3), **more, sink={"name": "other"}):
+            counts = [len(stream.handed) for _ in stream]
+    assert counts[0] == 4
+    assert sum(counts) == 12
+    with trainer(fragments_per_batch=5) as stream, feeding(stream.address, num_fragments=12):
+        assert [len(stream.handed) for _ in stream] == [5, 5, 2]
+
+
+def test_episodes_come_one_by_one_and_a_fragment_is_done_with_the_last() -> None:
+    done = []
+    with trainer(yields="episodes", prefetch=0) as stream, feeding(stream.address, num_fragments=4, lanes=1) as feed:
+        steps = 0
+        for episode in stream:
+            assert isinstance(episode, SingleAgentEpisode)
+            steps += len(episode)
+            done.append(stream.state_dict())
+    assert steps == feed.rollout.num_steps
+    counts = [next(iter(state["sources"].values()))["done"] for state in done]
+    assert sorted(set(counts)) == [0, 1, 2, 3, 4]
+    assert counts[-1] == 4
+
+
+def test_returns_and_what_was_handed_over_are_told() -> None:
+    with Rollout("CartPole-v1", num_envs=4, fragment_length=32, num_fragments=5, seed=3) as rollout:
+        for _ in rollout.batches():
+            pass
+    with trainer() as stream:
+        other = Rollout("CartPole-v1", num_envs=4, fragment_length=32, num_fragments=5, seed=3)
+        with running(*graph_over(other, stream.address)):
+            told = [stream.handed[0] for _ in stream]
+    assert stream.returns.count == rollout.returns.count > 0
+    assert list(stream.returns.returns) == list(rollout.returns.returns)
+    assert [each.sequence for each in told] == [0, 1, 2, 3, 4]
+    assert sum(each.num_steps for each in told) == rollout.num_steps
+
+
+def test_train_batches_may_be_made_where_the_rollout_is() -> None:
+    with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7) as rollout:
+        here = list(rollout.batches())
+    with trainer() as stream:
+        other = Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=3, seed=7)
+        with running(*graph_over(other, stream.address, sends="batches")):
+            there = [(batch, stream.handed[0].lag) for batch in stream]
+    assert [lag for _, lag in there] == [0, 0, 0]
+    check(here, [batch for batch, _ in there])
+
+
+def test_a_learner_connector_runs_where_the_trainer_is() -> None:
+    pieces: Any = lambda *_: [GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)]  # noqa: E731
+    settings: dict[str, Any] = {"fragment_length": 8, "num_fragments": 2, "seed": 0, "module": Critic()}
+    with Rollout("CartPole-v1", num_envs=2, learner_connector=pieces, **settings) as rollout:
+        here = list(rollout.batches())
+    with trainer(learner_connector=pieces, module=Critic()) as stream:
+        with running(*graph_over(Rollout("CartPole-v1", num_envs=2, **settings), stream.address)):
+            there = list(stream)
+    check(here, there)
+
+
+@pytest.mark.anyio
+async def test_it_is_an_async_iterator_as_well() -> None:
+    with trainer(yields="fragments") as stream:
+        graph, rollout, _ = graph_of(stream.address, (0, 1), num_fragments=4, lanes=2)
+        taken: list[Fragment] = []
+
+        async def take() -> None:
+            taken.extend([fragment async for fragment in stream])
+
+        async with anyio.create_task_group() as tasks, graph.run() as run:
+            tasks.start_soon(take)
+            await run.wait()
+    assert sequences_of(taken) == {0: [0, 1, 2, 3], 1: [0, 1, 2, 3]}
+    assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
+
+
+def test_a_loop_that_is_left_goes_on_with_the_next_one() -> None:
+    with trainer(yields="fragments") as stream, feeding(stream.address, num_fragments=6):
+        taken = [next(iter(stream)) for _ in range(2)]
+        taken += stream
+    assert sequences_of(taken) == {0: [0, 1, 2, 3, 4, 5]}
+
+
+def test_a_slow_trainer_holds_the_rollout_back() -> None:
+    with trainer(yields="fragments", prefetch=1) as stream, feeding(stream.address) as feed:
+        items = iter(stream)
+        next(items)
+        # Two are at the trainer, one waits in the sink, one before it, one in the ring: no more are made.
+        for _ in range(20):
+            held = feed.rollout.num_steps
+            assert held <= 5 * 8 * 4
+        next(items)
+
+
+def test_a_trainer_that_nobody_feeds_says_where_it_waited() -> None:
+    with (
+        trainer(join_timeout=0.2) as stream,
+        pytest.raises(RunError, match=r"0 of 1 rollouts came within 0\.2 s: listening on tcp://127\.0\.0\.1:\d+$"),
+    ):
+        next(iter(stream))
+
+
+def test_a_stream_runs_once_and_inside_its_block() -> None:
+    stream = trainer()
+    with pytest.raises(RunError, match="the stream is new; this loop expects: with TrainerStream"):
+        next(iter(stream))
+    with stream:
+        pass
+    with pytest.raises(RunError, match="the stream is closed; this loop expects"):
+        next(iter(stream))
+    with pytest.raises(RunError, match="the stream is closed: it runs once, make another one"), stream:
+        pass
+
+
+def test_what_comes_is_read_only_as_everywhere() -> None:
+    with trainer(yields="fragments") as stream, feeding(stream.address, num_fragments=1):
+        [fragment] = stream
+        assert isinstance(fragment, Fragment)
+        with pytest.raises(ValueError, match="read-only"):
+            fragment.column("rewards")[0] = 1.0
+
+
+class Critic(NumberedModule):
+    """Has values, for any observation."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        obs = batch["obs"]
+        return {"action_dist_inputs": torch.zeros(len(obs), 2), "vf_preds": obs.sum(-1)}
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+        """f32[B]"""
+        values: torch.Tensor = batch["obs"].sum(-1)
+        return values
