@@ -107,12 +107,13 @@ class TrainerSink:
         raised: Exception | None = None
         async with anyio.create_task_group() as tasks:
             self._changed = anyio.Event()
-            tasks.start_soon(self._listen)
+            tasks.start_soon(self._listen, tasks.cancel_scope)
             try:
                 await self._send(fragments)
             except Exception as error:
                 raised = error  # as it is, not in a group
             tasks.cancel_scope.cancel()
+        raised = raised or self._link.error
         if raised is not None:
             raise raised
 
@@ -190,12 +191,14 @@ class TrainerSink:
         with anyio.move_on_after(self._linger):
             await self._until(lambda: self._session.done == self._session.given or self._has_left())
 
-    async def _listen(self) -> None:
-        """Tell whoever waits, and the rollout, that something has changed."""
+    async def _listen(self, scope: anyio.CancelScope) -> None:
+        """Tell whoever waits, and the rollout, that something has changed; where the link has failed, end it all."""
         bell = self._link.bell
         while True:
             await anyio.wait_readable(bell.fileno())
             bell.silence()
+            if self._link.error is not None:
+                scope.cancel()
             gate = self._gate
             gate.wanted = self._link.wanted or gate.wanted
             gate.done, gate.version = self._session.done, self._rollout.policy_version
@@ -204,10 +207,8 @@ class TrainerSink:
             changed.set()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
-        """Wait until something holds. Raises what the link has raised."""
+        """Wait until something holds."""
         while True:
-            if self._link.error is not None:
-                raise self._link.error
             changed = self._changed
             if is_so():
                 return

@@ -171,7 +171,7 @@ class TrainerStream:
         shapes, arrays = shapes_of(weights), to_arrays(weights)
         digest = digest_of(arrays.tensors, arrays.dtypes)
         with self._door.lock:
-            for source in self._door.present:
+            for source in self._door.connected:
                 check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
             version = self.version + 1
             self._digests[version] = digest
@@ -194,7 +194,7 @@ class TrainerStream:
         with self._door.lock:
             return [
                 InUse(source.name, node, receipt.version, self._is_same(receipt.version, receipt.digest))
-                for source in self._door.present
+                for source in self._door.connected
                 for node, receipt in sorted(source.receipts.items())
             ]
 
@@ -242,7 +242,7 @@ class TrainerStream:
     def sources(self) -> list[str]:
         """Names of the rollouts that are there."""
         with self._door.lock:
-            return [source.name for source in self._door.present]
+            return [source.name for source in self._door.connected]
 
     # Inside
 

@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Literal
 
+import torch
+
 from rollflow.sinks.trainer.item_message import Batch
 from rollflow.sinks.trainer.source import Arrived
 from rollflow.stream.columns import Columns
@@ -47,7 +49,7 @@ class AgeBound:
         versions = batch.get(Columns.POLICY_VERSION)
         if versions is None:
             raise RunError(f"the batch has no column '{Columns.POLICY_VERSION}', expected it for on_excess='mask'")
-        young = versions >= version - self.max_lag
+        young = torch.as_tensor(versions) >= version - self.max_lag
         there = batch.get(Columns.LOSS_MASK)
         batch[Columns.LOSS_MASK] = young if there is None else there & young
         if masked := int((~young if there is None else there & ~young).sum()):

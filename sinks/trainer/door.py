@@ -105,6 +105,11 @@ class Door:
         """Sources of which more may come."""
         return [source for source in self.sources.values() if source.is_present]
 
+    @property
+    def connected(self) -> list[Source]:
+        """Sources that can be told something."""
+        return [source for source in self.sources.values() if source.is_connected]
+
     def open(self, sockets: Sequence[socket.socket]) -> None:
         """Take in who comes by sockets that are listened on."""
         self._entrance = Entrance(sockets, self._poll)

@@ -91,6 +91,11 @@ class Source:
         """Whether more may come of it."""
         return self.connection is not None and not self.has_ended
 
+    @property
+    def is_connected(self) -> bool:
+        """Whether it can be told something."""
+        return self.connection is not None and self.connection.is_open
+
     def introduce(self, hello: Hello, where: str) -> None:
         """Take down what it says of itself. Raises WireError where it makes no sense."""
         told = hello.metadata

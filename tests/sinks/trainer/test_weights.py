@@ -1,0 +1,110 @@
+"""A trainer's weights: which rollouts act with them, and how it gets to know."""
+
+import hashlib
+import logging
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from feeding import feeding, graph_over, running, trainer
+from remote_rollouts import await_that
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import TrainerSink
+from rollflow.sinks.trainer.weights_digest import digest_of
+from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.tensor(value)}
+
+
+def test_a_rollout_begins_with_the_trainers_newest_weights() -> None:
+    with trainer() as stream:
+        stream.publish(weights(5.0))
+        assert stream.publish(weights(7.0)) == 2
+        with feeding(stream.address, num_fragments=2):
+            for batch in stream:
+                assert (batch[Columns.POLICY_VERSION] == 2).all()
+                assert (batch["weight"] == 7.0).all()
+
+
+@pytest.mark.parametrize("where", ["inline", "rollouts"])
+def test_every_forward_node_says_which_weights_it_uses(where: str) -> None:
+    with trainer(max_lag=0, on_excess="pace") as stream:
+        more = {} if where == "inline" else {"workers": 2}
+        rollout = Rollout("CartPole-v1", num_envs=4, lanes=2, fragment_length=8, where=where, num_fragments=4, **more)  # type: ignore[arg-type]
+        with running(*graph_over(rollout, stream.address)):
+            told = []
+            for _ in stream:
+                told.append(stream.weights_in_use())
+                stream.publish(rollout.module.state_dict())
+    assert told[0] == []
+    for version, uses in enumerate(told[1:], start=1):
+        assert [(use.node, use.version, use.is_same) for use in uses] == [
+            ("lane 0", version, True),
+            ("lane 1", version, True),
+        ]
+
+
+def test_the_digest_is_that_of_the_protocol() -> None:
+    tensors = {"b": np.array([[1, 2]], np.int16), "a": np.array(0.5, np.float32)}
+    told = b"a\n<f4\n\n" + tensors["a"].tobytes() + b"b\nbfloat16\n1,2\n" + tensors["b"].tobytes()
+    assert digest_of(tensors, {"b": "bfloat16"}) == hashlib.blake2b(told, digest_size=32).digest()
+
+
+def test_weights_of_another_module_are_refused_before_they_are_sent() -> None:
+    with trainer() as stream, feeding(stream.address, num_fragments=2):
+        for _ in stream:
+            with pytest.raises(
+                ModuleError,
+                match=r"weights do not fit module 'NumberedModule of rollout feed .*': missing \['weight'\], unknown "
+                r"\['bias'\]",
+            ):
+                stream.publish({"bias": torch.zeros(3)})
+            with pytest.raises(ModuleError, match="expected a state_dict"):
+                stream.publish([1, 2])  # type: ignore[arg-type]
+    assert stream.version == 0
+
+
+def test_weights_of_another_module_that_are_published_too_early_end_the_rollout() -> None:
+    with trainer(join_timeout=0.5) as stream:
+        stream.publish({"bias": torch.zeros(3)})
+        parts = graph_over(Rollout("CartPole-v1", fragment_length=8), stream.address)
+        with pytest.raises(ModuleError, match="weights do not fit module 'DefaultModule'"), running(*parts) as feed:
+            with pytest.raises(RunError, match=r"every rollout is lost and none came within 0\.5 s: feed"):
+                next(iter(stream))
+            feed.ended.result()
+
+
+def test_a_rollout_may_feed_two_trainers(caplog: pytest.LogCaptureFixture) -> None:
+    with trainer(yields="fragments") as first, trainer(yields="fragments") as second:
+        rollout = Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=5)
+        sinks = [TrainerSink(str(stream.address), rollout, name="both") for stream in (first, second)]
+        graph = Graph("two")
+        graph.add(rollout=rollout, one=sinks[0], other=sinks[1])
+        graph.connect("rollout.fragments", "one", capacity=1)
+        graph.connect("rollout.fragments", "other", capacity=1)
+        with running(graph, rollout, sinks[0]):
+            with ThreadPoolExecutor() as pool:
+                others = pool.submit(lambda: [fragment.sequence for fragment in second])
+                taken = []
+                for fragment in first:
+                    taken.append(fragment.sequence)
+                    if len(taken) == 2:
+                        first.publish(rollout.module.state_dict())
+                        first.publish(rollout.module.state_dict())
+                        await_that(lambda: rollout.policy_version == 2)
+                        with caplog.at_level(logging.WARNING):
+                            second.publish(rollout.module.state_dict())
+                            await_that(lambda: "of another trainer" in caplog.text)
+            assert taken == others.result() == [0, 1, 2, 3, 4]
+    assert rollout.policy_version == 2
+
+
+def test_a_sink_comes_before_its_rollout_is_in_the_graph() -> None:
+    rollout = Rollout("CartPole-v1")
+    Graph("g").add(rollout=rollout)
+    with pytest.raises(GraphError, match="the rollout is in a graph already, expected whoever holds it back to come"):
+        TrainerSink("tcp://127.0.0.1:1", rollout)
