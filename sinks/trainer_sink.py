@@ -59,6 +59,7 @@ class TrainerSink:
         lost           transitions that the trainer was not done with when the sink was closed, `undelivered`
 
     Where the trainer is lost it is dialled again, and gets what it was not done with: every item once, in their order.
+    Until then the rollout stands still, also one that is drained: leave the run to give up what the trainer has not.
     To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
     secret; what the connection raised, such as another secret, when the graph runs.
     """
@@ -139,7 +140,7 @@ class TrainerSink:
 
     @property
     def goodbye(self) -> str | None:
-        """The reason that the last trainer gave when it left; None: none has left."""
+        """The reason that the trainer gave when it left; None: it has not, or there is another one."""
         return self._link.goodbye
 
     def describe(self) -> str:

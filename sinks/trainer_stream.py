@@ -60,7 +60,8 @@ class TrainerStream:
         address    listened on, with the port that it has, once it is entered
         handed     what is in the batch that was handed over last
 
-    A batch is done with when the next one is asked for. The loop ends when every rollout has said goodbye. Leaving the
+    A batch is done with when the next one is asked for. The loop ends when no rollout is left, and as many as `sources`
+    have said that no more comes. Leaving the
     block without an error says goodbye to the rollouts; with one, they wait for a trainer to come back.
 
     Raises RunError where no rollout comes, or all are lost.
@@ -329,8 +330,9 @@ class TrainerStream:
         if present:
             patience.restart()
             return _NOT_YET
-        lost = [source for source in self._door.sources.values() if source.is_lost]
-        if not lost:
+        come = [source for source in self._door.sources.values() if source.connection is not None]
+        lost = [source for source in come if source.is_lost]
+        if not lost or len(come) - len(lost) >= self._awaited:  # others may have come in their place
             return None
         if patience.is_over:
             names = ", ".join(source.name for source in lost)

@@ -57,7 +57,7 @@ class SourceLink:
 
     wanted      how the trainer wants the stream; None: it has not been there yet
     versions    policy version -> digest of its weights, for those that came
-    goodbye     the reason that the last trainer gave when it left; None: none has
+    goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
     problem     what stands between this and the trainer; "": nothing
     error       why there is no going on; None: there is
     bell        rings when anything has changed
@@ -208,7 +208,7 @@ class SourceLink:
         match event:
             case Welcome():
                 logger.info("trainer %s has taken this rollout in", self.address)
-                self.problem, self.wanted = "", None
+                self.problem, self.wanted, self.goodbye = "", None, None
             case Settings():
                 self.wanted = Wanted.of(event.settings)
             case Weights():

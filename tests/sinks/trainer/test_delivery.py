@@ -1,0 +1,194 @@
+"""Every fragment is handed over once, whoever is killed, cut off or frozen meanwhile."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from feeding import HASTY, feeding, sequences_of, trainer
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from remote_hosts import BrokenWire
+from remote_rollouts import await_that
+from trainers import FeedChild, TrainerChild, records_of
+
+from rollflow.sinks import TrainerStream
+from rollflow.stream import Fragment, RunError
+
+
+def check_whole(records: Sequence[tuple[int, int, int]]) -> None:
+    """The fragments of every lane are there from the first on, each once and in its order."""
+    by_lane: dict[int, list[int]] = {}
+    for lane, sequence, _ in records:
+        by_lane.setdefault(lane, []).append(sequence)
+    for sequences in by_lane.values():
+        assert sequences == list(range(len(sequences)))
+
+
+def cut_off(cuts: Sequence[int], fragments: int) -> tuple[list[Fragment], int]:
+    """What comes through a wire that is cut after so many bytes, again and again; and how many steps were made."""
+    left = list(cuts)
+    with trainer(yields="fragments", limits=HASTY) as stream:
+        wire = BrokenWire(stream.address, lambda: left.pop() if left else None)
+        try:
+            more = {"lanes": 2, "num_fragments": fragments, "sink": {"limits": HASTY}}
+            with feeding(wire.address, **more) as feed:
+                taken = list(stream)
+        finally:
+            wire.close()
+    return taken, feed.rollout.num_steps
+
+
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+@given(cuts=st.lists(st.integers(0, 20_000), max_size=5))
+def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[int]) -> None:
+    taken, steps = cut_off(cuts, fragments=8)
+    assert sequences_of(taken) == {0: list(range(8)), 1: list(range(8))}
+    assert sum(fragment.num_steps for fragment in taken) == steps
+
+
+@pytest.mark.slow
+def test_nor_does_one_that_is_cut_two_hundred_times() -> None:
+    drawn = random.Random(5)
+    taken, steps = cut_off([drawn.randrange(4_000, 30_000) for _ in range(200)], fragments=800)
+    assert sequences_of(taken) == {0: list(range(800)), 1: list(range(800))}
+    assert sum(fragment.num_steps for fragment in taken) == steps
+
+
+def killed_again_and_again(folder: Path, kills: int, ack: str, seed: int) -> None:
+    address, drawn = f"unix:{folder}/trainer", random.Random(seed)
+    with feeding(address, lanes=2, sink={"max_bytes": 1 << 20}) as feed:
+        for _ in range(kills):
+            child = TrainerChild(address, folder, ack=ack)
+            # Somewhere in what it does: a little after it has got so far.
+            goal = len(records_of(folder)) + drawn.randrange(6)
+            await_that(lambda goal=goal: len(records_of(folder)) >= goal)
+            threading.Event().wait(drawn.random() * 0.02)
+            child.kill()
+        assert feed.sink._kept.nbytes <= (1 << 20)
+        child = TrainerChild(address, folder, ack=ack)
+        feed.drain()
+        feed.ended.result(60)
+        child.process.join()
+        assert child.process.exitcode == 0
+    records = records_of(folder)
+    check_whole(records)
+    assert sum(steps for _, _, steps in records) == feed.rollout.num_steps
+    assert feed.sink.lost == {}
+
+
+@pytest.mark.parametrize("ack", ["auto", "manual"])
+def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(tmp_path: Path, ack: str) -> None:
+    killed_again_and_again(tmp_path, 5, ack, seed=1)
+
+
+@pytest.mark.slow
+def test_so_it_is_with_one_that_is_killed_two_hundred_times(tmp_path: Path) -> None:
+    killed_again_and_again(tmp_path, 200, "manual", seed=2)
+
+
+def rollouts_killed(kills: int, folder: Path) -> None:
+    """A rollout is killed and another one started, while a second one goes on."""
+    drawn = random.Random(3)
+    limits = {"limits": HASTY}
+    with trainer(yields="fragments", prefetch=2, **limits) as stream:
+        with feeding(stream.address, (10, 11), lanes=1, sink={"name": "steady", **limits}) as steady:
+            taken: dict[str, list[tuple[int, int, int]]] = {}
+            fragments = iter(stream)
+            for life in range(kills):
+                child = FeedChild(str(stream.address), [0, 1], seed=life, sink={"name": f"life {life}", **limits})
+                last = 1 + drawn.randrange(4)
+                while len(taken.get(f"life {life}", ())) < last:
+                    take(stream, next(fragments), taken)
+                child.kill()
+            steady.drain()
+            for fragment in fragments:
+                take(stream, fragment, taken)
+    for records in taken.values():
+        check_whole(records)
+    assert len(taken) == kills + 1
+    assert sum(steps for _, _, steps in taken["steady"]) == steady.rollout.num_steps
+
+
+def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[tuple[int, int, int]]]) -> None:
+    [told] = stream.handed
+    record = (fragment.lane, fragment.sequence, fragment.num_steps)
+    taken.setdefault(told.source.split(" (")[0], []).append(record)
+
+
+def test_a_rollout_that_is_killed_is_nobody_elses_trouble(tmp_path: Path) -> None:
+    rollouts_killed(3, tmp_path)
+
+
+@pytest.mark.slow
+def test_nor_are_two_hundred_of_them(tmp_path: Path) -> None:
+    rollouts_killed(200, tmp_path)
+
+
+def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, sink={"limits": HASTY}) as feed:
+        child = TrainerChild(address, tmp_path, ack="auto", heartbeat_s=0.5)
+        await_that(lambda: len(records_of(tmp_path)) >= 3)
+        assert child.process.pid is not None
+        os.kill(child.process.pid, signal.SIGSTOP)
+        await_that(lambda: feed.sink._link.problem)  # it is taken for lost: three heartbeats without a word
+        held = feed.sink.given
+        os.kill(child.process.pid, signal.SIGCONT)
+        await_that(lambda: len(records_of(tmp_path)) >= held + 3)
+        feed.drain()
+        feed.ended.result(60)
+        child.process.join()
+    check_whole(records_of(tmp_path))
+    assert sum(steps for _, _, steps in records_of(tmp_path)) == feed.rollout.num_steps
+
+
+def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, num_fragments=6) as feed:
+        with pytest.raises(KeyError), TrainerStream(address, yields="fragments") as stream:
+            first = [next(iter(stream))]
+            raise KeyError
+        assert feed.sink.goodbye is None
+        with TrainerStream(address, yields="fragments") as stream:
+            items = iter(stream)
+            second = [next(items) for _ in range(3)]
+        await_that(lambda: feed.sink.goodbye == "the trainer has ended")
+        with TrainerStream(address, yields="fragments") as stream:
+            third = list(stream)
+    assert sequences_of(first) == {0: [0]}
+    assert sequences_of([*second, *third]) == {0: [0, 1, 2, 3, 4, 5]}  # the first one had not moved on
+
+
+def test_a_rollout_with_no_trainer_keeps_what_it_has_within_bounds_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.sinks.trainer_sink._PATIENCE_S", 0.05)
+    with feeding(f"unix:{tmp_path}/trainer", sink={"linger": 0.1}) as feed:
+        await_that(lambda: "has not been reached" in caplog.text or "No such file" in caplog.text)
+        assert feed.rollout.num_steps == 0  # it begins with its trainer's weights
+    assert feed.sink.lost == {}
+
+
+def test_what_a_trainer_never_got_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address) as feed:
+        with pytest.raises(KeyError), TrainerStream(address, yields="fragments", prefetch=0) as stream:
+            next(iter(stream))
+            raise KeyError
+        await_that(lambda: feed.sink._link.problem)
+    assert feed.sink.lost == {"undelivered": feed.sink.given * 8 * 4}
+    assert "transitions were not delivered: trainer unix:" in caplog.text
+
+
+def test_a_state_is_loaded_before_the_stream_begins_and_must_be_one() -> None:
+    with trainer() as stream:
+        with pytest.raises(ValueError, match=r"state is \{'version': 0\}, expected what state_dict"):
+            stream.load_state_dict({"version": 0})
+        with pytest.raises(RunError), trainer(join_timeout=0.01) as other:
+            next(iter(other))
+        with pytest.raises(RunError, match="the stream has begun, expected load_state_dict before the first batch"):
+            other.load_state_dict({"version": 0, "sources": {}})
