@@ -13,6 +13,10 @@ from rollflow.stream.wire import (
     HostConnection,
     HostSession,
     Limits,
+    SourceConnection,
+    SourceSession,
+    TrainerConnection,
+    TrainerSession,
 )
 
 
@@ -84,6 +88,34 @@ def running(*, credits: int = 0, **given: Any) -> Ends:
     ends.gateway.welcome(ends.session, credits=credits)
     ends.to_host()
     return ends
+
+
+class StreamEnds:
+    """Both ends of one connection, after the handshake, of a source that has given so many fragments."""
+
+    def __init__(
+        self, session: SourceSession | None = None, known: TrainerSession | None = None, *, given: int = 0, **said: Any
+    ) -> None:
+        self.session = session or SourceSession(TOKEN)
+        self.session.given = max(given, self.session.given)
+        self.known = known or TrainerSession(TOKEN)
+        shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
+        self.source = SourceConnection(hello(**{"role": "source", **said}), self.session, **shared)
+        self.trainer = TrainerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.to_trainer()
+        self.to_source()
+        self.events = self.to_trainer()
+        if self.trainer.hello is not None:
+            self.trainer.welcome(self.known)
+            (self.welcome,) = self.to_source()
+
+    def to_trainer(self) -> list[Event]:
+        """Carry all bytes of the source to the trainer."""
+        return self.trainer.receive(taken_from(self.source), 0.0)
+
+    def to_source(self) -> list[Event]:
+        """Carry all bytes of the trainer to the source."""
+        return self.source.receive(taken_from(self.trainer), 0.0)
 
 
 def _split(data: bytes, count: int | None) -> tuple[bytes, bytes]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from wire_ends import Ends, greeted, running, taken_from
+from wire_ends import Ends, StreamEnds, greeted, running, taken_from
 from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
 
 from rollflow.stream.errors import WireError
@@ -105,6 +105,14 @@ def _host_of_rollouts() -> Connection:
     return running(said=hello(role="rollout")).host
 
 
+def _trainer() -> Connection:
+    return StreamEnds(given=50).trainer
+
+
+def _source() -> Connection:
+    return StreamEnds(given=50).source
+
+
 # Ends, each with streams that it takes.
 ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_new_gateway, [frame_as("hello"), frame_as("hello") + OPEN_PROOF]),
@@ -117,6 +125,8 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
         _host_of_rollouts,
         [stream_of("settings", "states", "weights", "turn", "cut"), stream_of("turn", "ping", "refused")],
     ),
+    (_trainer, [stream_of("fragment", "receipt", "finished"), stream_of("receipt", "ping", "goodbye")]),
+    (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

@@ -1,0 +1,244 @@
+"""A source and its trainer: every fragment once and in order, however often connections break."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from wire_ends import StreamEnds, taken_from
+from wire_messages import EXAMPLES, TOKEN
+
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import (
+    Broken,
+    Done,
+    Event,
+    Finished,
+    Fragment,
+    Goodbye,
+    Hello,
+    Message,
+    Receipt,
+    Settings,
+    TrainerSession,
+    Weights,
+    Welcome,
+    encode,
+)
+
+
+class Ends(StreamEnds):
+    """Both ends of a stream."""
+
+    def give(self, number: int) -> list[Event]:
+        self.source.send(fragment(number))
+        return self.to_trainer()
+
+
+def fragment(number: int) -> Fragment:
+    return Fragment(number % 3, number, {}, {})
+
+
+def frame(message: Message) -> bytes:
+    return b"".join(encode(message))
+
+
+def error_of(events: list[Event]) -> WireError:
+    assert isinstance(events[-1], Broken), events
+    return events[-1].error
+
+
+def test_fragments_go_one_way_and_how_far_the_trainer_is_the_other() -> None:
+    ends = Ends(given=2)
+    assert isinstance(ends.welcome, Welcome)
+    for number in (1, 2):
+        (came,) = ends.give(number)
+        assert isinstance(came, Fragment)
+        assert came.number == number
+    ends.trainer.tell(Done(2, 1))
+    (done,) = ends.to_source()
+    assert isinstance(done, Done)
+    assert (ends.session.done, ends.session.kept) == (2, 1)
+    ends.trainer.tell(Done(2, 1))
+    assert ends.to_source() == []  # no news
+
+
+@pytest.mark.parametrize("news", [EXAMPLES["settings"], EXAMPLES["weights"]], ids=lambda news: news.kind)
+def test_a_trainer_tells_what_it_wants(news: Settings | Weights) -> None:
+    ends = Ends()
+    ends.trainer.tell(news)
+    (came,) = ends.to_source()
+    assert type(came) is type(news)
+
+
+def test_a_source_tells_what_is_in_use_and_that_no_more_comes() -> None:
+    ends = Ends()
+    ends.source.tell(Receipt("lane 0", 3, bytes(32)))
+    ends.source.tell(Finished(0))
+    receipt, finished = ends.to_trainer()
+    assert isinstance(receipt, Receipt)
+    assert isinstance(finished, Finished)
+
+
+def test_the_next_connection_goes_on_behind_what_the_trainer_has() -> None:
+    ends = Ends(given=5)
+    for number in (1, 2, 3):
+        ends.give(number)
+    again = Ends(ends.session, ends.known)
+    assert again.source.next == 4
+    (came,) = again.give(4)
+    assert isinstance(came, Fragment)
+
+
+def test_a_trainer_that_knows_nothing_gets_what_is_kept() -> None:
+    ends = Ends(given=5)
+    for number in range(1, 6):
+        ends.give(number)
+    ends.trainer.tell(Done(4, 2))
+    ends.to_source()
+    again = Ends(ends.session)
+    assert (again.source.next, again.session.done) == (3, 2)
+    assert isinstance(again.give(3)[0], Fragment)
+    assert (again.known.taken, again.known.done, again.known.missed) == (3, 2, 0)
+
+
+def test_a_trainer_that_goes_on_from_an_older_state_is_told_what_it_missed() -> None:
+    ends = Ends(given=5)
+    for number in range(1, 6):
+        ends.give(number)
+    ends.trainer.tell(Done(4, 4))
+    ends.to_source()
+    again = Ends(ends.session, TrainerSession(TOKEN, taken=2))
+    assert isinstance(again.give(5)[0], Fragment)
+    assert (again.known.missed, again.known.done) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (EXAMPLES["rows"], "rows from a source, expected fragment, receipt or finished"),
+        (EXAMPLES["turn"], "turn from a source"),
+        (EXAMPLES["metrics"], "metrics from a source"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_a_trainer_refuses_what_must_not_come(message: Message, told: str) -> None:
+    assert told in str(error_of(Ends(given=9).trainer.receive(frame(message), 0.0)))
+
+
+def test_fragments_that_jump_come_twice_or_too_early_are_refused() -> None:
+    for numbers, window, told, code in (
+        ((1, 3), None, "fragment 3, expected 2", "number"),
+        ((1, 1), None, "fragment 1, expected 2", "number"),
+        ((1, 2, 3), 2, "fragment 3, expected at most 2: 2 beyond the last that is done", "credit"),
+    ):
+        ends = Ends(given=9)
+        ends.known.window = window
+        events: list[Event] = []
+        for number in numbers:
+            events = ends.trainer.receive(frame(fragment(number)), 0.0)
+        error = error_of(events)
+        assert told in str(error)
+        assert error.code == code
+
+
+@pytest.mark.parametrize(
+    ("message", "told", "code"),
+    [
+        (Done(3, 0), "done 3, of which 0 are kept, expected kept <= done <= 2, the last that was given", "number"),
+        (Done(1, 2), "done 1, of which 2 are kept", "number"),
+        (EXAMPLES["turn"], "turn to a source, expected settings, weights or done", "order"),
+        (EXAMPLES["states"], "states to a source", "order"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_a_source_refuses_what_must_not_come(message: Message, told: str, code: str) -> None:
+    ends = Ends(given=2)
+    error = error_of(ends.source.receive(frame(message), 0.0))
+    assert told in str(error)
+    assert error.code == code
+
+
+def test_a_source_sends_nothing_out_of_turn() -> None:
+    ends = Ends(given=2)
+    with pytest.raises(WireError, match="fragment 2, expected 1"):
+        ends.source.send(fragment(2))
+    ends.give(1)
+    ends.give(2)
+    with pytest.raises(WireError, match="fragment 3, expected 3"):
+        ends.source.send(fragment(3))  # which has not been given
+    ends.source.goodbye("enough")
+    with pytest.raises(WireError, match="the connection is leaving, expected running"):
+        ends.source.tell(Finished(2))
+
+
+def test_a_welcome_that_has_more_than_was_given_is_refused() -> None:
+    ends = Ends(given=2, known=TrainerSession(TOKEN, taken=7))
+    assert "the trainer has 7 fragments of this stream, expected at most 2" in str(error_of([ends.welcome]))
+
+
+def test_a_host_is_no_source() -> None:
+    ends = Ends(role="env")
+    assert "hello.role is 'env', expected 'source': this is a trainer" in str(error_of(ends.events))
+
+
+def test_goodbyes_are_as_everywhere() -> None:
+    ends = Ends()
+    ends.trainer.goodbye("the trainer has ended")
+    (goodbye,) = ends.to_source()
+    assert isinstance(goodbye, Goodbye)
+    assert isinstance(ends.events[0], Hello)
+
+
+class Streams(RuleBasedStateMachine):
+    """A source and a trainer, and connections that break at any byte, with news of any age."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends = Ends()
+        self.handed: list[int] = []
+        self.on_the_way = [b"", b""]  # to the trainer, to the source
+
+    @rule()
+    def give(self) -> None:
+        self.ends.session.given += 1
+
+    @precondition(lambda self: self.ends.source.next <= self.ends.session.given)
+    @rule()
+    def send(self) -> None:
+        self.ends.source.send(fragment(self.ends.source.next))
+
+    @rule(count=st.integers(0, 300))
+    def carry_to_trainer(self, count: int) -> None:
+        self.on_the_way[0] += taken_from(self.ends.source)
+        data, self.on_the_way[0] = self.on_the_way[0][:count], self.on_the_way[0][count:]
+        for event in self.ends.trainer.receive(data, 0.0):
+            assert isinstance(event, Fragment), event
+            self.handed.append(event.number)
+
+    @rule(count=st.integers(0, 300))
+    def carry_to_source(self, count: int) -> None:
+        self.on_the_way[1] += taken_from(self.ends.trainer)
+        data, self.on_the_way[1] = self.on_the_way[1][:count], self.on_the_way[1][count:]
+        for event in self.ends.source.receive(data, 0.0):
+            assert isinstance(event, Done), event
+
+    @rule(done=st.integers(0, 3), kept=st.integers(0, 3))
+    def move_on(self, done: int, kept: int) -> None:
+        known = self.ends.known
+        known.done = min(known.taken, known.done + done)
+        known.kept = min(known.done, known.kept + kept)
+        self.ends.trainer.tell(Done(known.done, known.kept))
+
+    @rule()
+    def break_off(self) -> None:
+        self.ends = Ends(self.ends.session, self.ends.known)
+        self.on_the_way = [b"", b""]
+
+    @invariant()
+    def each_comes_once_and_in_order(self) -> None:
+        assert self.handed == list(range(1, len(self.handed) + 1))
+        assert self.ends.session.kept <= self.ends.session.done <= self.ends.known.done
+
+
+TestStreams = Streams.TestCase
+TestStreams.settings = settings(max_examples=60, stateful_step_count=40)
