@@ -23,6 +23,7 @@ from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 from rollflow.stream.one_hot import one_hot
 from rollflow.stream.report import Report
 from rollflow.stream.run import Run
@@ -47,6 +48,7 @@ __all__ = [
     "LookbackBuffer",
     "MetricsError",
     "ModuleError",
+    "MultiAgentEpisode",
     "Outlet",
     "Report",
     "RollflowError",

@@ -205,25 +205,7 @@ class SingleAgentEpisode:
         Raises EpisodeError before a reset, after the end, and when the keys of the extra outputs change; in numpy form,
         ColumnError for a value of another structure or shape than the arrays'. Then nothing is added.
         """
-        if self.is_done:
-            raise EpisodeError(f"episode '{self.id_}': add_env_step after its end at step {self.t}")
-        if not self.is_reset:
-            raise EpisodeError(f"episode '{self.id_}': add_env_step before add_env_reset")
-        extra = extra_model_outputs or {}
-        if (self.extra_model_outputs or self.rewards.total()) and extra.keys() != self.extra_model_outputs.keys():
-            raise EpisodeError(
-                f"episode '{self.id_}': extra_model_outputs {sorted(extra)} at step {self.t}, expected those of the "
-                f"steps before, {sorted(self.extra_model_outputs)}"
-            )
-        outputs = self.extra_model_outputs or {key: LookbackBuffer([], name=key) for key in extra}
-        values = [
-            (self.observations, observation),
-            (self.actions, action),
-            (self.rewards, reward),
-            *((outputs[key], value) for key, value in extra.items()),
-        ]
-        if self.observations.is_numpy:
-            self._check_fit(values)
+        outputs, values = self._checked_step(observation, action, reward, extra_model_outputs)
         for buffer, value in values:
             buffer.append(value)
         self.infos.append({} if infos is None else infos)
@@ -234,6 +216,12 @@ class SingleAgentEpisode:
         now = time.perf_counter()
         self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
         self._last_step_at = now
+
+    def check_env_step(
+        self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise what `add_env_step` would raise for these values; nothing is added."""
+        self._checked_step(observation, action, reward, extra_model_outputs)
 
     def validate(self) -> None:
         """Raise EpisodeError unless there is one observation and one info more than there are steps, or nothing."""
@@ -356,7 +344,7 @@ class SingleAgentEpisode:
         self._check_lookback(len_lookback_buffer)
         total = self.rewards.total()
         lookback = min(len_lookback_buffer, total)
-        chunk = self._part(total - lookback, total, lookback, self.t, shares_arrays=False)
+        chunk = self.part(total - lookback, total, lookback, self.t, shares_arrays=False)
         chunk.custom_data = copy.deepcopy(self.custom_data)
         chunk._last_step_at = self._last_step_at
         return chunk
@@ -378,11 +366,40 @@ class SingleAgentEpisode:
         stop = max(start, self._step_bound(slice_.stop, length, length))
         wanted = before if len_lookback_buffer is None else len_lookback_buffer
         lookback = min(wanted, before + start)
-        part = self._part(before + start - lookback, before + stop, lookback, self.t_started + start)
+        part = self.part(before + start - lookback, before + stop, lookback, self.t_started + start)
         if stop == length:
             part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
         part.custom_data = copy.deepcopy(self.custom_data)
         return part
+
+    def part(
+        self, start: int, stop: int, lookback: int, t_started: int, shares_arrays: bool = True
+    ) -> "SingleAgentEpisode":
+        """The steps at positions start … stop - 1, counted over all that is stored, the first `lookback` as history.
+
+        It is ongoing, without custom data; in numpy form it shares this episode's arrays unless told otherwise.
+        """
+
+        def part(buffer: LookbackBuffer, more: int = 0) -> LookbackBuffer:
+            data = buffer.items(builtins.slice(start, stop + more))
+            if buffer.is_numpy and not shares_arrays:
+                data = map_tree(np.copy, data)
+            return LookbackBuffer(data, lookback, buffer.space, name=buffer.name)
+
+        return SingleAgentEpisode(
+            self.id_,
+            observations=part(self.observations, 1),
+            infos=part(self.infos, 1),
+            actions=part(self.actions),
+            rewards=part(self.rewards),
+            extra_model_outputs={key: part(buffer) for key, buffer in self.extra_model_outputs.items()},
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            t_started=t_started,
+            agent_id=self.agent_id,
+            module_id=self.module_id,
+            multi_agent_episode_id=self.multi_agent_episode_id,
+        )
 
     def __getitem__(self, slice_: builtins.slice) -> "SingleAgentEpisode":
         if not isinstance(slice_, builtins.slice):
@@ -552,6 +569,31 @@ class SingleAgentEpisode:
         if wanted < 0:
             raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is {wanted}, expected >= 0")
 
+    def _checked_step(
+        self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None
+    ) -> tuple[dict[str, LookbackBuffer], list[tuple[LookbackBuffer, Any]]]:
+        """The buffers of the extra outputs, and which value goes to the end of which buffer, all of them fitting."""
+        if self.is_done:
+            raise EpisodeError(f"episode '{self.id_}': add_env_step after its end at step {self.t}")
+        if not self.is_reset:
+            raise EpisodeError(f"episode '{self.id_}': add_env_step before add_env_reset")
+        extra = extra_model_outputs or {}
+        if (self.extra_model_outputs or self.rewards.total()) and extra.keys() != self.extra_model_outputs.keys():
+            raise EpisodeError(
+                f"episode '{self.id_}': extra_model_outputs {sorted(extra)} at step {self.t}, expected those of the "
+                f"steps before, {sorted(self.extra_model_outputs)}"
+            )
+        outputs = self.extra_model_outputs or {key: LookbackBuffer([], name=key) for key in extra}
+        values = [
+            (self.observations, observation),
+            (self.actions, action),
+            (self.rewards, reward),
+            *((outputs[key], value) for key, value in extra.items()),
+        ]
+        if self.observations.is_numpy:
+            self._check_fit(values)
+        return outputs, values
+
     def _check_fit(self, values: Iterable[tuple[LookbackBuffer, Any]]) -> None:
         """Raise ColumnError unless each value can go to the end of its buffer."""
         try:
@@ -578,32 +620,6 @@ class SingleAgentEpisode:
                 f"expected {sorted(self.extra_model_outputs)}"
             )
         return {key: _joined(mine, other.extra_model_outputs[key]) for key, mine in self.extra_model_outputs.items()}
-
-    def _part(
-        self, start: int, stop: int, lookback: int, t_started: int, shares_arrays: bool = True
-    ) -> "SingleAgentEpisode":
-        """Steps at positions start … stop - 1, the first `lookback` of them as history."""
-
-        def part(buffer: LookbackBuffer, more: int = 0) -> LookbackBuffer:
-            data = buffer.items(builtins.slice(start, stop + more))
-            if buffer.is_numpy and not shares_arrays:
-                data = map_tree(np.copy, data)
-            return LookbackBuffer(data, lookback, buffer.space, name=buffer.name)
-
-        return SingleAgentEpisode(
-            self.id_,
-            observations=part(self.observations, 1),
-            infos=part(self.infos, 1),
-            actions=part(self.actions),
-            rewards=part(self.rewards),
-            extra_model_outputs={key: part(buffer) for key, buffer in self.extra_model_outputs.items()},
-            observation_space=self.observation_space,
-            action_space=self.action_space,
-            t_started=t_started,
-            agent_id=self.agent_id,
-            module_id=self.module_id,
-            multi_agent_episode_id=self.multi_agent_episode_id,
-        )
 
     @staticmethod
     def _step_bound(bound: int | None, default: int, length: int) -> int:

@@ -5,6 +5,9 @@ anything runs wherever that can be known, and *something broke while running*. E
 exception that a caller would expect.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RollflowError(Exception):
     """Raised when rollflow refuses something; the base of every class below."""
@@ -59,3 +62,12 @@ class WireError(RollflowError, ValueError):
     def __init__(self, text: str, code: str = "message") -> None:
         super().__init__(text)
         self.code = code
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Say in front of an error's text where it happened."""
+    try:
+        yield
+    except RollflowError as error:
+        raise type(error)(f"{where}: {error}") from None

@@ -1,0 +1,615 @@
+"""An episode of several agents, or a chunk of one: the interface of RLlib's `MultiAgentEpisode`."""
+
+import builtins
+import copy
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import gymnasium as gym
+
+from rollflow.stream.agent_reading import EnvClock, Reading, by_agents, read_by_agent_steps, read_by_env_steps
+from rollflow.stream.agent_roster import AgentRoster
+from rollflow.stream.agent_share import ALL_AGENTS, AgentShare, AgentValues, EnvStep, end_flags, env_steps_of
+from rollflow.stream.agent_timeline import AgentTimeline, ColumnName
+from rollflow.stream.buffer import Indices, LookbackBuffer
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import EpisodeError, located
+
+DEFAULT_MODULE_ID = "default_policy"
+
+AgentIds = Any
+"""One agent's id, or a list, tuple or set of ids; None: all agents."""
+
+AgentToModule = Callable[[Any, Any], Any]
+"""Agent id and episode -> module id."""
+
+
+class MultiAgentEpisode:
+    """A reset, then env step by env step, each with what it brought to which agents.
+
+        id_                            a fresh unique hex string where absent
+        observations, infos            one dict per env step, n + 1 of them: agent id -> value
+        actions, rewards               one dict per env step, n of them
+        extra_model_outputs            one dict per env step, n of them: agent id -> key -> value
+        observation_space,             of one observation and one action, by agent ids: a Dict space, or a dict of
+        action_space                   spaces; `fill` and `one_hot_discrete` go by them
+        terminateds, truncateds        whether and which agents end at the last env step, "__all__" being everybody; or
+                                       a bool for everybody
+        env_t_started                  env step at which this chunk begins, its lookback not counted; 0 where absent
+        agent_t_started                agent id -> the same in the agent's own steps
+        len_lookback_buffer            how many of the env steps given are history, at most all; "auto": all of them
+        agent_episode_ids              agent id -> id of its episode; fresh ones where absent
+        agent_module_ids               agent id -> module id, where that is settled
+        agent_to_module_mapping_fn     (agent id, episode) -> module id, asked once for each agent; without one, every
+                                       agent has the module "default_policy"
+
+    There are two clocks: env steps, which all share, and each agent's own. An agent's step begins with an observation
+    and an action, and ends with its next observation, be it several env steps later: until then its action *hangs*, and
+    its rewards are summed. `agent_episodes` has what every agent has seen as a `SingleAgentEpisode`; agents without an
+    observation have none. In `observations`, an agent that does not act on an observation before the last one ends
+    with it.
+
+    Raises EpisodeError where lengths do not fit together, for what `add_env_step` refuses, and for a negative lookback.
+    """
+
+    def __init__(
+        self,
+        id_: str | None = None,
+        *,
+        observations: Sequence[AgentValues] | None = None,
+        observation_space: Mapping[Any, gym.Space[Any]] | gym.Space[Any] | None = None,
+        infos: Sequence[AgentValues] | None = None,
+        actions: Sequence[AgentValues] | None = None,
+        action_space: Mapping[Any, gym.Space[Any]] | gym.Space[Any] | None = None,
+        rewards: Sequence[AgentValues] | None = None,
+        terminateds: AgentValues | bool | None = None,
+        truncateds: AgentValues | bool | None = None,
+        extra_model_outputs: Sequence[AgentValues] | None = None,
+        env_t_started: int | None = None,
+        agent_t_started: Mapping[Any, int] | None = None,
+        len_lookback_buffer: int | Literal["auto"] = "auto",
+        agent_episode_ids: Mapping[Any, str] | None = None,
+        agent_module_ids: Mapping[Any, Any] | None = None,
+        agent_to_module_mapping_fn: AgentToModule | None = None,
+    ) -> None:
+        self.id_ = uuid.uuid4().hex if id_ is None else id_
+        self.observation_space = {} if observation_space is None else observation_space
+        self.action_space = {} if action_space is None else action_space
+        self.agent_to_module_mapping_fn = agent_to_module_mapping_fn
+        self.agent_episode_ids: dict[Any, str] = dict(agent_episode_ids or {})
+        self.custom_data: dict[Any, Any] = {}
+        self.is_terminated = False
+        self.is_truncated = False
+        self._module_ids: dict[Any, Any] = dict(agent_module_ids or {})
+        self._roster = AgentRoster(env_t_started or 0, env_t_started or 0)
+        self._is_reset = False
+        self._duration_s = 0.0
+        self._last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
+        if observations:
+            with located(f"episode '{self.id_}'"):
+                flags = end_flags(terminateds), end_flags(truncateds)
+                steps = env_steps_of(observations, infos, actions, rewards, extra_model_outputs, *flags)
+            self._fill(steps, len_lookback_buffer, agent_t_started or {})
+        elif actions or rewards or infos or extra_model_outputs:
+            raise self._error("data without observations, expected one dict of observations more than of actions")
+
+    # Where it stands
+
+    @property
+    def env_t(self) -> int:
+        """Env steps since the episode's reset."""
+        return self._roster.env_t
+
+    @property
+    def env_t_started(self) -> int:
+        """Env steps since the episode's reset when this chunk began."""
+        return self._roster.env_t_started
+
+    @property
+    def agent_ids(self) -> set[Any]:
+        """The agents that have an episode of their own."""
+        return set(self._roster.timelines)
+
+    @property
+    def agent_episodes(self) -> dict[Any, SingleAgentEpisode]:
+        """Agent id -> its own episode, in the order of their first observations."""
+        return {agent_id: timeline.episode for agent_id, timeline in self._roster.timelines.items()}
+
+    @property
+    def is_done(self) -> bool:
+        """Terminated or truncated, for everybody."""
+        return self.is_terminated or self.is_truncated
+
+    @property
+    def is_reset(self) -> bool:
+        """Whether the reset's observations are there, be it an empty dict."""
+        return self._is_reset
+
+    @property
+    def is_numpy(self) -> bool:
+        """Whether the agents' data are arrays."""
+        return self._roster.is_numpy
+
+    def __len__(self) -> int:
+        return self.env_t - self.env_t_started
+
+    def env_steps(self) -> int:
+        """Env steps in this chunk, its lookback not counted."""
+        return len(self)
+
+    def agent_steps(self) -> int:
+        """The sum of the agents' own steps, without lookback and hanging actions."""
+        return sum(len(timeline.episode) for timeline in self._roster.timelines.values())
+
+    def module_for(self, agent_id: Any) -> Any:
+        """The id of the agent's module: settled when it is first asked for."""
+        if agent_id not in self._module_ids:
+            choose = self.agent_to_module_mapping_fn
+            self._module_ids[agent_id] = DEFAULT_MODULE_ID if choose is None else choose(agent_id, self)
+        return self._module_ids[agent_id]
+
+    def get_agents_that_stepped(self) -> set[Any]:
+        """The agents that have an observation at the last env step, done or not."""
+        return {agent_id for agent_id, timeline in self._roster.timelines.items() if timeline.last_seen == self.env_t}
+
+    def get_agents_to_act(self) -> set[Any]:
+        """Those of them that are not done."""
+        return {agent_id for agent_id in self.get_agents_that_stepped() if not self.agent_episodes[agent_id].is_done}
+
+    def get_terminateds(self) -> dict[Any, bool]:
+        """Agent id -> whether it is terminated, and "__all__" -> whether the whole episode is."""
+        flags = {agent_id: episode.is_terminated for agent_id, episode in self.agent_episodes.items()}
+        return {**flags, ALL_AGENTS: self.is_terminated}
+
+    def get_truncateds(self) -> dict[Any, bool]:
+        """Agent id -> whether it is truncated, and "__all__" -> whether the whole episode is."""
+        flags = {agent_id: episode.is_truncated for agent_id, episode in self.agent_episodes.items()}
+        return {**flags, ALL_AGENTS: self.is_truncated}
+
+    def get_return(self, include_hanging_rewards: bool = False) -> float:
+        """The undiscounted sum of all agents' rewards in this chunk, without those of the lookback.
+
+        `include_hanging_rewards` adds what is no whole step's reward: what agents received since their last
+        observation, and before their first.
+        """
+        returns = float(sum(episode.get_return() for episode in self.agent_episodes.values()))
+        return returns + float(self._roster.unsettled_reward() if include_hanging_rewards else 0.0)
+
+    def get_duration_s(self) -> float:
+        """Seconds in which this chunk's env steps were added; see `SingleAgentEpisode.get_duration_s`."""
+        return self._duration_s
+
+    # Growing
+
+    def add_env_reset(self, *, observations: AgentValues, infos: AgentValues | None = None) -> None:
+        """Take the observations that `env.reset()` gave; agents without one begin with their first.
+
+        Raises EpisodeError unless this is the first thing added.
+        """
+        if self.is_reset or self.is_done or self.env_t or self.env_t_started:
+            raise self._error(f"add_env_reset at env step {self.env_t}, expected a new episode without observations")
+        self._roster.reset(EnvStep(observations, {}, {}, infos or {}), self._begin)
+        self._is_reset = True
+        self._last_step_at = time.perf_counter()
+
+    def add_env_step(
+        self,
+        observations: AgentValues,
+        actions: AgentValues,
+        rewards: AgentValues,
+        infos: AgentValues | None = None,
+        *,
+        terminateds: AgentValues | bool | None = None,
+        truncateds: AgentValues | bool | None = None,
+        extra_model_outputs: AgentValues | None = None,
+    ) -> None:
+        """Take the agents' actions and what `env.step(actions)` gave, by agent ids; for an agent,
+
+            an observation and an action    are a whole step, which needs a reward
+            an observation alone            ends the step that began with a hanging action, or is the agent's first
+            an action alone                 hangs until the agent's next observation, with reward and extra outputs
+            neither                         adds the reward, if any, to what has hung since the last observation
+
+        An agent that terminates without a last observation has the one before it repeated after a hanging action.
+        "__all__" in the end flags is every agent and the episode itself, which also ends with its last agents: as
+        truncated where they are truncated only, else as terminated. An agent that ends with its first observation
+        leaves no trace.
+
+        Raises EpisodeError before a reset, after the end, for data of an agent that has ended, for an action before
+        the first observation or while another one hangs, for an observation without an action since the one before,
+        for an action and an observation without a reward, for a truncation without the last observation after an
+        action, and when the keys of an agent's extra outputs change; in numpy form, ColumnError for a value of another
+        structure or shape than the arrays'. Then nothing is added.
+        """
+        if self.is_done:
+            raise self._error(f"add_env_step after its end at env step {self.env_t}")
+        if not self.is_reset:
+            raise self._error("add_env_step before add_env_reset")
+        flags = end_flags(terminateds), end_flags(truncateds)
+        step = EnvStep(observations, actions, rewards, infos or {}, *flags, extra_model_outputs or {})
+        with located(f"episode '{self.id_}'"):
+            ended = self._roster.grow(step, self._begin)
+        self._end_with(step, ended)
+        now = time.perf_counter()
+        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
+        self._last_step_at = now
+
+    def validate(self) -> None:
+        """Raise EpisodeError unless each agent's data fit together, and its observations the env steps they came at."""
+        for agent_id, timeline in self._roster.timelines.items():
+            with located(f"episode '{self.id_}': agent '{agent_id}'"):
+                timeline.validate()
+
+    # Reading
+
+    def get_observations(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+        return_list: bool = False,
+    ) -> Any:
+        """Agent id -> one observation, or several: see `LookbackBuffer.get` for the indices.
+
+        With `env_steps`, indices are env steps, and the items of an agent are those of the env steps at which it has
+        one; with `fill`, it has an item for each. Without, indices are each agent's own steps. Agents left with nothing
+        are absent. `return_list` gives a list of one dict per env step instead.
+
+        Raises EpisodeIndexError for an int or list index outside, ValueError for `return_list` without `env_steps` and
+        for `one_hot_discrete` without a space.
+        """
+        reading = Reading(indices, neg_index_as_lookback, fill, one_hot_discrete, env_steps, return_list)
+        return self._read("observations", agent_ids, reading)
+
+    def get_infos(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        return_list: bool = False,
+    ) -> Any:
+        """The info dicts that came with observations, as `get_observations` has those."""
+        return self._read(
+            "infos", agent_ids, Reading(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
+        )
+
+    def get_actions(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+        return_list: bool = False,
+    ) -> Any:
+        """The actions, each at the env step of the observation it was chosen from; see `get_observations`.
+
+        A hanging action is the agent's last, except in its own steps without indices: there are only the whole ones.
+        """
+        reading = Reading(indices, neg_index_as_lookback, fill, one_hot_discrete, env_steps, return_list)
+        return self._read("actions", agent_ids, reading)
+
+    def get_rewards(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        return_list: bool = False,
+    ) -> Any:
+        """What the agents got for their actions, a hanging one's so far included: at the actions' places."""
+        return self._read(
+            "rewards", agent_ids, Reading(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
+        )
+
+    def get_extra_model_outputs(
+        self,
+        key: str | None = None,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        return_list: bool = False,
+    ) -> Any:
+        """One of the modules' other outputs, at the actions' places; without a key, all: agent id -> key -> items.
+
+        Raises KeyError for a key that no agent has.
+        """
+        timelines = self._chosen(agent_ids)
+        every = self._roster.timelines.values()
+        keys = list(dict.fromkeys(each for timeline in every for each in timeline.output_keys()))
+        if key is not None and key not in keys:
+            raise KeyError(f"episode '{self.id_}' has no extra output '{key}'; there are: {sorted(keys)}")
+        reading = Reading(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
+
+        def read(name: str) -> Any:
+            return self._answer(
+                name, lambda each: each.output(name, with_pending=reading.with_pending), timelines, reading
+            )
+
+        if key is not None:
+            return read(key)
+        return by_agents({name: read(name) for name in keys}) if keys or not return_list else [{} for _ in read("")]
+
+    # Writing
+
+    def set_observations(
+        self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace observations, agent id -> new ones, at each agent's own steps: see `LookbackBuffer.set`.
+
+        Raises KeyError for an agent without an episode of its own; then nothing is replaced.
+        """
+        for episode, items in self._with_new(new_data):
+            episode.set_observations(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+
+    def set_actions(
+        self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace actions; a hanging one can't be replaced."""
+        for episode, items in self._with_new(new_data):
+            episode.set_actions(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+
+    def set_rewards(
+        self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace the rewards of whole steps."""
+        for episode, items in self._with_new(new_data):
+            episode.set_rewards(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+
+    def set_extra_model_outputs(
+        self, *, key: str, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace one of the modules' other outputs. Raises EpisodeError for a key that the agent does not have."""
+        for episode, items in self._with_new(new_data):
+            episode.set_extra_model_outputs(
+                key=key, new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback
+            )
+
+    # Other forms
+
+    def to_numpy(self) -> Self:
+        """Turn every agent's lists into trees of arrays: see `SingleAgentEpisode.to_numpy`. Returns this episode."""
+        for timeline in self._roster.timelines.values():
+            timeline.episode.to_numpy()
+        return self
+
+    def cut(self, len_lookback_buffer: int = 0) -> "MultiAgentEpisode":
+        """The next chunk, of length 0: it begins at the last env step, and what was before is its lookback.
+
+        The lookback has `len_lookback_buffer` env steps, or as many as there are, or as many more as it takes to have
+        the last observation of every agent with a hanging action, which the next one answers in the new chunk. Agents
+        that are done are not in it. Agents in a gap that have not acted begin anew with their next observation, and
+        keep what they received in the gap. This episode stays as it is, and the two share no list. Raises EpisodeError
+        on an episode that is done, and for a negative number.
+        """
+        if self.is_done:
+            raise self._error(f"cut after its end at env step {self.env_t}")
+        self._check_lookback(len_lookback_buffer)
+        chunk = self._chunk(self._roster.cut(len_lookback_buffer))
+        chunk._last_step_at = self._last_step_at
+        return chunk
+
+    def slice(self, slice_: builtins.slice, *, len_lookback_buffer: int | None = None) -> "MultiAgentEpisode":
+        """A part by env steps: `slice_` counts from the first current one, negative bounds from the end.
+
+        Bounds outside are clipped. What lies before the part becomes its lookback, `len_lookback_buffer` env steps of
+        it, or as many as this episode has, or as there are. An agent in a gap at the part's end has a hanging action
+        there, with what it received until then; one that has ended by the part's start is not in it. An agent's own
+        steps begin with its first observation inside. Slices joined again give the episode. In numpy form, a slice
+        shares this episode's arrays. Raises NotImplementedError for a step other than 1, EpisodeError for a negative
+        lookback.
+        """
+        if slice_.step not in (None, 1):
+            raise NotImplementedError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
+        if len_lookback_buffer is not None:
+            self._check_lookback(len_lookback_buffer)
+        first, last, _ = slice_.indices(len(self))
+        start, stop = self.env_t_started + first, self.env_t_started + max(first, last)
+        wanted = self._roster.lookback if len_lookback_buffer is None else len_lookback_buffer
+        part = self._chunk(self._roster.part(start, stop, min(wanted, self._roster.lookback + first)))
+        if stop == self.env_t:
+            part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
+        return part
+
+    def __getitem__(self, slice_: builtins.slice) -> "MultiAgentEpisode":
+        if not isinstance(slice_, builtins.slice):
+            raise NotImplementedError(
+                f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one env step use "
+                "get_observations and the other getters"
+            )
+        return self.slice(slice_)
+
+    def concat_episode(self, other: "MultiAgentEpisode") -> None:
+        """Add the current data of `other`, the chunk that follows this one, at the end of this one.
+
+        Actions that hang at this episode's end are answered by the other's observations, with what the agents received
+        on both sides. This episode's lookback stays, the other's is ignored. The agents' episodes are new objects.
+        Raises EpisodeError when the ids differ, this episode is done, `other` does not begin at the env step at which
+        this one ends, or an agent's two parts do not meet; ColumnError when this one has arrays that the other's data
+        do not fit. Then nothing is changed.
+        """
+        if other.id_ != self.id_:
+            raise self._error(f"can't be joined by a chunk of another, '{other.id_}'")
+        if self.is_done:
+            raise self._error(f"concat_episode after its end at env step {self.env_t}")
+        if other.env_t_started != self.env_t:
+            raise self._error(f"it ends at env step {self.env_t}, the chunk to join begins at {other.env_t_started}")
+        if not self.is_reset or not other.is_reset:
+            raise self._error("concat_episode before add_env_reset, on one side or both")
+        with located(f"episode '{self.id_}'"):
+            self._roster = self._roster.joined(other._roster)
+        self.agent_episode_ids = {**other.agent_episode_ids, **self.agent_episode_ids}
+        self._module_ids = {**other._module_ids, **self._module_ids}
+        self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
+        self.custom_data.update(other.custom_data)
+        self._duration_s += other._duration_s
+        self._last_step_at = other._last_step_at
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything but the mapping function, which is no data; what it has settled is there. The data are copies."""
+        return {
+            "id_": self.id_,
+            "is_reset": self._is_reset,
+            "is_terminated": self.is_terminated,
+            "is_truncated": self.is_truncated,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+            "agent_episode_ids": dict(self.agent_episode_ids),
+            "module_ids": dict(self._module_ids),
+            "custom_data": copy.deepcopy(self.custom_data),
+            "duration_s": self._duration_s,
+            "roster": self._roster.get_state(),
+        }
+
+    @staticmethod
+    def from_state(
+        state: Mapping[str, Any], *, agent_to_module_mapping_fn: AgentToModule | None = None
+    ) -> "MultiAgentEpisode":
+        """The episode that `get_state()` was asked of; agents that are new to it get modules by the function given."""
+        episode = MultiAgentEpisode(
+            state["id_"],
+            observation_space=state["observation_space"],
+            action_space=state["action_space"],
+            agent_episode_ids=state["agent_episode_ids"],
+            agent_module_ids=state["module_ids"],
+            agent_to_module_mapping_fn=agent_to_module_mapping_fn,
+        )
+        episode._roster = AgentRoster.from_state(state["roster"])
+        episode._is_reset = state["is_reset"]
+        episode.is_terminated, episode.is_truncated = state["is_terminated"], state["is_truncated"]
+        episode.custom_data = copy.deepcopy(state["custom_data"])
+        episode._duration_s = state["duration_s"]
+        return episode
+
+    def __repr__(self) -> str:
+        ended = "terminated" if self.is_terminated else "truncated" if self.is_truncated else "ongoing"
+        return (
+            f"<{type(self).__name__} '{self.id_}': env steps {self.env_t_started} to {self.env_t}, {ended}, "
+            f"lookback {self._roster.lookback}, agents {list(self._roster.timelines)}>"
+        )
+
+    # Inside
+
+    def _fill(
+        self, steps: Sequence[EnvStep], len_lookback_buffer: int | str, agent_t_started: Mapping[Any, int]
+    ) -> None:
+        """Take a reset and the env steps after it, the first of them as history."""
+        count = len(steps) - 1
+        if isinstance(len_lookback_buffer, str) and len_lookback_buffer != "auto":
+            raise self._error(f"len_lookback_buffer is '{len_lookback_buffer}', expected an int or 'auto'")
+        if not isinstance(len_lookback_buffer, str):
+            self._check_lookback(len_lookback_buffer)
+        wanted = count if isinstance(len_lookback_buffer, str) else len_lookback_buffer
+        roster = self._roster
+        roster.lookback = min(wanted, count)
+        roster.env_t -= roster.lookback
+        self._is_reset = True
+        with located(f"episode '{self.id_}'"):
+            roster.reset(steps[0], self._begin)
+            ended: list[SingleAgentEpisode] = []
+            for step in steps[1:]:
+                roster.end_idle_agents(step)
+                ended = roster.grow(step, self._begin)
+        for agent_id, timeline in roster.timelines.items():
+            timeline.settle(roster.env_t_started, agent_t_started.get(agent_id, 0))
+        self._end_with(steps[-1], ended)
+
+    def _begin(self, agent_id: Any, share: AgentShare, t_started: int) -> SingleAgentEpisode:
+        """An agent's episode with its first observation."""
+        return SingleAgentEpisode(
+            self.agent_episode_ids.setdefault(agent_id, uuid.uuid4().hex),
+            observations=[share.observation],
+            infos=[{} if share.infos is None else share.infos],
+            observation_space=_space_of(self.observation_space, agent_id),
+            action_space=_space_of(self.action_space, agent_id),
+            t_started=t_started,
+            agent_id=agent_id,
+            module_id=self.module_for(agent_id),
+            multi_agent_episode_id=self.id_,
+        )
+
+    def _end_with(self, step: EnvStep, ended: Sequence[SingleAgentEpisode]) -> None:
+        """Take the end flags of an env step that has `ended` agents; the last of them end the episode as they do."""
+        self.is_terminated, self.is_truncated = step.all_terminated, step.all_truncated
+        episodes = self.agent_episodes.values()
+        if episodes and not self.is_done and all(episode.is_done for episode in episodes):
+            self.is_truncated = bool(ended) and not any(episode.is_terminated for episode in ended)
+            self.is_terminated = not self.is_truncated
+
+    def _chunk(self, roster: AgentRoster) -> "MultiAgentEpisode":
+        """A chunk of this episode with the agents given, ongoing."""
+        chunk = MultiAgentEpisode(
+            self.id_,
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            agent_episode_ids=self.agent_episode_ids,
+            agent_module_ids=self._module_ids,
+            agent_to_module_mapping_fn=self.agent_to_module_mapping_fn,
+        )
+        chunk._roster, chunk._is_reset = roster, self._is_reset
+        chunk.custom_data = copy.deepcopy(self.custom_data)
+        return chunk
+
+    def _chosen(self, agent_ids: AgentIds) -> dict[Any, AgentTimeline]:
+        if agent_ids is None:
+            return self._roster.timelines
+        chosen = agent_ids if isinstance(agent_ids, list | tuple | set | frozenset) else [agent_ids]
+        return {agent_id: timeline for agent_id, timeline in self._roster.timelines.items() if agent_id in chosen}
+
+    def _read(self, name: ColumnName, agent_ids: AgentIds, reading: Reading) -> Any:
+        def column(timeline: AgentTimeline) -> LookbackBuffer:
+            return timeline.column(name, with_pending=reading.with_pending)
+
+        return self._answer(name, column, self._chosen(agent_ids), reading)
+
+    def _answer(
+        self,
+        name: str,
+        column_of: Callable[[AgentTimeline], LookbackBuffer],
+        timelines: Mapping[Any, AgentTimeline],
+        reading: Reading,
+    ) -> Any:
+        with located(f"episode '{self.id_}'"):
+            if reading.by_env_steps:
+                lookback = self._roster.lookback
+                count = lookback + len(self) + (name in ("observations", "infos"))
+                clock = EnvClock(self.env_t_started - lookback, count, lookback, name)
+                return read_by_env_steps(timelines, column_of, clock, reading)
+            if reading.as_list:
+                raise ValueError(f"return_list on '{name}' lists env steps, expected env_steps=True")
+            return read_by_agent_steps(timelines, column_of, reading)
+
+    def _with_new(self, new_data: AgentValues) -> list[tuple[SingleAgentEpisode, Any]]:
+        episodes = self.agent_episodes
+        for agent_id in new_data:
+            if agent_id not in episodes:
+                raise KeyError(f"episode '{self.id_}' has no agent '{agent_id}'; there are: {list(episodes)}")
+        return [(episodes[agent_id], items) for agent_id, items in new_data.items()]
+
+    def _check_lookback(self, wanted: int) -> None:
+        if wanted < 0:
+            raise self._error(f"len_lookback_buffer is {wanted}, expected >= 0")
+
+    def _error(self, text: str) -> EpisodeError:
+        return EpisodeError(f"episode '{self.id_}': {text}")
+
+
+def _space_of(spaces: Any, agent_id: Any) -> gym.Space[Any] | None:
+    space: gym.Space[Any] | None = spaces.get(agent_id)
+    return space

@@ -1,0 +1,468 @@
+"""Our MultiAgentEpisode beside Ray's: the same operations must give the same data, or be refused by both."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from both import Answer, ask, assert_same, assert_same_answer
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
+from turns import AGENTS, Told, turns
+
+from rollflow.stream import EpisodeError, MultiAgentEpisode
+
+FILTERED = [HealthCheck.filter_too_much]
+IDS = {agent_id: f"e-{agent_id}" for agent_id in AGENTS}
+
+
+@dataclass
+class Pair:
+    """One episode in two implementations, to which the same is done."""
+
+    ours: Any
+    theirs: Any
+
+    @classmethod
+    def of(cls, **given_: Any) -> "Pair":
+        return cls(*[type_("e", **copy.deepcopy(given_)) for type_ in (MultiAgentEpisode, RayEpisode)])
+
+    @classmethod
+    def played(cls, told: Told, numpy: bool = False) -> "Pair":
+        """Reset and steps, one by one."""
+        pair = cls.of(agent_episode_ids=IDS)
+        for episode in (pair.ours, pair.theirs):
+            episode.add_env_reset(observations=told.steps[0]["observations"], infos=told.steps[0]["infos"])
+        pair.go_on(told, 1)
+        return pair.map(lambda episode: episode.to_numpy()) if numpy else pair
+
+    def go_on(self, told: Told, start: int) -> None:
+        for step in told.steps[start:]:
+            for episode in (self.ours, self.theirs):
+                episode.add_env_step(**copy.deepcopy(step))
+
+    def ask(self, call: Callable[[Any], Any]) -> tuple[Answer, Answer]:
+        return ask(lambda: call(self.ours)), ask(lambda: call(self.theirs))
+
+    def check(self, call: Callable[[Any], Any], told: object = "") -> None:
+        assert_same_answer(*self.ask(call), told, dtypes=False, rtol=1e-6)
+
+    def map(self, call: Callable[[Any], Any]) -> "Pair":
+        return Pair(call(self.ours), call(self.theirs))
+
+
+def picture(episode: Any) -> dict[str, Any]:
+    """What an episode tells of itself, and of each of its agents, their lookback included."""
+    stepped = {
+        "stepped": dict.fromkeys(sorted(episode.get_agents_that_stepped())),
+        "to act": dict.fromkeys(sorted(episode.get_agents_to_act())),
+    }
+    return {**stepped, **data_picture(episode)}
+
+
+def data_picture(episode: Any, infos: bool = True) -> dict[str, Any]:
+    """The same without what depends on who has an observation at the end."""
+    return {
+        "t": (episode.env_t_started, episode.env_t, len(episode), episode.env_steps(), episode.agent_steps()),
+        "flags": (episode.id_, episode.is_done),
+        "return": episode.get_return(),
+        "agents": {
+            agent_id: agent_picture(each, infos)
+            for agent_id, each in episode.agent_episodes.items()
+            if len(each) or not each.is_done  # whose end alone lies in a slice Ray leaves out
+        },
+    }
+
+
+def agent_picture(episode: Any, infos: bool) -> dict[str, Any]:
+    whole = {"indices": slice(-99, None), "neg_index_as_lookback": True}
+    return {
+        "id": (episode.agent_id, episode.module_id, episode.multi_agent_episode_id),
+        "t": (episode.t_started, episode.t),
+        "done": episode.is_done,
+        "observations": listed(episode.get_observations(**whole)),
+        "infos": episode.get_infos(**whole) if infos else None,
+        "actions": listed(episode.get_actions(**whole)),
+        "rewards": listed(episode.get_rewards(**whole)),
+        "outputs": {
+            key: listed(episode.get_extra_model_outputs(key, **whole)) if len(buffer) else []
+            for key, buffer in episode.extra_model_outputs.items()
+            if len(buffer)
+        },
+    }
+
+
+def listed(tree: Any) -> Any:
+    """Arrays as lists: of an agent without steps Ray has now the one, now the other."""
+    if isinstance(tree, dict):
+        return {key: listed(part) for key, part in tree.items()}
+    if isinstance(tree, list):
+        return [listed(part) for part in tree]
+    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
+
+
+def has_heir(told: Told) -> bool:
+    """Whether an agent enters in the very env step that ends all others: there the two differ, as told below."""
+    live: set[str] = set()
+    for step in told.steps:
+        before = set(live)
+        live |= step["observations"].keys()
+        live -= {*step["terminateds"], *step["truncateds"]}
+        if before and live and not live & before:
+            return True
+    return False
+
+
+def has_repeat(told: Told) -> bool:
+    """Whether an agent ends without an observation: Ray takes the one before again, but for one env step too late."""
+    return any(step["terminateds"].keys() - step["observations"].keys() for step in told.steps)
+
+
+plays = turns().filter(lambda told: not has_heir(told))
+observed_plays = plays.filter(lambda told: not has_repeat(told))
+long_plays = turns(min_steps=2).filter(lambda told: told.length > 1 and not has_heir(told) and not has_repeat(told))
+
+
+def without_empty(answer: Any) -> Any:
+    """Agents with an empty list count as absent."""
+    if not isinstance(answer, dict):
+        return answer
+    return {agent_id: items for agent_id, items in answer.items() if not (isinstance(items, list) and not items)}
+
+
+def may_be_arrays(told: Told) -> bool:
+    """Whether every agent has a step: without one, Ray has lists beside arrays, and refuses this and that."""
+    return all(len(agent.observations) > 1 for agent in told.agents.values())
+
+
+def hangs(told: Told) -> bool:
+    """Whether an agent's action waits at the end of these steps."""
+    waiting: set[str] = set()
+    for step in told.steps:
+        waiting |= step["actions"].keys()
+        waiting -= {*step["observations"], *step["terminateds"]}
+    return bool(waiting)
+
+
+def pays_early(told: Told) -> bool:
+    """Whether an agent gets a reward before its first observation, or with it."""
+    seen: set[str] = set()
+    for step in told.steps:
+        if step["rewards"].keys() - seen:
+            return True
+        seen |= step["observations"].keys()
+    return False
+
+
+def ongoing(told: Told) -> Told:
+    """The steps before the last agent's end: what an end is, is told below."""
+    return Told(told.steps[:-1] if told.is_over else told.steps, told.agents)
+
+
+@given(told=plays, numpy=st.booleans())
+@settings(max_examples=300, suppress_health_check=FILTERED)
+def test_the_same_env_steps_leave_the_same_episode(told: Told, numpy: bool) -> None:
+    Pair.played(told, numpy).check(picture, told)
+
+
+@given(told=plays)
+@settings(max_examples=200, suppress_health_check=FILTERED)
+def test_an_ongoing_episode_has_the_same_flags_and_hanging_rewards(told: Told) -> None:
+    assume(not pays_early(told))
+    pair = Pair.played(ongoing(told))
+    pair.check(lambda episode: (episode.get_terminateds(), episode.get_truncateds()), told)
+    pair.check(lambda episode: episode.get_return(include_hanging_rewards=True), told)
+
+
+def indices_of(data: st.DataObject, total: int) -> Any:
+    """None, or indices of `total` items, none of them outside: what lies there, Ray tells in ways of its own."""
+    one = st.integers(-total, total - 1)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    bounds = data.draw(st.sampled_from([slice(start, stop), slice(start, None)]))
+    if 0 < start < stop < total and data.draw(st.booleans()):
+        bounds = slice(start - total, stop - total)
+    return data.draw(st.sampled_from([None, bounds]) | one | st.lists(one, min_size=1, max_size=3)) if total else None
+
+
+def total_of(told: Told, name: str) -> int:
+    return told.length + (name in ("get_observations", "get_infos"))
+
+
+GETTERS = ["get_observations", "get_infos", "get_actions", "get_rewards"]
+
+
+@given(told=observed_plays, numpy=st.booleans(), data=st.data(), name=st.sampled_from(GETTERS))
+@settings(max_examples=500, suppress_health_check=FILTERED)
+def test_every_getter_by_env_steps_gives_the_same(told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
+    pair = Pair.played(told, numpy and may_be_arrays(told))
+    where = indices_of(data, total_of(told, name))
+    asked: dict[str, Any] = {"return_list": not isinstance(where, int) and data.draw(st.booleans())}
+    if data.draw(st.booleans()):
+        known = data.draw(st.lists(st.sampled_from(sorted(told.agents)), min_size=1, unique=True))
+        asked["agent_ids"] = data.draw(st.sampled_from([known[0], known, tuple(known), set(known)]))
+    read = lambda episode: without_empty(listed(getattr(episode, name)(where, **asked)))  # noqa: E731
+    pair.check(read, (name, where, asked, told))
+
+
+@given(told=observed_plays, numpy=st.booleans(), data=st.data(), name=st.sampled_from(GETTERS))
+@settings(max_examples=500, suppress_health_check=FILTERED)
+def test_every_getter_by_agent_steps_gives_the_same(told: Told, numpy: bool, data: st.DataObject, name: str) -> None:
+    pair = Pair.played(told, numpy and may_be_arrays(told))
+    where = data.draw(st.sampled_from([None, -1, 0, 1, [0, 1], [-1, 0], slice(0, 2), slice(1, None), slice(1, 9)]))
+    read = lambda episode: without_empty(listed(getattr(episode, name)(where, env_steps=False)))  # noqa: E731
+    pair.check(read, (name, where, told))
+
+
+@given(told=observed_plays, data=st.data())
+@settings(max_examples=200, suppress_health_check=FILTERED)
+def test_extra_outputs_of_whole_steps_are_the_same(told: Told, data: st.DataObject) -> None:
+    """Of an agent without a whole step, Ray has no key."""
+    assume(may_be_arrays(told))
+    pair, total = Pair.played(told), told.length
+    where = indices_of(data, total)
+    asked: dict[str, Any] = {"return_list": not isinstance(where, int) and data.draw(st.booleans())}
+    pair.check(lambda episode: without_empty(episode.get_extra_model_outputs("minus", where, **asked)), (where, told))
+
+
+@given(told=plays, data=st.data())
+@settings(max_examples=300, suppress_health_check=FILTERED)
+def test_every_setter_does_the_same(told: Told, data: st.DataObject) -> None:
+    pair = Pair.played(told)
+    name = data.draw(st.sampled_from(["observations", "actions", "rewards"]))
+    agent_id = data.draw(st.sampled_from([*sorted(told.agents), "nobody"]))
+    count = len(told.agents[agent_id].observations) - (name != "observations") if agent_id in told.agents else 1
+    assume(count)
+    where = data.draw(st.sampled_from([None, 0, -1, slice(0, count), [0, -1]]))
+    new: Any = {None: [7] * count, 0: 7, -1: 8}[where] if not isinstance(where, slice | list) else [5] * count
+    new = [4, 4] if isinstance(where, list) else new
+
+    def written(episode: Any) -> Any:
+        getattr(episode, f"set_{name}")(new_data={agent_id: copy.copy(new)}, at_indices=where)
+        return picture(episode)
+
+    pair.check(written, (name, agent_id, where, told))
+
+
+@given(told=observed_plays, data=st.data())
+@settings(max_examples=500, suppress_health_check=FILTERED)
+def test_every_getter_fills_the_same(told: Told, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(GETTERS))
+    pair = Pair.played(told)
+    total = total_of(told, name)
+    where = data.draw(st.sampled_from([total, -total - 1, slice(0, total + 2), slice(-total - 2, None)]))
+    where = data.draw(st.sampled_from([where, indices_of(data, total)])) if total else where
+    asked: dict[str, Any] = {"fill": 7, "return_list": not isinstance(where, int) and data.draw(st.booleans())}
+    read = lambda episode: without_empty(listed(getattr(episode, name)(where, **asked)))  # noqa: E731
+    pair.check(read, (name, where, asked, told))
+
+
+@given(told=long_plays, data=st.data(), numpy=st.booleans())
+@settings(max_examples=300, suppress_health_check=FILTERED)
+def test_cut_chunks_are_the_same_and_go_on_the_same(told: Told, data: st.DataObject, numpy: bool) -> None:
+    at = data.draw(st.integers(1, told.length - 1))
+    head = Told(told.steps[: at + 1], told.agents)
+    pair = Pair.played(head, numpy and may_be_arrays(told))
+    lookback = data.draw(st.integers(0, 4))
+    # Without a lookback, Ray loses the actions that hang; with one, it takes agents along that have ended.
+    assume(lookback or not hangs(head))
+    assume(not any(step["terminateds"] or step["truncateds"] for step in head.steps))
+    chunk = pair.map(lambda episode: episode.cut(lookback))
+    chunk.check(picture, (told, at, lookback))
+    chunk.go_on(told, at + 1)
+    chunk.check(picture, (told, at, lookback, "later"))
+    pair.check(picture, "the episode that it came from")
+
+
+@given(told=long_plays, data=st.data(), numpy=st.booleans())
+@settings(max_examples=300, suppress_health_check=FILTERED)
+def test_slices_are_the_same(told: Told, data: st.DataObject, numpy: bool) -> None:
+    assume(not told.is_over)
+    pair = Pair.played(told, numpy and may_be_arrays(told))
+    start = data.draw(st.integers(0, told.length))
+    stop = data.draw(st.integers(start, told.length))
+    pair.check(lambda episode: data_picture(episode[start:stop], infos=False), (told, start, stop))
+
+
+@given(told=long_plays)
+def test_a_state_gives_the_same_episode(told: Told) -> None:
+    Pair.played(told).map(lambda episode: type(episode).from_state(episode.get_state())).check(picture)
+
+
+@given(told=observed_plays.filter(lambda told: not pays_early(told)), data=st.data())
+@settings(max_examples=300, suppress_health_check=FILTERED)
+def test_a_constructed_episode_is_the_same(told: Told, data: st.DataObject) -> None:
+    assume(not told.is_over)
+    lookback = data.draw(st.sampled_from(["auto", 0, 1, 2, 3]))
+    lookback = lookback if lookback == "auto" else min(lookback, told.length)
+    names = ["observations", "infos", "actions", "rewards", "extra_model_outputs"]
+    pair = Pair.of(
+        **{name: [step[name] for step in told.steps[name in names[2:] :]] for name in names},
+        terminateds=told.steps[-1]["terminateds"],
+        truncateds=told.steps[-1]["truncateds"],
+        len_lookback_buffer=lookback,
+        agent_episode_ids=IDS,
+    )
+    pair.check(data_picture, (told, lookback))
+
+
+@given(told=long_plays, data=st.data())
+@settings(max_examples=300, suppress_health_check=FILTERED)
+def test_slices_joined_again_are_the_same(told: Told, data: st.DataObject) -> None:
+    at = data.draw(st.integers(1, told.length - 1))
+    assume(not told.is_over and not hangs(Told(told.steps[: at + 1], told.agents)))
+    assume(not any(step["terminateds"] or step["truncateds"] for step in told.steps[: at + 1]))
+    assume(all(agent.observations[0][0] < at for agent in told.agents.values()))  # else Ray does not join them
+
+    def joined(episode: Any) -> Any:
+        head = episode[:at]
+        head.concat_episode(episode[at:])
+        return data_picture(head, infos=False)
+
+    Pair.played(told).check(joined, (at, told))
+
+
+BOTH = {"observations": {"a": 1, "b": 1}, "actions": {"a": 0, "b": 0}, "rewards": {"a": 1.0, "b": 2.0}}
+
+
+def two_agents() -> Pair:
+    """Agents "a" and "b" with one step each."""
+    pair = Pair.of(agent_episode_ids=IDS)
+    for episode in (pair.ours, pair.theirs):
+        episode.add_env_reset(observations={"a": 0, "b": 0})
+        episode.add_env_step(**copy.deepcopy(BOTH))
+    return pair
+
+
+REFUSED: dict[str, list[dict[str, Any]]] = {
+    "a second action": [{"actions": {"b": 1}}, {"actions": {"b": 2}}],
+    "an observation without an action": [{"observations": {"b": 2}}],
+    "no reward for a step": [{"observations": {"b": 2}, "actions": {"b": 2}}],
+    "a truncation without observation": [{"actions": {"b": 1}, "truncateds": {"b": True}}],
+    "a later truncation without observation": [{"actions": {"b": 1}}, {"truncateds": {"b": True}}],
+    "an observation after the end": [{**BOTH, "terminateds": {"b": True}}, {"observations": {"b": 3}}],
+    "an action after the end": [{**BOTH, "terminateds": {"b": True}}, {"actions": {"b": 3}}],
+    "a reward after the end": [{**BOTH, "terminateds": {"b": True}}, {"rewards": {"b": 3.0}}],
+    "a step after everybody's end": [{**BOTH, "terminateds": {"__all__": True}}, {}],
+    "a step after all agents' end": [{**BOTH, "terminateds": {"a": True, "b": True}}, {}],
+}
+
+
+@pytest.mark.parametrize("steps", list(REFUSED.values()), ids=list(REFUSED))
+def test_both_refuse(steps: list[dict[str, Any]]) -> None:
+    whole = [{"observations": {}, "actions": {}, "rewards": {}, **step} for step in steps]
+    for episode in (two := two_agents()).ours, two.theirs:
+        for step in whole[:-1]:
+            episode.add_env_step(**copy.deepcopy(step))
+        assert ask(lambda episode=episode: episode.add_env_step(**whole[-1])).error is not None
+
+
+# Where we differ on purpose.
+
+
+def differ(pair: Pair, call: Callable[[Any], Any], ours: Any, theirs: Any) -> None:
+    """Both answers are as told; an error type stands for being refused."""
+    for answer, told in zip(pair.ask(call), (ours, theirs), strict=True):
+        if isinstance(told, type):
+            assert isinstance(answer.error, told), answer
+        else:
+            assert answer.error is None, answer
+            assert_same(listed(answer.value), told)
+
+
+def grown(pair: Pair, *steps: dict[str, Any]) -> Pair:
+    for episode in (pair.ours, pair.theirs):
+        for step in steps:
+            episode.add_env_step(**{"observations": {}, "actions": {}, "rewards": {}, **copy.deepcopy(step)})
+    return pair
+
+
+def test_truncated_agents_truncate_their_episode() -> None:
+    pair = grown(two_agents(), {**BOTH, "truncateds": {"a": True, "b": True}})
+    differ(pair, lambda e: (e.is_terminated, e.is_truncated), (False, True), (True, False))
+    differ(pair, lambda e: e.get_terminateds()["a"], False, True)
+
+
+def test_the_flag_of_all_in_truncateds_tells_of_truncation() -> None:
+    pair = grown(two_agents(), {**BOTH, "truncateds": {"__all__": True}})
+    differ(pair, lambda e: e.get_truncateds()["__all__"], True, False)
+
+
+def test_an_agent_in_a_gap_without_action_ends_with_everybody() -> None:
+    pair = grown(two_agents(), {"observations": {"a": 2}, "actions": {"a": 1}, "rewards": {"a": 1.0}})
+    pair = grown(
+        pair, {"observations": {"a": 3}, "actions": {"a": 1}, "rewards": {"a": 1.0}, "truncateds": {"__all__": 1}}
+    )
+    differ(pair, lambda e: e.agent_episodes["b"].is_truncated, True, False)
+
+
+def test_an_agent_that_enters_when_all_others_end_keeps_the_episode_going() -> None:
+    step = {**BOTH, "observations": {"a": 2, "b": 2, "c": 0}, "terminateds": {"a": True, "b": True}}
+    differ(
+        grown(two_agents(), step),
+        lambda e: (e.is_done, sorted(e.agent_ids)),
+        (False, ["a", "b", "c"]),
+        (True, ["a", "b"]),
+    )
+
+
+def test_slices_keep_infos() -> None:
+    pair = grown(two_agents(), {**BOTH, "infos": {"a": {"n": 1}}})
+    differ(pair, lambda e: e[1:2].agent_episodes["a"].get_infos(), [{}, {"n": 1}], [{}, {}])
+
+
+HANGS = {"observations": {"a": 2}, "actions": {"a": 1, "b": 1}, "rewards": {"a": 1.0, "b": 0.5}}
+WAITS = {"observations": {"a": 3}, "actions": {"a": 1}, "rewards": {"a": 1.0, "b": 0.25}}
+ANSWERED = {"observations": {"a": 4, "b": 4}, "actions": {"a": 1}, "rewards": {"a": 1.0, "b": 0.125}}
+
+
+def test_slices_that_meet_in_a_gap_join_again() -> None:
+    pair = grown(two_agents(), HANGS, WAITS, ANSWERED)
+
+    def joined(episode: Any) -> Any:
+        head = episode[:2]
+        head.concat_episode(episode[2:])
+        return head.agent_episodes["b"].get_rewards()
+
+    differ(pair, joined, [2.0, 0.875], Exception)
+
+
+def test_a_slice_has_the_reward_that_had_come_until_its_end() -> None:
+    pair = grown(two_agents(), HANGS, WAITS, ANSWERED)
+    differ(pair, lambda e: e[:2].get_rewards(-1, env_steps=False)["b"], 0.5, 0.875)
+
+
+def test_a_cut_without_lookback_keeps_actions_that_hang() -> None:
+    pair = grown(two_agents(), HANGS)
+    differ(pair, lambda e: sorted(e.cut().agent_ids), ["a", "b"], ["a"])
+
+
+def test_a_cut_chunk_is_read_by_env_steps_right_up_to_its_start() -> None:
+    pair = grown(two_agents(), HANGS, WAITS, {**WAITS, "observations": {"a": 4}}).map(lambda episode: episode.cut(3))
+    differ(pair, lambda e: e.get_actions(slice(-3, None))["a"], [1, 1, 1], [1, 1])
+
+
+def test_rewards_in_a_gap_before_a_late_action_are_not_lost() -> None:
+    late = [{"rewards": {"b": 1.0}}, {"actions": {"b": 1}, "rewards": {"b": 2.0}}, {"observations": {"b": 3}}]
+    steps = [{**ANSWERED, **step, "observations": {"a": 9, **step.get("observations", {})}} for step in late]
+    for step in steps:
+        step["actions"] = {"a": 0, **{k: v for k, v in step["actions"].items() if k == "b"}}
+        step["rewards"] = {"a": 0.0, **{k: v for k, v in step["rewards"].items() if k == "b"}}
+    steps[2]["rewards"] = {"a": 0.0}
+    differ(grown(two_agents(), *steps), lambda e: e.agent_episodes["b"].get_rewards(), [2.0, 3.0], [2.0, 2.0])
+
+
+def test_an_action_before_the_first_observation_is_refused() -> None:
+    differ(two_agents(), lambda e: e.add_env_step({}, {"c": 0}, {}), EpisodeError, None)
+
+
+def test_extra_outputs_are_found_by_key_where_an_agent_has_none() -> None:
+    step = {**BOTH, "observations": {"a": 2, "b": 2, "c": 0}}
+    pair = Pair.of()
+    for episode in (pair.ours, pair.theirs):
+        episode.add_env_reset(observations={"a": 0, "b": 0})
+        episode.add_env_step(**step, extra_model_outputs={"a": {"v": 1}, "b": {"v": 2}})
+    differ(pair, lambda e: e.get_extra_model_outputs("v"), {"a": [1], "b": [2]}, KeyError)
