@@ -103,7 +103,7 @@ class AgentTimeline:
         taken = share.pending() if acted else self.pending
         if taken is not None and (acted or observed):
             observation = share.observation if observed else self.episode.get_observations(-1)
-            self.episode.check_env_step(observation, taken.action, 0.0, taken.extra_model_outputs)
+            self.episode.check_env_step(observation, taken.action, self._like_reward(share), taken.extra_model_outputs)
 
     def take(self, share: AgentShare, env_step: int) -> None:
         """Take what the env step that begins at `env_step` brought, after `check`."""
@@ -129,6 +129,12 @@ class AgentTimeline:
         self.episode.is_terminated, self.episode.is_truncated = terminated, truncated
         self.pending = None
         self.received = {step: reward for step, reward in self.received.items() if step < self.last_seen}
+
+    def _like_reward(self, share: AgentShare) -> Any:
+        """A reward of the shape that the step's will have."""
+        if share.reward is not NOTHING:
+            return share.reward
+        return self.episode.get_rewards(-1) if self.episode.rewards.total() else 0.0
 
     def _close(self, observation: Any, reward: Any, share: AgentShare, env_step: int) -> None:
         assert self.pending is not None

@@ -212,16 +212,15 @@ class MultiAgentEpisode:
             an action alone                 hangs until the agent's next observation, with reward and extra outputs
             neither                         adds the reward, if any, to what has hung since the last observation
 
-        An agent that terminates without a last observation has the one before it repeated after a hanging action.
-        "__all__" in the end flags is every agent and the episode itself, which also ends with its last agents: as
-        truncated where they are truncated only, else as terminated. An agent that ends with its first observation
-        leaves no trace.
+        Infos come with observations, else they are dropped. An agent that terminates with a hanging action and without
+        an observation has its last one repeated. "__all__" in the end flags is every agent and the episode itself,
+        which also ends with its last agents: as truncated where they are truncated only, else as terminated. An agent
+        that ends with its first observation leaves no trace.
 
-        Raises EpisodeError before a reset, after the end, for data of an agent that has ended, for an action before
-        the first observation or while another one hangs, for an observation without an action since the one before,
-        for an action and an observation without a reward, for a truncation without the last observation after an
-        action, and when the keys of an agent's extra outputs change; in numpy form, ColumnError for a value of another
-        structure or shape than the arrays'. Then nothing is added.
+        Raises EpisodeError before a reset, after the end, and for what an agent can't have: data after its end, an
+        action before its first observation or while another one hangs, an observation without an action since the one
+        before, a whole step without a reward, a truncation after an action without an observation, other extra outputs
+        than before; in numpy form, ColumnError for a value that does not fit the arrays. Then nothing is added.
         """
         if self.is_done:
             raise self._error(f"add_env_step after its end at env step {self.env_t}")
@@ -511,11 +510,10 @@ class MultiAgentEpisode:
     ) -> None:
         """Take a reset and the env steps after it, the first of them as history."""
         count = len(steps) - 1
-        if isinstance(len_lookback_buffer, str) and len_lookback_buffer != "auto":
-            raise self._error(f"len_lookback_buffer is '{len_lookback_buffer}', expected an int or 'auto'")
-        if not isinstance(len_lookback_buffer, str):
-            self._check_lookback(len_lookback_buffer)
-        wanted = count if isinstance(len_lookback_buffer, str) else len_lookback_buffer
+        wanted = count if len_lookback_buffer == "auto" else len_lookback_buffer
+        if isinstance(wanted, str):
+            raise self._error(f"len_lookback_buffer is '{wanted}', expected an int or 'auto'")
+        self._check_lookback(wanted)
         roster = self._roster
         roster.lookback = min(wanted, count)
         roster.env_t -= roster.lookback

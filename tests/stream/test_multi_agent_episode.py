@@ -468,6 +468,16 @@ def test_an_episode_of_arrays_goes_on_as_arrays() -> None:
     assert isinstance(episode.get_observations()["c"], np.ndarray)
 
 
+def test_rewards_may_be_vectors() -> None:
+    episode = pair()
+    one = np.ones(2)
+    step(episode, observations={"a": 1, "b": 1}, actions={"a": 5, "b": 6}, rewards={"a": one, "b": one})
+    episode.to_numpy()
+    step(episode, observations={"a": 2}, actions={"a": 5, "b": 6}, rewards={"a": one, "b": one})
+    step(episode, observations={"b": 2}, rewards={"b": one})
+    assert episode.agent_episodes["b"].get_rewards().tolist() == [[1, 1], [2, 2]]
+
+
 # Setters
 
 
