@@ -15,6 +15,8 @@ def joined(head: AgentTimeline, tail: AgentTimeline) -> AgentTimeline:
     """
     begin = tail.lookback
     first_seen = tail.observed_at[begin]
+    if head.episode.is_done and tail.episode.is_done and tail.last_seen == head.last_seen:
+        return head  # the end is where the two meet, and in both
     if head.episode.is_done:
         raise EpisodeError(f"it ended at env step {head.last_seen}, but it is in the chunk to join")
     if first_seen < head.last_seen:

@@ -16,12 +16,16 @@ AGENTS = ["a", "b", "c"]
 
 @dataclass
 class ToldAgent:
-    """One agent's observations and actions as (env step, item), and each action's reward and extra output."""
+    """One agent's observations and actions as (env step, item), and each action's reward.
+
+    `owed` is what it has received since an observation that it has not acted on.
+    """
 
     first: int
     observations: list[tuple[int, int]] = field(default_factory=list)
     actions: list[tuple[int, int]] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    owed: float = 0.0
     is_acting: bool = False
     is_terminated: bool = False
     is_truncated: bool = False
@@ -40,7 +44,8 @@ class ToldAgent:
         at = self.observations[-1][0]
         item = self.first + 500 + len(self.actions)
         self.actions.append((at, item))
-        self.rewards.append(0.0)
+        self.rewards.append(self.owed)
+        self.owed = 0.0
         self.is_acting = True
         return item
 
@@ -86,10 +91,10 @@ class Told:
             self._enter(agent_id, step)
         self.steps.append(step)
 
-    def go_on(self, moves: dict[str, tuple[bool, bool, str]]) -> None:
-        """Agent id -> whether it moves (enters, acts, or is answered), whether there is a reward, and how it ends."""
+    def go_on(self, moves: dict[str, tuple[bool, bool, bool, str]]) -> None:
+        """Agent id -> whether it enters or is answered, whether it idles, whether it is paid, and how it ends."""
         step, at = _empty_step(), len(self.steps)
-        for agent_id, (moves_on, rewarded, end) in moves.items():
+        for agent_id, (moves_on, idles, rewarded, end) in moves.items():
             agent = self.agents.get(agent_id)
             if agent is not None and agent.is_done:
                 continue
@@ -99,7 +104,10 @@ class Told:
                 if moves_on:
                     self._enter(agent_id, step)
                 continue
-            self._continue(agent_id, agent, step, moves_on, rewarded, end)
+            if idles and not agent.is_acting:
+                self._idle(agent_id, agent, step, rewarded, end)
+            else:
+                self._continue(agent_id, agent, step, moves_on, rewarded, end)
         self.steps.append(step)
 
     def _enter(self, agent_id: str, step: dict[str, Any]) -> None:
@@ -109,6 +117,15 @@ class Told:
     def _observe(self, agent_id: str, agent: ToldAgent, step: dict[str, Any]) -> None:
         item = agent.observe(len(self.steps))
         step["observations"][agent_id], step["infos"][agent_id] = item, {"of": item}
+
+    def _idle(self, agent_id: str, agent: ToldAgent, step: dict[str, Any], rewarded: bool, end: str) -> None:
+        if rewarded:
+            reward = step["rewards"][agent_id] = len(self.steps) / 10
+            agent.owed += reward
+        if end == "terminated":
+            agent.is_terminated = step["terminateds"][agent_id] = True
+        elif end == "truncated":
+            agent.is_truncated = step["truncateds"][agent_id] = True
 
     def _continue(
         self, agent_id: str, agent: ToldAgent, step: dict[str, Any], answered: bool, rewarded: bool, end: str
@@ -137,12 +154,17 @@ def _empty_step() -> dict[str, Any]:
     return {name: {} for name in names}
 
 
-moves = st.tuples(st.booleans(), st.booleans(), st.sampled_from(["", "", "", "", "", "terminated", "truncated"]))
+ends = st.sampled_from(["", "", "", "", "", "terminated", "truncated"])
 
 
 @st.composite
-def turns(draw: st.DrawFn, min_steps: int = 0, max_steps: int = 9) -> Told:
-    """Agents that enter, act, wait, and leave in any order; the episode ends with the last of them, if it does."""
+def turns(draw: st.DrawFn, min_steps: int = 0, max_steps: int = 9, may_idle: bool = False) -> Told:
+    """Agents that enter, act, wait, and leave in any order; the episode ends with the last of them, if it does.
+
+    With `may_idle`, they may also have an observation and act only some env steps later, or never.
+    """
+    idling = st.booleans() if may_idle else st.just(False)
+    moves = st.tuples(st.booleans(), idling, st.booleans(), ends)
     told = Told()
     told.reset(draw(st.lists(st.sampled_from(AGENTS), unique=True, min_size=1)))
     for _ in range(draw(st.integers(min_steps, max_steps))):

@@ -66,7 +66,7 @@ def test_chunks_that_are_cut_anywhere_and_joined_are_the_episode(told: Told, dat
     assert whole.is_numpy == numpy
 
 
-@given(told=turns(), data=st.data(), numpy=FORMS)
+@given(told=turns(may_idle=True), data=st.data(), numpy=FORMS)
 @settings(max_examples=300)
 def test_slices_joined_again_are_the_episode(told: Told, data: st.DataObject, numpy: bool) -> None:
     episode = told.episode(numpy=numpy)
@@ -98,7 +98,7 @@ def test_slices_of_a_chunk_joined_again_are_the_chunk(told: Told, data: st.DataO
     assert state_of(head) == state_of(chunk)
 
 
-@given(told=turns(), numpy=FORMS, data=st.data())
+@given(told=turns(may_idle=True), numpy=FORMS, data=st.data())
 def test_an_episode_comes_back_from_its_state_and_goes_on(told: Told, numpy: bool, data: st.DataObject) -> None:
     steps = data.draw(st.integers(0, told.length))
     episode = told.episode(steps=steps, numpy=numpy)
@@ -139,7 +139,9 @@ def item_at(told: Told, agent_id: str, name: str, env_step: int, fill: Any) -> l
     return [items[env_step]] if env_step in items else [] if fill is None else [fill]
 
 
-@given(told=turns(), numpy=FORMS, data=st.data(), name=st.sampled_from(NAMES), fill=st.sampled_from([None, 7]))
+@given(
+    told=turns(may_idle=True), numpy=FORMS, data=st.data(), name=st.sampled_from(NAMES), fill=st.sampled_from([None, 7])
+)
 @settings(max_examples=600)
 def test_getters_by_env_steps_agree_with_lists(
     told: Told, numpy: bool, data: st.DataObject, name: str, fill: int | None
@@ -181,7 +183,7 @@ def _as_float32(tree: Any) -> Any:
     return [_as_float32(part) for part in tree] if isinstance(tree, list) else float(np.float32(tree))
 
 
-@given(told=turns(), numpy=FORMS, name=st.sampled_from(NAMES), data=st.data())
+@given(told=turns(may_idle=True), numpy=FORMS, name=st.sampled_from(NAMES), data=st.data())
 @settings(max_examples=300)
 def test_getters_by_agent_steps_agree_with_lists(told: Told, numpy: bool, name: str, data: st.DataObject) -> None:
     if name == "outputs" and not has_outputs(told):
@@ -227,7 +229,7 @@ def test_slices_share_out_all_that_the_environment_paid(told: Told, seams: set[i
     assert episode.get_return(include_hanging_rewards=True) == pytest.approx(paid)
 
 
-@given(told=turns(), numpy=FORMS)
+@given(told=turns(may_idle=True), numpy=FORMS)
 def test_an_agent_is_where_its_own_list_says(told: Told, numpy: bool) -> None:
     episode = told.episode(numpy=numpy)
     episode.validate()
