@@ -101,7 +101,7 @@ class AgentTimeline:
         if share.truncated and not observed and (acted or answered):
             raise EpisodeError("it is truncated after an action, expected its last observation")
         taken = share.pending() if acted else self.pending
-        if taken is not None and (acted or observed):
+        if taken is not None and (acted or (observed and self.episode.observations.is_numpy)):
             observation = share.observation if observed else self.episode.get_observations(-1)
             self.episode.check_env_step(observation, taken.action, self._like_reward(share), taken.extra_model_outputs)
 

@@ -156,7 +156,8 @@ class MultiAgentEpisode:
 
     def get_agents_to_act(self) -> set[Any]:
         """Those of them that are not done."""
-        return {agent_id for agent_id in self.get_agents_that_stepped() if not self.agent_episodes[agent_id].is_done}
+        stepped = self.get_agents_that_stepped()
+        return {agent_id for agent_id in stepped if not self._roster.timelines[agent_id].episode.is_done}
 
     def get_terminateds(self) -> dict[Any, bool]:
         """Agent id -> whether it is terminated, and "__all__" -> whether the whole episode is."""
@@ -545,8 +546,8 @@ class MultiAgentEpisode:
     def _end_with(self, step: EnvStep, ended: Sequence[SingleAgentEpisode]) -> None:
         """Take the end flags of an env step that has `ended` agents; the last of them end the episode as they do."""
         self.is_terminated, self.is_truncated = step.all_terminated, step.all_truncated
-        episodes = self.agent_episodes.values()
-        if episodes and not self.is_done and all(episode.is_done for episode in episodes):
+        timelines = self._roster.timelines.values()
+        if timelines and not self.is_done and all(timeline.episode.is_done for timeline in timelines):
             self.is_truncated = bool(ended) and not any(episode.is_terminated for episode in ended)
             self.is_terminated = not self.is_truncated
 
