@@ -179,14 +179,12 @@ def secret_bytes(secret: Secret) -> bytes | None:
 
 def listen_on(address: Address) -> list[socket.socket]:
     """Sockets that listen on an address. Raises EnvError where that can't be."""
-    sockets: list[socket.socket] = []
     try:
         if isinstance(address, UnixAddress):
-            sockets.append(_unix_listener(address))
+            sockets = [_unix_listener(address)]
         else:
-            sockets += _tcp_listeners(address)
+            sockets = _tcp_listeners(address)
     except OSError as error:
-        close_sockets(sockets)
         raise EnvError(f"can't listen on {address}: {error.strerror or error}") from error
     for sock in sockets:
         sock.setblocking(False)
@@ -235,13 +233,17 @@ def _is_answered(address: UnixAddress) -> bool:
 def _tcp_listeners(address: TcpAddress) -> list[socket.socket]:
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     # A name may stand for several addresses; with port 0 each would have another one.
-    sockets = []
-    for family, kind, protocol, _, target in found if address.port else found[:1]:
-        sock = socket.socket(family, kind, protocol)
-        sockets.append(sock)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(target)
-        sock.listen(socket.SOMAXCONN)
+    sockets: list[socket.socket] = []
+    try:
+        for family, kind, protocol, _, target in found if address.port else found[:1]:
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(target)
+            sock.listen(socket.SOMAXCONN)
+    except BaseException:
+        close_sockets(sockets)
+        raise
     return sockets

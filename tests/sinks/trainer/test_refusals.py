@@ -1,0 +1,205 @@
+"""What can't be: both ends say what is wrong, and nobody waits without a word."""
+
+import socket
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from feeding import feeding, graph_of, graph_over, running, trainer
+from numbered import NumberedEnv, NumberedModule
+from remote_hosts import hosting, listening
+from remote_rollouts import await_that, makers
+
+from rollflow.nodes import EnvHost, Rollout
+from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow.stream import Graph
+from rollflow.stream.errors import EnvError, RunError, WireError
+from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, encode
+
+SECRET = "correct horse battery staple"
+
+
+def refused_by(stream: TrainerStream, told: str) -> None:
+    """The stream waits, and then says who was turned away, and why."""
+    with pytest.raises(RunError, match=f"0 of 1 rollouts came within 2 s: listening on .*{told}"):
+        next(iter(stream))
+
+
+def test_a_secret_is_proved_by_both_ends() -> None:
+    with trainer(secret=SECRET, yields="fragments") as stream:
+        with feeding(stream.address, num_fragments=2, sink={"secret": SECRET}):
+            assert len(list(stream)) == 2
+
+
+def test_another_secret_is_refused_at_both_ends() -> None:
+    with trainer(secret=SECRET, join_timeout=2.0) as stream:
+        with (
+            pytest.raises(WireError, match=r"proof.mac: the host has another secret"),
+            feeding(stream.address, sink={"secret": "another"}, num_fragments=1) as feed,
+        ):
+            refused_by(stream, "proof.mac: the host has another secret")
+            feed.ended.result(60)
+
+
+def test_none_where_one_is_asked_for_is_refused() -> None:
+    with trainer(secret=SECRET, join_timeout=2.0) as stream:
+        with (
+            pytest.raises(WireError, match="the gateway asks for a secret, and this host has none"),
+            feeding(stream.address, num_fragments=1) as feed,
+        ):
+            refused_by(stream, "the gateway asks for a secret")
+            feed.ended.result(60)
+
+
+def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None:
+    with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
+        TrainerStream("tcp://0.0.0.0:7020")
+    with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
+        TrainerSink("tcp://example.org:7020", Rollout("CartPole-v1"))
+
+
+def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WireError, match="expected 'tcp://host:port'"):
+        TrainerStream("localhost:7020")
+    with (
+        trainer() as stream,
+        pytest.raises(EnvError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use"),
+    ):
+        TrainerStream(str(stream.address)).__enter__()
+    with pytest.raises(EnvError, match=r"can't listen on unix:.*No such file or directory"):
+        TrainerStream(f"unix:{tmp_path}/missing/trainer").__enter__()
+
+
+def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
+    with trainer(join_timeout=2.0) as stream:
+        with pytest.raises(WireError, match=r"hello.role is 'env', expected 'source': this is a trainer"):
+            with hosting(stream.address, makers(0), kind=EnvHost):
+                refused_by(stream, "hello.role is 'env'")
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)):
+        with Rollout(envs, module=NumberedModule(), fragment_length=8) as other:
+            next(iter(other.fragments()))
+            graph, rollout, sink = graph_of(envs.addresses[0], (0,), num_fragments=1)
+            with (
+                pytest.raises(WireError, match=r"hello.role is 'source', expected 'env'"),
+                running(graph, rollout, sink) as feed,
+            ):
+                for _ in other.fragments():
+                    if feed.ended.done():
+                        break
+
+
+def test_a_rollout_whose_lanes_come_and_go_is_not_held_back_lane_by_lane() -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0, 1)), trainer(max_lag=0, on_excess="pace", join_timeout=2.0) as stream:
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=8, num_fragments=2)
+        with (
+            pytest.raises(WireError, match="lanes are on hosts that come and go, expected another on_excess"),
+            running(*graph_over(rollout, stream.address)) as feed,
+        ):
+            refused_by(stream, "lanes are on hosts that come and go")
+            feed.ended.result(60)
+
+
+def test_train_batches_can_not_be_taken_apart() -> None:
+    with trainer(yields="episodes", join_timeout=2.0) as stream:
+        with (
+            pytest.raises(WireError, match="this rollout sends train batches, and the trainer has yields='episodes'"),
+            feeding(stream.address, sink={"sends": "batches"}, num_fragments=1) as feed,
+        ):
+            refused_by(stream, "sends train batches")
+            feed.ended.result(60)
+
+
+def test_a_sink_gets_what_it_was_told_to_send() -> None:
+    with trainer(join_timeout=2.0) as stream:
+        rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=2)
+        sink = TrainerSink(str(stream.address), rollout, sends="batches")
+        graph = Graph("wrong")
+        graph.add(rollout=rollout, trainer=sink)
+        graph.connect("rollout.fragments", "trainer")
+        with (
+            pytest.raises(TypeError, match="a Fragment came to a sink that sends batches, expected these"),
+            running(graph, rollout, sink) as feed,
+        ):
+            with pytest.raises((RunError, StopIteration)):
+                next(iter(stream))
+            feed.ended.result(60)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"spaces": []}, "0 spaces, expected 1 to 64"),
+        ({"spaces": "Box"}, "spaces is 'Box', expected a list"),
+        ({"spaces": [{"kind": "Sphere"}]}, "Sphere"),
+        ({"lanes": -1}, "lanes is -1, expected a whole number"),
+        ({"lanes": None}, "lanes is None, expected a whole number"),
+        ({"version": 1.5}, "version is 1.5, expected a whole number"),
+        ({"weights": {"a": "big"}}, "weights are no shapes, expected lists of whole numbers"),
+        ({"sends": "letters"}, "sends is 'letters', expected 'fragments' or 'batches'"),
+        ({"is_stateful": 3}, "is_stateful is 3, expected a bool"),
+    ],
+)
+def test_a_rollout_that_says_nonsense_of_itself_is_refused(changed: dict[str, Any], told: str) -> None:
+    with trainer(join_timeout=60.0) as stream:
+        _, _, sink = graph_of(stream.address, (0,))
+        raw = RawSource(stream, sink._hello(), changed)
+        stream._begin_next()
+        assert told in raw.refusal()
+        sink._link.release()
+
+
+@pytest.mark.parametrize(
+    ("fragment", "told"),
+    [
+        ({"columns": {}, "rest": {}}, "layout is None, expected a map"),
+        ({"columns": {}, "rest": {"layout": {"episodes": "x", "num_slots": -1}}}, "layout.num_slots is -1"),
+        ({"columns": {}, "rest": {"batch": True}}, "a train batch among fragments"),
+    ],
+)
+def test_a_rollout_that_sends_nonsense_is_refused(fragment: dict[str, Any], told: str) -> None:
+    with trainer(join_timeout=60.0) as stream:
+        _, _, sink = graph_of(stream.address, (0,))
+        raw = RawSource(stream, sink._hello(), {})
+        stream._begin_next()
+        raw.welcomed()
+        raw.sock.sendall(b"".join(encode(Fragment(0, 1, **fragment))))
+        assert told in raw.refusal()
+        sink._link.release()
+
+
+class RawSource:
+    """A source made by hand."""
+
+    def __init__(self, stream: TrainerStream, hello: Hello, changed: dict[str, Any]) -> None:
+        said = replace(hello, metadata={**hello.metadata, **changed})
+        address: Any = stream.address
+        self.sock = socket.create_connection((address.host, address.port))
+        session = SourceSession(said.session)
+        session.given = 1
+        self.connection = SourceConnection(said, session, secret=None, limits=Limits(), now=0.0)
+
+    def events(self) -> list[Any]:
+        """The next ones."""
+        while True:
+            for buffer in self.connection.outgoing():
+                self.sock.sendall(buffer)
+            data = self.sock.recv(1 << 16)
+            events = self.connection.receive(data, 0.0)
+            if events or not data:
+                return events
+
+    def welcomed(self) -> None:
+        """Wait until the trainer has taken it in."""
+        self.events()
+        await_that(lambda: self.connection.next)
+
+    def refusal(self) -> str:
+        """What the trainer says in the end."""
+        while self.connection.error is None:
+            self.events()
+        self.sock.close()
+        return str(self.connection.error)
