@@ -5,11 +5,13 @@ import secrets
 import socket
 import ssl
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 
 from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.given import check_numbers
 from rollflow.nodes.policy_weights import shapes_of
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.remote.remote_lanes import RemoteLanes
@@ -19,6 +21,7 @@ from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.source_link import SourceLink
+from rollflow.sinks.trainer.spill import Spill
 from rollflow.stream.channel import Inlet
 from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import Fragment
@@ -53,6 +56,8 @@ class TrainerSink:
                        None: as long as it takes
         max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more,
                        but for a single one
+        spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up; nothing is
+                       left there, however this ends. None: there is none
         limits         of frames, times and bytes under way
 
         sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between
@@ -74,6 +79,7 @@ class TrainerSink:
         name: str | None = None,
         linger: float | None = 60.0,
         max_bytes: int = 1 << 30,
+        spill: str | Path | None = None,
         sends: Literal["fragments", "batches"] = "fragments",
         limits: Limits | None = None,
     ) -> None:
@@ -84,9 +90,12 @@ class TrainerSink:
         check_tls(target, tls)
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
-        self._rollout, self._linger, self._max_bytes, self._sends = rollout, linger, max_bytes, sends
+        self._rollout, self._linger, self._sends = rollout, linger, sends
         self._limits = Limits() if limits is None else limits
-        self._kept = Kept()
+        check_numbers(max_bytes=(max_bytes, 1))
+        if spill is not None and not Path(spill).is_dir():
+            raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
+        self._kept = Kept(max_bytes, None if spill is None else Spill(Path(spill)))
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
         self._gate = PaceGate(self._kept)
         rollout.hold_back(self._gate)
@@ -223,7 +232,7 @@ class TrainerSink:
         window = 1 if self._gate.wanted is None else self._gate.wanted.window
         if self._session.given - self._session.done >= window:
             return False
-        return not len(self._kept) or self._kept.nbytes < self._max_bytes
+        return not self._kept.is_full
 
     def _has_left(self) -> bool:
         """Whether there is no trainer to wait for."""

@@ -2,14 +2,20 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
+from rollflow.sinks.trainer.spill import Place, Spill
 from rollflow.stream.wire import Fragment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
-    message: Fragment
+    """A message, in memory or on disk."""
+
+    at: Fragment | Place
+    lane: int
     nbytes: int
     steps: int
 
@@ -17,17 +23,26 @@ class _Entry:
 class Kept:
     """Messages by their numbers 1, 2, …, until they are forgotten. From any thread.
 
-    nbytes    of all that are kept
+    max_bytes    that are kept in memory
+    spill        where the others go; None: nowhere, they are in memory all the same
+
+    nbytes       of those in memory
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int, spill: Spill | None = None) -> None:
         self.nbytes = 0
+        self._max_bytes, self._spill = max_bytes, spill
         self._first = 1  # number of the oldest
         self._entries: deque[_Entry] = deque()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is as much in memory as may be."""
+        return bool(self._entries) and self.nbytes >= self._max_bytes
 
     @property
     def last(self) -> int:
@@ -38,27 +53,51 @@ class Kept:
         """Keep the next one, with so many transitions."""
         with self._lock:
             assert message.number == self.last + 1
-            self._entries.append(_Entry(message, nbytes, steps))
+            self._entries.append(_Entry(message, message.lane, nbytes, steps))
             self.nbytes += nbytes
 
     def get(self, number: int) -> Fragment:
-        """One that is kept."""
+        """One that is kept. Raises RunError where it can't be read."""
         with self._lock:
-            return self._entries[number - self._first].message
+            at = self._entries[number - self._first].at
+        if isinstance(at, Fragment):
+            return at
+        assert self._spill is not None
+        return self._spill.read(at)
+
+    def make_room(self, number: int) -> None:
+        """Put what need not be sent now, which are those up to this number, on disk, until it is not full any more.
+
+        Raises RunError where that can't be.
+        """
+        if self._spill is None:
+            return
+        with self._lock:
+            for entry in islice(self._entries, max(0, number + 1 - self._first)):
+                if self.nbytes < self._max_bytes:
+                    break
+                if isinstance(entry.at, Fragment):
+                    entry.at = self._spill.write(entry.at)
+                    self.nbytes -= entry.nbytes
 
     def forget(self, number: int) -> None:
         """Keep nothing up to this number."""
         with self._lock:
             while self._entries and self._first <= number:
-                self.nbytes -= self._entries.popleft().nbytes
+                entry = self._entries.popleft()
                 self._first += 1
+                if isinstance(entry.at, Fragment):
+                    self.nbytes -= entry.nbytes
 
     def steps(self, after: int) -> int:
         """Transitions in those with numbers greater than `after`."""
         with self._lock:
-            return sum(entry.steps for entry in self._entries if entry.message.number > after)
+            return sum(entry.steps for entry in self._later_than(after))
 
     def count(self, lane: int, after: int) -> int:
         """How many of a lane there are with numbers greater than `after`."""
         with self._lock:
-            return sum(entry.message.lane == lane and entry.message.number > after for entry in self._entries)
+            return sum(entry.lane == lane for entry in self._later_than(after))
+
+    def _later_than(self, number: int) -> Iterator[_Entry]:
+        return islice(self._entries, max(0, number + 1 - self._first), None)

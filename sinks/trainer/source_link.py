@@ -189,6 +189,9 @@ class SourceLink:
 
     def _send(self, connection: SourceConnection) -> None:
         """Send what there is to send, as much as is wanted."""
+        if self._kept.is_full:
+            self._kept.make_room(self._session.done)
+            self.bell.ring()
         if self._parting is not None:
             connection.goodbye(self._parting)
         if connection.phase is not Phase.RUNNING:
