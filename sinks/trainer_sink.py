@@ -17,6 +17,7 @@ from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
@@ -56,8 +57,8 @@ class TrainerSink:
                        None: as long as it takes
         max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more,
                        but for a single one
-        spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up; nothing is
-                       left there, however this ends. None: there is none
+        spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up; nothing
+                       is left there, however this ends. None: there is none
         limits         of frames, times and bytes under way
 
         sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between
@@ -175,6 +176,7 @@ class TrainerSink:
             autoreset="SAME_STEP",
             metadata={
                 "sends": self._sends,
+                "compressions": available(),
                 "lanes": environments.num_lanes,
                 "has_fixed_lanes": not isinstance(environments, RemoteLanes),
                 "spaces": [describe_space(space) for space in self._spaces()],

@@ -17,6 +17,7 @@ from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
+from rollflow.sinks.trainer.compression import check_available
 from rollflow.sinks.trainer.door import Door
 from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
 from rollflow.sinks.trainer.patience import Patience
@@ -54,6 +55,8 @@ class TrainerStream:
                                exactly on-policy
         ack                    "auto": a rollout may forget a fragment as soon as the trainer has moved on from it, and
                                asks for the next. "manual": when `ack` is called, as a rule after a checkpoint
+        compression            "zstd": observations come compressed, for slow networks; takes `rollflow[compression]` at
+                               both ends. None: they do not
         metrics                what pieces log into; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
 
@@ -83,6 +86,7 @@ class TrainerStream:
         max_lag: int | None = None,
         on_excess: OnExcess = "drop",
         ack: Literal["auto", "manual"] = "auto",
+        compression: Literal["zstd"] | None = None,
         metrics: Any = None,
         limits: Limits | None = None,
     ) -> None:
@@ -93,6 +97,7 @@ class TrainerStream:
             prefetch=(prefetch, 0),
             max_lag=(max_lag, 0),
         )
+        check_available(compression)
         _check_choice("yields", yields, ("batches", "fragments", "episodes"))
         _check_choice("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
         _check_choice("ack", ack, ("auto", "manual"))
@@ -121,6 +126,7 @@ class TrainerStream:
             tls=tls,
             limits=limits or Limits(),
             ahead=self._age.ahead,
+            compression=compression,
             window_of=self._window_of,
         )
         self._has_begun = False

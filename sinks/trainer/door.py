@@ -55,6 +55,7 @@ class Door:
     """Takes sources in, and what they send, once it is open.
 
     ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
+    compression  of observations, for sources that can do it; None: none
     window_of    how many fragments a source may send beyond what is done; raises WireError where it can't be taken
                  in
 
@@ -75,6 +76,7 @@ class Door:
         tls: ssl.SSLContext | None,
         limits: Limits,
         ahead: int | None,
+        compression: str | None,
         window_of: Callable[[Source], int],
     ) -> None:
         self.lock = threading.RLock()
@@ -86,7 +88,7 @@ class Door:
         self.weights: Weights | None = None
         self.version = 0
         self._secret, self._tls, self._limits = secret, tls, limits
-        self._ahead, self._window_of = ahead, window_of
+        self._ahead, self._compression, self._window_of = ahead, compression, window_of
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
@@ -200,7 +202,8 @@ class Door:
         told = source.told
         if told.connection is not connection:
             told.connection, told.version, told.done = connection, -1, (-1, -1)
-            wanted = Wanted(source.session.window or 1, self._ahead, self.version)
+            compression = self._compression if self._compression in source.compressions else None
+            wanted = Wanted(source.session.window or 1, self._ahead, self.version, compression)
             connection.tell(Settings(wanted.told()))
         if connection.undelivered > _MUCH:
             return
@@ -264,6 +267,8 @@ class Door:
         peer.source, source.lost_at, source.has_ended, source.is_lost = source, None, False, False
         self.sources[hello.session] = source
         logger.info("rollout %s has come", source.name)
+        if self._compression is not None and self._compression not in source.compressions:
+            logger.warning("rollout %s can't compress by %s: it sends all as it is", source.name, self._compression)
         old = None if older is None else self._peers.of(older)
         if old is not None:
             self._peers.drop(old)

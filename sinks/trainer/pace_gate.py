@@ -6,6 +6,7 @@ from typing import Any
 
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.pace import Paced
+from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.stream.errors import WireError
 
@@ -15,13 +16,14 @@ _MOST = 1 << 31
 class Wanted:
     """How a trainer wants a stream.
 
-    window    fragments that it takes beyond the last one that it is done with
-    ahead     fragments that a lane may have begun beyond that; None: any number, within the window
-    version   of its newest weights: a rollout is to act with these, or newer ones
+    window         fragments that it takes beyond the last one that it is done with
+    ahead          fragments that a lane may have begun beyond that; None: any number, within the window
+    version        of its newest weights: a rollout is to act with these, or newer ones
+    compression    of observations; None: there is none
     """
 
-    def __init__(self, window: int, ahead: int | None, version: int) -> None:
-        self.window, self.ahead, self.version = window, ahead, version
+    def __init__(self, window: int, ahead: int | None, version: int, compression: str | None = None) -> None:
+        self.window, self.ahead, self.version, self.compression = window, ahead, version, compression
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Wanted":
@@ -30,11 +32,15 @@ class Wanted:
         for name, value in read.items():
             if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
                 raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number", "message")
-        return cls(**read)
+        compression = settings.get("compression")
+        if compression not in (None, *available()):
+            raise WireError(f"settings: compression is {compression!r:.100}, expected one of {available()}", "message")
+        return cls(**read, compression=compression)
 
     def told(self) -> dict[str, Any]:
         """As it goes over the wire."""
-        return {"window": self.window, "ahead": self.ahead, "version": self.version}
+        told = {"window": self.window, "ahead": self.ahead, "version": self.version}
+        return told if self.compression is None else told | {"compression": self.compression}
 
 
 class PaceGate:

@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.nodes.env_source import is_whole
+from rollflow.sinks.trainer.compression import decompressed
 from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragment_of_message, is_batch
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
@@ -63,6 +64,7 @@ class Source:
     is_stateful          whether the rollout's module is
     weights              shapes of the module's weights
     version              the policy version that the rollout came with
+    compressions         that it can compress by
     receipts             forward node -> what it last said to use
     beyond               numbers of items that were handed over, behind others that were not
     """
@@ -82,6 +84,7 @@ class Source:
         self.module = ""
         self.weights: dict[str, tuple[int, ...]] = {}
         self.version = 0
+        self.compressions: list[Any] = []
         self.receipts: dict[str, Receipt] = {}
         self.beyond: set[int] = set()
         self.told: _Told = _Told()
@@ -114,7 +117,7 @@ class Source:
         sends = told.get("sends")
         if sends not in ("fragments", "batches"):
             raise WireError(f"hello.metadata: sends is {sends!r:.100}, expected 'fragments' or 'batches'", "message")
-        self.sends_batches = sends == "batches"
+        self.sends_batches, self.compressions = sends == "batches", _entry(told, "compressions", list)
         self.spaces = [space_of(space) for space in spaces]
         self.action_space = space_of(dict(hello.action_space))
         self.lanes, self.version = told["lanes"], told["version"]
@@ -126,6 +129,7 @@ class Source:
     def read(self, message: wire.Fragment) -> Arrived:
         """What is in a message. Raises WireError where it is nothing for a trainer."""
         assert self.action_space is not None
+        message = decompressed(message)
         if is_batch(message) != self.sends_batches:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
         if self.sends_batches:

@@ -14,6 +14,7 @@ from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.remote.lines import Line, Lines, quoted
 from rollflow.nodes.remote.transport import transport_for
 from rollflow.nodes.weights_codec import Arrays, from_arrays
+from rollflow.sinks.trainer.compression import compressed
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.weights_digest import digest_of
@@ -202,7 +203,8 @@ class SourceLink:
         while wanted is not None and connection.undelivered < _MUCH:
             if connection.next > min(session.given, session.done + wanted.window):
                 break
-            connection.send(self._kept.get(connection.next))
+            message = self._kept.get(connection.next)
+            connection.send(message if wanted.compression is None else compressed(message))
         if self._is_finished and connection.next > session.given and self._told_finished is not connection:
             connection.tell(Finished(session.given))
             self._told_finished = connection

@@ -1,0 +1,94 @@
+"""Observations that take less room on the way, where both ends have zstandard and the trainer wants it.
+
+A column is a tree of arrays; its compressed form is the same tree, of bytes `u8[...]`, and beside it, leaf by leaf,
+what they were.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.remote.fragment_checks import told_of
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import RollflowError, WireError
+from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.stream.wire import Fragment
+
+try:
+    import zstandard
+except ImportError:  # an extra
+    zstandard = None  # type: ignore[assignment]
+
+NAME = "zstd"
+COMPRESSED = (Columns.OBS, Columns.NEXT_OBS)
+_LEVEL = 1  # the network is what is slow
+_MOST_BYTES = 1 << 32  # of one array
+
+
+def available() -> list[str]:
+    """What this end can compress and decompress by."""
+    return [] if zstandard is None else [NAME]
+
+
+def check_available(name: str | None) -> None:
+    """Raise ValueError for no such compression, RollflowError where its package is missing."""
+    if name not in (None, NAME):
+        raise ValueError(f"compression is {name!r}, expected {NAME!r} or None")
+    if name is not None and name not in available():
+        raise RollflowError("compression='zstd' takes the package zstandard: pip install rollflow[compression]")
+
+
+def compressed(message: Fragment) -> Fragment:
+    """A message whose observations are compressed."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    columns, was = dict(message.columns), {}
+    for name in COMPRESSED:
+        if name not in columns:
+            continue
+        arrays = [np.ascontiguousarray(leaf) for leaf in leaves_of(columns[name])]
+        was[name] = [[array.dtype.str, list(array.shape)] for array in arrays]
+        columns[name] = map_tree(
+            lambda leaf: np.frombuffer(compressor.compress(np.ascontiguousarray(leaf).data), np.uint8), columns[name]
+        )
+    return replace(message, columns=columns, rest={**message.rest, "compressed": was})
+
+
+def decompressed(message: Fragment) -> Fragment:
+    """The message as it was; one that is not compressed is itself. Raises WireError where it can't be decompressed."""
+    was = message.rest.get("compressed")
+    if was is None:
+        return message
+    if zstandard is None or not isinstance(was, Mapping) or not was.keys() <= set(COMPRESSED) & message.columns.keys():
+        raise WireError(f"compressed is {told_of(was)}, expected columns that were asked for so", "fragment")
+    columns = dict(message.columns)
+    for name, told in was.items():
+        if not isinstance(told, list) or len(told) != len(leaves_of(columns[name])):
+            expected = "expected a dtype and a shape for each part"
+            raise WireError(f"compressed: {name} is {told_of(told)}, {expected}", "fragment")
+        parts = iter(told)
+        columns[name] = map_tree(lambda leaf, parts=parts: _decompressed(leaf, next(parts)), columns[name])
+    return replace(message, columns=columns)
+
+
+def _decompressed(data: NDArray[Any], told: Any) -> NDArray[Any]:
+    try:
+        name, shape = told
+        dtype, count = np.dtype(name), math.prod(shape)
+        if dtype.hasobject or not all(is_whole(side) and side >= 0 for side in shape):
+            raise WireError(f"compressed: {told_of(told)}, expected a dtype and a shape", "fragment")
+        size = dtype.itemsize * count
+        packed = data.tobytes()
+        if size > _MOST_BYTES or zstandard.frame_content_size(packed) != size:
+            raise WireError(f"compressed: an array of {size} bytes is none, expected what is told of it", "fragment")
+        array = np.empty(size, np.uint8)
+        plain = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size) if size else b""
+        array[:] = np.frombuffer(plain, np.uint8)
+        restored: NDArray[Any] = array.view(dtype).reshape(shape)
+        return restored
+    except (TypeError, ValueError, zstandard.ZstdError) as error:
+        raise WireError(f"compressed: {told_of(told)}: {error}", "fragment") from error
