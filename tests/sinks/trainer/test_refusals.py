@@ -1,12 +1,14 @@
 """What can't be: both ends say what is wrong, and nobody waits without a word."""
 
 import socket
+import ssl
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from feeding import feeding, graph_of, graph_over, running, trainer
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
@@ -203,3 +205,22 @@ class RawSource:
             self.events()
         self.sock.close()
         return str(self.connection.error)
+
+
+def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one() -> None:
+    authority = trustme.CA()
+    server, client = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(server)
+    authority.configure_trust(client)
+    with trainer(tls=server, secret=SECRET, yields="fragments") as stream:
+        with feeding(stream.address, num_fragments=3, sink={"tls": client, "secret": SECRET}) as feed:
+            assert sum(fragment.num_steps for fragment in stream) == feed.rollout.num_steps
+    with trainer(tls=server, join_timeout=2.0) as stream:
+        with (
+            pytest.raises(WireError, match="the gateway speaks TLS and the host does not"),
+            feeding(stream.address, num_fragments=1) as feed,
+        ):
+            refused_by(stream, "the gateway speaks TLS and the host does not")
+            feed.ended.result(60)
+    with pytest.raises(WireError, match="no host name to check in a certificate"):
+        graph_of("unix:/tmp/trainer", (0,), sink={"tls": client})
