@@ -30,20 +30,23 @@ class PolicyWeights:
         """The version published last."""
         return self._version
 
-    def publish(self, weights: Weights, version: int | None = None) -> int:
-        """Copy `weights`, a module's `state_dict()`, and return the newest version.
-
-        version    that they are to have; they are passed over where it is not newer. None: the next one
+    def publish(self, weights: Weights) -> int:
+        """Copy `weights`, a module's `state_dict()`, and return the version that they now have.
 
         Raises ModuleError when names or shapes are not those of the acting module.
         """
-        self._check(weights)
-        copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
         with self._lock:
-            number = self._version + 1 if version is None else version
-            if number > self._version:
-                self._version, self._unused = number, (number, {**weights, **copied})
-            return self._version
+            version = self._version + 1
+            self._take(version, weights)
+            return version
+
+    def publish_as(self, version: int, weights: Weights) -> bool:
+        """The same for weights that somebody else has counted; False: they are not newer, and are passed over."""
+        with self._lock:
+            if version <= self._version:
+                return False
+            self._take(version, weights)
+            return True
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
         """The newest weights and their version, once; None when there is nothing new."""
@@ -52,6 +55,11 @@ class PolicyWeights:
         with self._lock:
             unused, self._unused = self._unused, None
         return unused
+
+    def _take(self, version: int, weights: Weights) -> None:
+        self._check(weights)
+        copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
+        self._version, self._unused = version, (version, {**weights, **copied})
 
     def _check(self, weights: Weights) -> None:
         check_shapes(shapes_of(weights), self._shapes, self._owner)

@@ -335,18 +335,22 @@ class Rollout:
         """
         return Stream(self, self._batches)
 
-    def publish(self, weights: Weights, version: int | None = None) -> int:
-        """Have the next forward pass use these weights, a `state_dict()`, which is copied; the newest policy version.
-
-        version    that they are to have, where somebody else counts: weights that are not newer are passed over.
-                   None: the next one
+    def publish(self, weights: Weights) -> int:
+        """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        newest = self._weights.publish(weights, version)
-        if isinstance(self.environments, RolloutsElsewhere) and version in (None, newest):
-            self.environments.broadcast(newest, weights)
-        return newest
+        version = self._weights.publish(weights)
+        if isinstance(self.environments, RolloutsElsewhere):
+            self.environments.broadcast(version, weights)
+        return version
+
+    def publish_as(self, version: int, weights: Weights) -> bool:
+        """The same under a version that somebody else has counted; False: they are not newer, and are passed over."""
+        is_newer = self._weights.publish_as(version, weights)
+        if is_newer and isinstance(self.environments, RolloutsElsewhere):
+            self.environments.broadcast(version, weights)
+        return is_newer
 
     def hold_back(self, gate: Gate) -> None:
         """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.

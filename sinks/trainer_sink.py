@@ -64,6 +64,9 @@ class TrainerSink:
         sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between
         lost           transitions that the trainer was not done with when the sink was closed, `undelivered`
 
+    Several sinks may send one rollout to several trainers: each has its own window and its own bound of age, and the
+    rollout begins once all have been there. One of them is to publish weights; those of others are passed over.
+
     Where the trainer is lost it is dialled again, and gets what it was not done with: every item once, in their order.
     Until then the rollout stands still, also one that is drained: leave the run to give up what the trainer has not.
     To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
@@ -100,7 +103,9 @@ class TrainerSink:
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
         self._gate = PaceGate(self._kept)
         rollout.hold_back(self._gate)
-        self._used: dict[str, int] = {}  # forward node -> version of the weights that it was seen to use
+        self._has_ended = False
+        # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
+        self._told: tuple[int, dict[str, int]] = 0, {}
         self._link = SourceLink(
             target,
             self._hello,
@@ -129,8 +134,8 @@ class TrainerSink:
             raise raised
 
     def close(self) -> None:
-        """Say goodbye to the trainer."""
-        self._link.close("the rollout has ended")
+        """Say goodbye to the trainer; where the rollout has not come to its end, just go."""
+        self._link.close("the rollout has ended" if self._has_ended else None)
         self._link.release()
         left, steps = self._session.given - self._session.done, self._kept.steps(self._session.done)
         if left:
@@ -177,7 +182,6 @@ class TrainerSink:
             metadata={
                 "sends": self._sends,
                 "compressions": available(),
-                "lanes": environments.num_lanes,
                 "has_fixed_lanes": not isinstance(environments, RemoteLanes),
                 "spaces": [describe_space(space) for space in self._spaces()],
                 "is_stateful": is_stateful(rollout.module),
@@ -191,14 +195,15 @@ class TrainerSink:
         """What a fragment's observations may be in."""
         return [self._rollout.environments.observation_space, *self._rollout.env_to_module.observation_spaces]
 
-    def _publish(self, version: int, weights: Mapping[str, Any]) -> int:
+    def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
         """In the link's thread."""
-        return self._rollout.publish(weights, version)
+        return self._rollout.publish_as(version, weights)
 
     async def _send(self, items: Inlet[Fragment | Batch]) -> None:
         async for item in items:
             await self._until(self._has_room)
             self._give(item)
+        self._has_ended = True
         self._link.finish()
         with anyio.move_on_after(self._linger):
             await self._until(lambda: self._session.done == self._session.given or self._has_left())
@@ -226,8 +231,8 @@ class TrainerSink:
                 return
             with anyio.move_on_after(_PATIENCE_S) as patience:
                 await changed.wait()
-            if patience.cancelled_caught and self._link.problem:
-                logger.warning("waiting for the trainer: %s", self._link.problem)
+            if patience.cancelled_caught:
+                logger.warning("waiting for the trainer: %s", self._link.problem or self._held_back())
 
     def _has_room(self) -> bool:
         """Whether another item may be taken."""
@@ -235,6 +240,13 @@ class TrainerSink:
         if self._session.given - self._session.done >= window:
             return False
         return not self._kept.is_full
+
+    def _held_back(self) -> str:
+        """Why the trainer takes no more, though it is there."""
+        session = self._session
+        if self._kept.is_full and session.done > session.kept:
+            return f"{self._kept.nbytes} bytes are kept until it acknowledges them, by ack() or by moving on"
+        return f"it has {session.given - session.done} {self._sends} that it has not moved on from"
 
     def _has_left(self) -> bool:
         """Whether there is no trainer to wait for."""
@@ -260,6 +272,8 @@ class TrainerSink:
             return
         node, version = f"lane {fragment.lane}", int(fragment.column(Columns.POLICY_VERSION)[-1, 0])
         digest = self._link.versions.get(version)
-        if digest is not None and self._used.get(node) != version:
-            self._used[node] = version
+        if self._told[0] != self._link.welcomes:
+            self._told = self._link.welcomes, {}
+        if digest is not None and self._told[1].get(node) != version:
+            self._told[1][node] = version
             self._link.tell(Receipt(node, version, digest))

@@ -1,5 +1,6 @@
 """A trainer's end of the stream: what rollouts in other processes and on other hosts send, for an ordinary loop."""
 
+import logging
 import select
 import ssl
 from collections import deque
@@ -29,7 +30,8 @@ from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.errors import RunError, WireError
 from rollflow.stream.wire import Address, Limits, Weights, check_secret, parse_address
 
-_MOST_DIGESTS = 1024
+logger = logging.getLogger(__name__)
+
 _NOT_YET = object()
 
 
@@ -52,7 +54,7 @@ class TrainerStream:
                                "mask": its older steps get False in the batch's `loss_mask`. "pace": the rollouts wait,
                                so that none gets older, as long as weights are published at most once per batch, before
                                the next is asked for; a batch is then one fragment of every lane. With max_lag=0 all is
-                               exactly on-policy
+                               exactly on-policy. What was made for a trainer before this one is left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer has moved on from it, and
                                asks for the next. "manual": when `ack` is called, as a rule after a checkpoint
         compression            "zstd": observations come compressed, for slow networks; takes `rollflow[compression]` at
@@ -119,8 +121,8 @@ class TrainerStream:
         alone = 1 if yields != "batches" else fragments_per_batch
         self._supply: FirstCome | Rounds = FirstCome(alone) if self._age.ahead is None else Rounds()
         self._current: list[Arrived] = []
-        self._waiting: deque[HandedOver] = deque()  # made, and to be handed over
-        self._digests: dict[int, bytes] = {}
+        self._taken: deque[Arrived] = deque()  # together, and not handed over yet
+        self._made: Iterator[HandedOver] = iter(())  # of the first of them, or of all
         self._door = Door(
             secret=secret_bytes(secret),
             tls=tls,
@@ -172,23 +174,27 @@ class TrainerStream:
     def publish(self, weights: Mapping[str, torch.Tensor]) -> int:
         """Have every rollout act with these weights, a `state_dict()`, which is copied; the policy version they get.
 
-        They are sent meanwhile, by another thread; a rollout that is slow to take them gets the newest alone. Raises
-        ModuleError when they are not those of a rollout's module.
+        They are sent meanwhile, by another thread; a rollout that is slow to take them gets the newest alone. Where one
+        comes that has a newer version, of an earlier trainer, they get a version above that.
+
+        Raises ModuleError when they are not those of a rollout's module, RunError once the stream is closed.
         """
+        self._check_open()
         shapes, arrays = shapes_of(weights), to_arrays(weights)
         digest = digest_of(arrays.tensors, arrays.dtypes)
         with self._door.lock:
             for source in self._door.connected:
                 check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
             version = self.version + 1
-            self._digests[version] = digest
-            while len(self._digests) > _MOST_DIGESTS:
-                del self._digests[next(iter(self._digests))]
-            self._door.publish(Weights(version, *arrays))
+            self._door.publish(Weights(version, *arrays), digest)
         return version
 
     def ack(self) -> None:
-        """Never want again what has been handed over so far, the last batch among it: for ack="manual"."""
+        """Never want again what has been handed over so far, the last batch among it: for ack="manual".
+
+        Raises RunError once the stream is closed.
+        """
+        self._check_open()
         with self._door.lock:
             self._be_done_with(self._current)
             self._current = []
@@ -253,6 +259,10 @@ class TrainerStream:
 
     # Inside
 
+    def _check_open(self) -> None:
+        if self._state == "closed":
+            raise RunError("the stream is closed, expected this before its block is left")
+
     def _begin_next(self) -> bool:
         """Be done with what was handed over last."""
         if self._state != "running":
@@ -286,46 +296,58 @@ class TrainerStream:
         Raises RunError where nobody comes.
         """
         self._door.bell.silence()
-        while not self._waiting:
+        while (given := next(self._made, None)) is None:
             with self._door.lock:
                 if self._door.error is not None:
                     raise self._door.error
-                present = self._door.present
                 while self._door.arrived:
                     self._supply.add(self._door.arrived.popleft())
                     patience.restart()
-                if not self._is_enough(present, patience):
-                    return _NOT_YET
-                taken = self._supply.take(present)
-                if not taken:
+                present = self._door.present
+                if not self._taken:
+                    if not self._is_enough(present, patience):
+                        return _NOT_YET
+                    self._taken += self._supply.take(present)
+                if not self._taken:
                     return self._none_or_not_yet(present, patience)
-                admitted = self._admitted(taken)
-            if admitted:
-                self._waiting += self._handing_over.made_of(admitted)
-        item, of, is_last = self._waiting.popleft()
-        if self.yields == "batches":
-            self._age.mask(item, self.version)
-        self.handed = [handed(arrived, self.version) for arrived in of]
-        self._current = list(of) if is_last else []
-        return item
+                items = self._admitted()
+            # Where it can't be made the items are still there, and the next try says so again.
+            self._made = self._handing_over.made_of(items) if items else iter(())
+            given = next(self._made, None)
+            for _ in items:
+                self._taken.popleft()
+            if given is not None:
+                break
+        return self._hand_over(given)
 
-    def _admitted(self, taken: Sequence[Arrived]) -> list[Arrived]:
-        """Those that are young enough; with the others the trainer is done."""
-        admitted = []
-        for arrived in taken:
-            if self._age.admits(arrived, self.version):
+    def _hand_over(self, given: HandedOver) -> Any:
+        if self.yields == "batches":
+            self._age.mask(given.item, self.version)
+        self.handed = [handed(arrived, self.version) for arrived in given.of]
+        self._current = list(given.of) if given.is_last else []
+        return given.item
+
+    def _admitted(self) -> list[Arrived]:
+        """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""
+        most, admitted = len(self._taken) if self.yields == "batches" else 1, list[Arrived]()
+        left_out = False
+        while len(admitted) < min(most, len(self._taken)):
+            arrived = self._taken[len(admitted)]
+            has_published = self._door.weights is not None
+            if not arrived.is_left_out and self._age.admits(arrived, self.version, has_published=has_published):
                 admitted.append(arrived)
-            else:
-                self._be_done_with([arrived])
-        if len(admitted) < len(taken):
+                continue
+            del self._taken[len(admitted)]
+            self._be_done_with([arrived])
+            left_out = True
+        if left_out:
             self._door.wake()
         return admitted
 
     def _is_enough(self, present: Sequence[Source], patience: Patience) -> bool:
         """Whether as many rollouts have come as are waited for. Raises RunError where they have not for too long."""
         if not self._has_begun:
-            come = [source for source in self._door.sources.values() if source.connection is not None]
-            self._has_begun = len(come) >= self._awaited
+            self._has_begun = len(self._door.come) >= self._awaited
         if not self._has_begun and patience.is_over:
             told = f"{len(present)} of {self._awaited} rollouts came within {patience.limit:g} s"
             raise RunError(f"{told}: {self._told_of_waiting()}")
@@ -334,11 +356,13 @@ class TrainerStream:
     def _none_or_not_yet(self, present: Sequence[Source], patience: Patience) -> Any:
         """What it means that there is nothing. Raises RunError where all are lost, for too long."""
         if present:
+            if patience.is_long:
+                names = ", ".join(source.name for source in present[:4])
+                logger.warning("nothing to hand over for a while, of %d rollouts: %s", len(present), names)
             patience.restart()
             return _NOT_YET
-        come = [source for source in self._door.sources.values() if source.connection is not None]
-        lost = [source for source in come if source.is_lost]
-        if not lost or len(come) - len(lost) >= self._awaited:  # others may have come in their place
+        lost = [source for source in self._door.sources.values() if source.is_lost]
+        if not lost or len(self._door.come) - len(lost) >= self._awaited:  # others may have come in their place
             return None
         if patience.is_over:
             names = ", ".join(source.name for source in lost)
@@ -351,7 +375,7 @@ class TrainerStream:
         return "; ".join([f"listening on {self.address}", *self._door.refusals])
 
     def _is_same(self, version: int, digest: bytes) -> bool | None:
-        published = self._digests.get(version)
+        published = self._door.digests.get(version)
         return None if published is None else published == digest
 
     def _window_of(self, source: Source) -> int:

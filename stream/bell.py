@@ -25,7 +25,9 @@ class Bell:
         return self._in
 
     def ring(self) -> None:
-        """Make the descriptor readable."""
+        """Make the descriptor readable; nothing once it is closed."""
+        if not self._closing.alive:
+            return
         try:
             os.write(self._out, _ONE)
         except BlockingIOError:

@@ -28,6 +28,7 @@ from rollflow.stream.wire import (
     Proof,
     Reset,
     Step,
+    TrainerSession,
     Turn,
     Welcome,
     decode,
@@ -110,7 +111,7 @@ def _trainer() -> Connection:
 
 
 def _source() -> Connection:
-    return StreamEnds(given=50).source
+    return StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source
 
 
 # Ends, each with streams that it takes.

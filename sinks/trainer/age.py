@@ -28,12 +28,23 @@ class AgeBound:
         """How many of its fragments a lane may have begun that are not done with; None: any number."""
         return self.max_lag + 1 if self.on_excess == "pace" and self.max_lag is not None else None
 
-    def admits(self, arrived: Arrived, version: int) -> bool:
-        """Whether an item may be handed over; one that may not is counted. Raises LagError where none may be older."""
+    def admits(self, arrived: Arrived, version: int, *, has_published: bool) -> bool:
+        """Whether an item may be handed over; one that may not is counted.
+
+        has_published    whether the newest version was published by this trainer
+
+        Raises LagError where none may be older, RunError where nothing younger would ever come.
+        """
         lag = lag_of(arrived, version)
         if self.max_lag is None or lag is None or lag <= self.max_lag or self.on_excess == "mask":
             return True
-        if self.on_excess == "drop":
+        if not has_published:
+            raise RunError(
+                f"fragment {arrived.number} of rollout {arrived.source.name} is {lag} policy versions old, and no "
+                "weights have been published here: publish those that training goes on with before the loop"
+            )
+        is_left_over = arrived.policy_version is not None and arrived.policy_version < arrived.source.joined_at
+        if self.on_excess == "drop" or (self.on_excess == "pace" and is_left_over):  # from a trainer before this one
             self.lost["max_lag"] += arrived.num_steps
             return False
         told = ": publish at most once per batch, before the next is asked for" if self.on_excess == "pace" else ""

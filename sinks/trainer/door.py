@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 
 from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
@@ -28,6 +28,7 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     Limits,
+    Phase,
     Receipt,
     Settings,
     TrainerConnection,
@@ -41,6 +42,7 @@ _TICK_S = 0.25
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a source
 _GOODBYE_S = 1.0
+_MOST_DIGESTS = 1024
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a source is waited for
 
 
@@ -61,12 +63,15 @@ class Door:
 
     lock       of the sources and of what has arrived
     sources    that are there or may come back, by the tokens of their sessions; those that have ended as well
+    come       tokens of all that have ever come
+    ended_well how many have said goodbye when all of theirs was done, and are forgotten
     arrived    what has come and was not taken, oldest first
     bell       rings when anything has changed
     error      why there is no going on; None: there is
     refusals   why strangers were turned away, for errors
     weights    the newest, for all sources; None: none have been published
     version    their policy version, or a newer one that a source came with
+    digests    of the weights that were published, by their version; the newest alone
     """
 
     def __init__(
@@ -84,9 +89,12 @@ class Door:
         self.arrived: deque[Arrived] = deque()
         self.bell = Bell()
         self.error: Exception | None = None
+        self.come: set[bytes] = set()
+        self.ended_well = 0
         self.refusals: deque[str] = deque(maxlen=8)
         self.weights: Weights | None = None
         self.version = 0
+        self.digests: dict[int, bytes] = {}
         self._secret, self._tls, self._limits = secret, tls, limits
         self._ahead, self._compression, self._window_of = ahead, compression, window_of
         self._wake = Bell()
@@ -118,10 +126,13 @@ class Door:
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
 
-    def publish(self, weights: Weights) -> None:
+    def publish(self, weights: Weights, digest: bytes) -> None:
         """Have every source told of weights, whose arrays must stay as they are."""
         with self.lock:
             self.weights, self.version = weights, weights.version
+            self.digests[weights.version] = digest
+            while len(self.digests) > _MOST_DIGESTS:
+                del self.digests[next(iter(self.digests))]
         self.wake()
 
     def wake(self) -> None:
@@ -156,7 +167,7 @@ class Door:
         """Do what there is to do, once there is something."""
         with self.lock:
             for peer in self._peers:
-                self._tell(peer)
+                self._guarded(peer, lambda peer=peer: self._tell(peer))  # type: ignore[misc]
                 self._peers.write(peer)
         events = self._poll.poll(patience * 1e3)
         now = monotonic()
@@ -197,17 +208,19 @@ class Door:
     def _tell(self, peer: _Peer) -> None:
         """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
         source, connection = peer.source, peer.connection
-        if source is None or source.connection is not connection or not connection.is_open:
+        if source is None or source.connection is not connection or connection.phase is not Phase.RUNNING:
             return
         told = source.told
         if told.connection is not connection:
             told.connection, told.version, told.done = connection, -1, (-1, -1)
             compression = self._compression if self._compression in source.compressions else None
-            wanted = Wanted(source.session.window or 1, self._ahead, self.version, compression)
+            version = 0 if self.weights is None else self.weights.version
+            wanted = Wanted(source.session.window or 1, self._ahead, version, compression)
             connection.tell(Settings(wanted.told()))
-        if connection.undelivered > _MUCH:
+        is_last = self._is_closing
+        if connection.undelivered > _MUCH and not is_last:
             return
-        if self.weights is not None and told.version < self.weights.version:
+        if self.weights is not None and told.version < self.weights.version and not is_last:
             connection.tell(self.weights)
             told.version = self.weights.version
         done = source.session.done, source.session.kept
@@ -217,17 +230,24 @@ class Door:
 
     def _take(self, peer: _Peer, events: list[Event], now: float) -> None:
         for event in events:
-            try:
-                self._handle(peer, event, now)
-            except RollflowError as error:
-                code = error.code if isinstance(error, WireError) else "message"
-                peer.connection.refuse(code, str(error))
-                self._broken(peer, WireError(str(error), code), now)
+            if not self._guarded(peer, lambda event=event: self._handle(peer, event, now)):  # type: ignore[misc]
                 return
         if not peer.connection.is_open and self._peers.of(peer.connection) is not None:
             if peer.connection.error is not None:
                 self._broken(peer, peer.connection.error, now)
             self._peers.drop(peer)
+
+    def _guarded(self, peer: _Peer, work: Callable[[], None]) -> bool:
+        """Do something for a peer; one that it fails for is refused: whatever it is, the others go on."""
+        try:
+            work()
+        except Exception as error:
+            code = error.code if isinstance(error, WireError) else "message"
+            told = str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
+            peer.connection.refuse(code, told)
+            self._broken(peer, WireError(told, code), monotonic())
+            return False
+        return True
 
     def _handle(self, peer: _Peer, event: Event, now: float) -> None:
         source = peer.source
@@ -242,18 +262,16 @@ class Door:
                 self._peers.drop(peer)
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
-                    source.has_ended = True
+                    source.has_ended = source.has_left = True
             case Fragment():
                 arrived = source.read(event)
-                if source.is_known(arrived.number) or arrived.is_empty:
-                    source.move_on(arrived.number)
-                    self.wake()
-                else:
-                    self.arrived.append(arrived)
+                self.version = max(self.version, arrived.policy_version or 0)
+                self.arrived.append(arrived)
             case Finished():
-                source.has_ended = source.session.taken >= event.number
+                source.session.miss(event.number)
+                source.has_finished = source.has_ended = True
             case Receipt():
-                source.receipts[event.node] = event
+                source.take_receipt(event)
         self.bell.ring()
 
     def _take_in(self, peer: _Peer, hello: Hello) -> None:
@@ -261,10 +279,22 @@ class Door:
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
         source.introduce(hello, peer.where)
         source.session.window = self._window_of(source)
+        other = next((each for each in self.connected if not each.is_like(source)), None)
+        if other is not None:
+            raise WireError(
+                f"spaces or weights are not those of rollout {other.name}, which is here as well, expected the same",
+                "spaces",
+            )
+        if source.connection is None and self.weights is not None and source.version >= self.weights.version:
+            # It has weights of another trainer, before this one, under a version that would be newer.
+            digest = self.digests[self.weights.version]
+            self.publish(replace(self.weights, version=source.version + 1), digest)
         self.version = max(self.version, source.version)
         peer.connection.welcome(source.session)
         older, source.connection = source.connection, peer.connection
-        peer.source, source.lost_at, source.has_ended, source.is_lost = source, None, False, False
+        peer.source, source.lost_at, source.has_ended, source.is_lost = source, None, source.has_finished, False
+        source.joined_at = self.version
+        self.come.add(hello.session)
         self.sources[hello.session] = source
         logger.info("rollout %s has come", source.name)
         if self._compression is not None and self._compression not in source.compressions:
@@ -282,21 +312,26 @@ class Door:
             logger.warning("a connection from %s is refused: %s", peer.where, quoted(error))
         elif source.connection is peer.connection:
             source.lost_at = now
-            source.has_ended = source.is_lost = error.code not in _COMES_BACK
+            source.is_lost = not source.has_finished and error.code not in _COMES_BACK
+            source.has_ended = source.has_finished or source.is_lost
             logger.warning("rollout %s is lost: %s", source.name, quoted(error))
         self.bell.ring()
 
     def _leave_overdue(self, now: float) -> None:
         """Wait no more for those that have had their time to come back."""
-        for source in self.sources.values():
+        for token, source in list(self.sources.items()):
             if source.lost_at is not None and not source.has_ended:
                 if now - source.lost_at >= self._limits.grace_s:
                     source.has_ended = source.is_lost = True
                     logger.warning("rollout %s is not back within %g s", source.name, self._limits.grace_s)
                     self.bell.ring()
+            if source.has_left and source.session.done == source.session.taken:  # it never comes again
+                del self.sources[token]
+                self.ended_well += 1
 
     def _say_goodbye(self, reason: str) -> None:
         """Tell what there is to tell, and wait for the other ends to close, so that nothing of it is lost."""
+        self._entrance.close()  # who comes now would wait for nothing
         with self.lock:
             for peer in self._peers:
                 self._tell(peer)

@@ -68,16 +68,19 @@ class Kept:
     def make_room(self, number: int) -> None:
         """Put what need not be sent now, which are those up to this number, on disk, until it is not full any more.
 
-        Raises RunError where that can't be.
+        In the thread that calls `forget`. Raises RunError where that can't be.
         """
         if self._spill is None:
             return
         with self._lock:
-            for entry in islice(self._entries, max(0, number + 1 - self._first)):
-                if self.nbytes < self._max_bytes:
-                    break
-                if isinstance(entry.at, Fragment):
-                    entry.at = self._spill.write(entry.at)
+            entries = list(islice(self._entries, max(0, number + 1 - self._first)))
+        for entry in entries:
+            if self.nbytes < self._max_bytes:
+                break
+            if isinstance(entry.at, Fragment):
+                place = self._spill.write(entry.at)  # without the lock: it may take long
+                with self._lock:
+                    entry.at = place
                     self.nbytes -= entry.nbytes
 
     def forget(self, number: int) -> None:

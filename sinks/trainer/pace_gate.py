@@ -1,6 +1,5 @@
 """How far a rollout may run ahead of its trainer."""
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.stream.errors import WireError
 
-_MOST = 1 << 31
+_MOST = 1 << 53
 
 
 class Wanted:
@@ -18,7 +17,7 @@ class Wanted:
 
     window         fragments that it takes beyond the last one that it is done with
     ahead          fragments that a lane may have begun beyond that; None: any number, within the window
-    version        of its newest weights: a rollout is to act with these, or newer ones
+    version        of the newest weights that it has published: a rollout is to act with these, or newer ones
     compression    of observations; None: there is none
     """
 
@@ -58,7 +57,6 @@ class PaceGate:
         self._kept = kept
         self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
-        self._lock = threading.Lock()
         self._changed: Callable[[], None] = _nobody
 
     def admits(self, lane: Paced) -> bool:

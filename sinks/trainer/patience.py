@@ -14,10 +14,20 @@ class Patience:
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
         self.restart()
+        self._told = monotonic()
 
     def restart(self) -> None:
         """Wait as long again."""
         self._since = monotonic()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it has been so long that somebody is to be told, since that was asked last."""
+        now = monotonic()
+        if now - self._told < _LOOK_S:
+            return False
+        self._told = now
+        return True
 
     @property
     def is_over(self) -> bool:

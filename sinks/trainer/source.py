@@ -12,10 +12,11 @@ from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragmen
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
 from rollflow.stream.fragment import Fragment
-from rollflow.stream.space_codec import space_of
 from rollflow.stream.wire import Hello, Receipt, TrainerConnection, TrainerSession
+from rollflow.stream.wire.handshake import MOST_NUMBER
+from rollflow.stream.wire.spaces import read_space
 
-_MOST_SPACES, _MOST_LANES = 64, 1 << 20
+_MOST_SPACES, _MOST_NODES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,9 +44,10 @@ class Arrived:
         return self.item.num_steps if isinstance(self.item, Fragment) else 0
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is no transition in it."""
-        return isinstance(self.item, Fragment) and not self.item.num_steps
+    def is_left_out(self) -> bool:
+        """Whether it is not for the trainer: there is no transition in it, or it was handed over before a restart."""
+        is_empty = isinstance(self.item, Fragment) and not self.item.num_steps
+        return is_empty or self.number in self.source.beyond
 
 
 class Source:
@@ -55,12 +57,16 @@ class Source:
     session              what outlives its connections
     connection           the newest; None: there has been none
     lost_at              since when it has none; None: it has one
-    has_ended            whether it has said that no more comes, has said goodbye, or did not come back
-    is_lost              whether it did not come back
+    has_left             whether it has said goodbye
+    has_finished         whether it has said that no more comes
+    has_ended            whether that is so, or it has said goodbye, or did not come back
+    is_lost              whether it did not come back, and had not finished
+    joined_at            policy version at the trainer when it was last taken in
     sends_batches        whether it sends train batches
     lanes                of its rollout, at the beginning
     spaces               that observations may be in, as they come
-    seen_space, action_space    of what a module sees, and of its actions
+    action_space         of the rollout
+    told                 what it has been told through its connection
     is_stateful          whether the rollout's module is
     weights              shapes of the module's weights
     version              the policy version that the rollout came with
@@ -74,7 +80,8 @@ class Source:
         self.session = session
         self.connection: TrainerConnection | None = None
         self.lost_at: float | None = None
-        self.has_ended = self.is_lost = False
+        self.has_left = self.has_finished = self.has_ended = self.is_lost = False
+        self.joined_at = 0
         self.sends_batches = False
         self.lanes = 1
         self.has_fixed_lanes = True
@@ -105,22 +112,19 @@ class Source:
         spaces = _entry(told, "spaces", list)
         if not 1 <= len(spaces) <= _MOST_SPACES:
             raise WireError(f"hello.metadata: {len(spaces)} spaces, expected 1 to {_MOST_SPACES}", "message")
-        for name, most in (("lanes", _MOST_LANES), ("version", 1 << 53)):
-            if not is_whole(told.get(name)) or not 0 <= told[name] <= most:
-                raise WireError(
-                    f"hello.metadata: {name} is {told.get(name)!r:.100}, expected a whole number up to {most}",
-                    "message",
-                )
+        version = told.get("version")
+        if not is_whole(version) or not 0 <= version < MOST_NUMBER:
+            raise WireError(f"hello.metadata: version is {version!r:.100}, expected a whole number", "message")
         weights = _entry(told, "weights", dict)
         if not all(isinstance(shape, list) and all(map(is_whole, shape)) for shape in weights.values()):
             raise WireError("hello.metadata: weights are no shapes, expected lists of whole numbers", "message")
         sends = told.get("sends")
-        if sends not in ("fragments", "batches"):
+        if not isinstance(sends, str) or sends not in ("fragments", "batches"):
             raise WireError(f"hello.metadata: sends is {sends!r:.100}, expected 'fragments' or 'batches'", "message")
         self.sends_batches, self.compressions = sends == "batches", _entry(told, "compressions", list)
-        self.spaces = [space_of(space) for space in spaces]
-        self.action_space = space_of(dict(hello.action_space))
-        self.lanes, self.version = told["lanes"], told["version"]
+        self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
+        self.action_space = read_space(hello.action_space, "hello.action_space")
+        self.lanes, self.version = len(hello.slots), version
         self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
         self.weights = {name: tuple(shape) for name, shape in weights.items()}
@@ -134,13 +138,22 @@ class Source:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
         if self.sends_batches:
             return Arrived(self, message.number, *batch_of_message(message))
+        if self.has_fixed_lanes and message.lane >= self.lanes:
+            raise WireError(f"lane {message.lane}, expected one of {self.lanes}", "fragment")
         fragment = fragment_of_message(message, self.spaces, self.action_space)
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)
 
-    def is_known(self, number: int) -> bool:
-        """Whether an item was handed over already: before a restart."""
-        return number in self.beyond
+    def is_like(self, other: "Source") -> bool:
+        """Whether both can be learnt from together."""
+        mine, theirs = ((each.spaces, each.action_space, each.weights, each.is_stateful) for each in (self, other))
+        return mine == theirs
+
+    def take_receipt(self, receipt: Receipt) -> None:
+        """Take down what a forward node uses. Raises WireError where there are more nodes than there may be."""
+        self.receipts[receipt.node] = receipt
+        if len(self.receipts) > _MOST_NODES:
+            raise WireError(f"receipts of more than {_MOST_NODES} nodes, expected one for each lane", "message")
 
     def move_on(self, number: int) -> None:
         """Be done with an item, in whichever order they were handed over."""

@@ -43,8 +43,10 @@ logger = logging.getLogger(__name__)
 _LONGEST_RETRY_S = 2.0
 _GOODBYE_S = 2.0  # that the trainer has for its own goodbye
 _MUCH = 1 << 16  # bytes that wait for the trainer
+_MOST_VERSIONS = 64  # whose digests are known
 # Codes of errors after which the trainer is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake")
+_NO_TRAINER = ("frame", "message", "order")  # before it was welcomed: somebody else is at the address
 
 
 class SourceLink:
@@ -54,10 +56,11 @@ class SourceLink:
     hello      what to say first through each connection
     session    what outlives connections
     kept       what there is to send
-    publish    called with the version and the weights that came; gives the version that is the newest now
+    publish    called with the version and the weights that came; False: they are not newer than the rollout's
 
     wanted      how the trainer wants the stream; None: it has not been there yet
-    versions    policy version -> digest of its weights, for those that came
+    versions    policy version -> digest of its weights, for those that came from here and were taken
+    welcomes    how often a trainer has taken this rollout in
     goodbye     the reason that the trainer gave when it left; None: it has not, or there is another one
     problem     what stands between this and the trainer; "": nothing
     error       why there is no going on; None: there is
@@ -70,7 +73,7 @@ class SourceLink:
         hello: Callable[[], Hello],
         session: SourceSession,
         kept: Kept,
-        publish: Callable[[int, Mapping[str, Any]], int],
+        publish: Callable[[int, Mapping[str, Any]], bool],
         *,
         secret: bytes | None,
         tls: ssl.SSLContext | None,
@@ -78,6 +81,7 @@ class SourceLink:
     ) -> None:
         self.wanted: Wanted | None = None
         self.versions: dict[int, bytes] = {}
+        self.welcomes = 0
         self.goodbye: str | None = None
         self.problem = f"{address} has not been reached"
         self.error: Exception | None = None
@@ -89,7 +93,8 @@ class SourceLink:
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
         self._lines: Lines[Line[SourceConnection]] = Lines(self._poll)
-        self._parting: str | None = None  # why this end leaves
+        self._is_closing = self._is_welcomed = False
+        self._parting: str | None = None  # why this end leaves; None: without a word
         self._leave_by: float | None = None
         self._is_finished = False
         self._told_finished: SourceConnection | None = None  # the connection that was told so
@@ -113,9 +118,10 @@ class SourceLink:
         self._is_finished = True
         self._wake.ring()
 
-    def close(self, reason: str) -> None:
-        """Say goodbye, and end the thread."""
-        self._leave_by, self._parting = monotonic() + _GOODBYE_S, reason
+    def close(self, reason: str | None) -> None:
+        """Say goodbye for a reason, or just go; end the thread."""
+        self._leave_by, self._parting = monotonic() + (_GOODBYE_S if reason is not None else 0.0), reason
+        self._is_closing = True
         self._wake.ring()
         if self._thread.is_alive():
             self._thread.join()
@@ -136,19 +142,19 @@ class SourceLink:
 
     def _connect_again_and_again(self) -> None:
         failures = 0
-        while self._parting is None:
+        while not self._is_closing:
             try:
+                self._is_welcomed = False
                 self._serve(failures)
-                failures = 0
             except OSError as error:
                 problem = f"trainer {self.address}: {problem_of(error)}"
             except WireError as error:
-                if error.code not in _COMES_BACK:
+                if error.code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
                     raise
                 problem = f"trainer {self.address}: {error}"
-                failures = 0 if not self.problem else failures
             else:
-                continue
+                problem = self.problem  # a goodbye
+            failures = 0 if self._is_welcomed else failures
             if problem != self.problem:
                 logger.warning("%s", problem)
             self.problem = problem
@@ -157,15 +163,15 @@ class SourceLink:
 
     def _pause(self, seconds: float) -> None:
         until = monotonic() + seconds
-        while self._parting is None and (left := until - monotonic()) > 0:
+        while not self._is_closing and (left := until - monotonic()) > 0:
             self._poll.poll(left * 1e3)
             self._wake.silence()
 
     def _serve(self, attempt: int) -> None:
         """Serve a connection until a goodbye. Raises OSError where none can be made, WireError where it breaks."""
+        hello = self._hello()
         sock = reach(self.address, attempt)
-        now = monotonic()
-        connection = SourceConnection(self._hello(), self._session, secret=self._secret, limits=self._limits, now=now)
+        connection = SourceConnection(hello, self._session, secret=self._secret, limits=self._limits, now=monotonic())
         line = Line(transport_for(sock, connection, self._tls, dialled=self.address), connection, str(self.address))
         self._lines.add(line)
         try:
@@ -213,13 +219,17 @@ class SourceLink:
         match event:
             case Welcome():
                 logger.info("trainer %s has taken this rollout in", self.address)
-                self.problem, self.wanted, self.goodbye = "", None, None
+                self.problem, self.wanted, self.goodbye, self._is_welcomed = "", None, None, True
+                self.welcomes += 1
             case Settings():
                 self.wanted = Wanted.of(event.settings)
             case Weights():
                 self._take_weights(event)
             case Done():
+                self._session.take(event)
                 self._kept.forget(self._session.kept)
+            case Goodbye() if not self._is_welcomed:
+                raise WireError(f"goodbye in the handshake: {quoted(event.reason)}", "lost")
             case Goodbye():
                 self.goodbye = event.reason
                 self.problem = f"trainer {self.address} said goodbye: {quoted(event.reason)}"
@@ -229,15 +239,16 @@ class SourceLink:
         self.bell.ring()
 
     def _take_weights(self, message: Weights) -> None:
-        tensors, dtypes = dict(message.tensors), dict(message.dtypes)
-        self.versions[message.version] = digest_of(tensors, dtypes)
-        while len(self.versions) > 64:
-            del self.versions[next(iter(self.versions))]
-        newest = self._publish(message.version, from_arrays(Arrays(tensors, dtypes, dict(message.others))))
-        if newest != message.version:
+        tensors, dtypes, version = dict(message.tensors), dict(message.dtypes), message.version
+        digest = digest_of(tensors, dtypes)
+        if self._publish(version, from_arrays(Arrays(tensors, dtypes, dict(message.others)))):
+            self.versions[version] = digest
+            while len(self.versions) > _MOST_VERSIONS:
+                del self.versions[next(iter(self.versions))]
+        elif self.versions.get(version) != digest:  # they have come before
             logger.warning(
-                "trainer %s: weights of version %d are not taken: the rollout has version %d, of another trainer",
+                "trainer %s: weights of version %d are not taken, expected a newer version: the rollout has some of "
+                "another trainer",
                 self.address,
-                message.version,
-                newest,
+                version,
             )

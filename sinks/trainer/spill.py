@@ -66,7 +66,10 @@ class Spill:
     def read(self, place: Place) -> Fragment:
         """The message at a place."""
         decoder = FrameDecoder(place.size)
-        data = os.pread(place.segment.fd, place.size, place.offset)
+        try:
+            data = os.pread(place.segment.fd, place.size, place.offset)
+        except OSError as error:
+            raise RunError(f"fragments can't be read in {self._folder}: {error.strerror or error}") from error
         [frame] = decoder.feed(data)
         message = decode(frame)
         assert isinstance(message, Fragment)

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollflow.sinks.trainer.source import Arrived, Source
-from rollflow.stream.wire import TrainerSession
+from rollflow.stream.wire import SESSION_BYTES, TrainerSession
+from rollflow.stream.wire.handshake import MOST_NUMBER
 
 
 def state_of(sources: Mapping[bytes, Source], version: int, current: Sequence[Arrived]) -> dict[str, Any]:
@@ -24,9 +25,19 @@ def sources_of(state: Mapping[str, Any]) -> tuple[dict[bytes, Source], int]:
     try:
         known = {}
         for token, told in state["sources"].items():
-            source = Source(TrainerSession(bytes.fromhex(token), int(told["done"])))
-            source.beyond = {int(number) for number in told["beyond"]}
+            done, beyond = _number(told["done"]), {_number(number) for number in told["beyond"]}
+            if len(bytes.fromhex(token)) != SESSION_BYTES or any(number <= done for number in beyond):
+                raise ValueError(f"{token}: {told}")
+            source = Source(TrainerSession(bytes.fromhex(token), done))
+            source.beyond = beyond
             known[source.session.token] = source
-        return known, int(state["version"])
+        return known, _number(state["version"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"state is {state!r:.100}, expected what state_dict() gave: {error!r}") from error
+
+
+def _number(value: Any) -> int:
+    number = int(value)
+    if not 0 <= number < MOST_NUMBER:
+        raise ValueError(f"{number} is out of range")
+    return number

@@ -9,7 +9,7 @@ from rollflow.sinks.trainer.source import Arrived, Source
 class FirstCome:
     """So many items at a time, in the order in which they came.
 
-    count    None: one for every lane of the rollouts that are there, or whose items still wait
+    count    None: one for every lane of the rollouts that are there, and what there is left of others
     """
 
     def __init__(self, count: int | None) -> None:
@@ -22,11 +22,15 @@ class FirstCome:
 
     def take(self, present: Sequence[Source]) -> list[Arrived]:
         """The next items; none where they are not all there and others may come from those that are `present`."""
-        of = {*present, *(arrived.source for arrived in self._waiting)}
-        count = self._count or max(1, sum(1 if source.sends_batches else source.lanes for source in of))
+        count = self._count or max(1, sum(map(self._share, {*present, *(each.source for each in self._waiting)})))
         if len(self._waiting) < count and present:
             return []
         return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def _share(self, source: Source) -> int:
+        """How many items of a rollout belong to a set."""
+        share = 1 if source.sends_batches else source.lanes
+        return share if source.is_present else min(share, sum(each.source is source for each in self._waiting))
 
 
 class Rounds:

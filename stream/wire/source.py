@@ -26,17 +26,9 @@ class SourceSession:
         self.token = token
         self.given = self.done = self.kept = 0
 
-    def take(self, done: Done) -> bool:
-        """Take down how far the trainer is; whether that is news. Raises WireError where that can't be."""
-        if not done.kept <= done.number <= self.given:
-            raise WireError(
-                f"done {done.number}, of which {done.kept} are kept, expected kept <= done <= {self.given}, the "
-                "last that was given",
-                "number",
-            )
-        before = self.done, self.kept
+    def take(self, done: Done) -> None:
+        """Take down how far the trainer is: to be called once what came before it has been done."""
         self.done, self.kept = max(self.done, done.number), max(self.kept, done.kept)
-        return (self.done, self.kept) != before
 
 
 class SourceConnection(HostEnd):
@@ -45,7 +37,7 @@ class SourceConnection(HostEnd):
     session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
-    Events: Welcome; then Settings, Weights and Done; Goodbye; Broken.
+    Events: Welcome; then Settings, Weights and Done, which is for `SourceSession.take`; Goodbye; Broken.
     """
 
     def __init__(
@@ -89,7 +81,13 @@ class SourceConnection(HostEnd):
     def _take_running(self, message: Message) -> list[Event]:
         match message:
             case Done():
-                return [message] if self.session.take(message) else []
+                if not message.kept <= message.number < self.next:
+                    raise WireError(
+                        f"done {message.number}, of which {message.kept} are kept, expected kept <= done < "
+                        f"{self.next}, the next to be sent",
+                        "number",
+                    )
+                return [message]
             case Settings() | Weights():
                 return [message]
             case _:

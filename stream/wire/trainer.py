@@ -43,6 +43,12 @@ class TrainerSession:
             )
         self.taken = number
 
+    def miss(self, last: int) -> None:
+        """Take down that nothing comes above a number: what is missing below it, somebody else has had."""
+        if last > self.taken:
+            self.missed += last - self.taken if self.taken else 0
+            self.taken = self.done = self.kept = last
+
 
 class TrainerConnection(GatewayEnd):
     """A trainer's end.

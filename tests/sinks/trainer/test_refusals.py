@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import trustme
 from feeding import feeding, graph_of, graph_over, running, trainer
@@ -137,8 +138,9 @@ def test_a_sink_gets_what_it_was_told_to_send() -> None:
         ({"spaces": []}, "0 spaces, expected 1 to 64"),
         ({"spaces": "Box"}, "spaces is 'Box', expected a list"),
         ({"spaces": [{"kind": "Sphere"}]}, "Sphere"),
-        ({"lanes": -1}, "lanes is -1, expected a whole number"),
-        ({"lanes": None}, "lanes is None, expected a whole number"),
+        ({"sends": np.zeros(3)}, "expected 'fragments' or 'batches'"),
+        ({"spaces": [{"kind": "Box", "low": ["<f4", [2], bytes(2)], "high": []}]}, "hello.metadata.spaces"),
+        ({"version": 1 << 60}, "expected a whole number"),
         ({"version": 1.5}, "version is 1.5, expected a whole number"),
         ({"weights": {"a": "big"}}, "weights are no shapes, expected lists of whole numbers"),
         ({"sends": "letters"}, "sends is 'letters', expected 'fragments' or 'batches'"),

@@ -3,21 +3,26 @@
 import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from feeding import feeding, graph_over, running, trainer
+from feeding import SHORT, feeding, graph_over, running, trainer
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerSink
+from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor(value)}
+
+
+def trainer_at(address: str) -> TrainerStream:
+    return TrainerStream(address, limits=SHORT)
 
 
 def test_a_rollout_begins_with_the_trainers_newest_weights() -> None:
@@ -46,6 +51,25 @@ def test_every_forward_node_says_which_weights_it_uses(where: str) -> None:
             ("lane 0", version, True),
             ("lane 1", version, True),
         ]
+
+
+def test_a_trainer_that_begins_anew_has_its_weights_used_all_the_same(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, num_fragments=12, lanes=1) as feed:
+        with pytest.raises(KeyError), trainer_at(address) as stream:
+            for value in range(3):
+                stream.publish(weights(float(value)))
+            next(iter(stream))
+            assert feed.rollout.policy_version == 3
+            raise KeyError
+        with trainer_at(address) as stream:
+            assert stream.publish(weights(77.0)) == 1
+            batches = list(stream)
+            assert stream.version == 4
+            [use] = stream.weights_in_use()
+            assert (use.version, use.is_same) == (4, True)
+    assert (batches[-1]["weight"] == 77.0).all()
+    assert (batches[-1][Columns.POLICY_VERSION] == 4).all()
 
 
 def test_the_digest_is_that_of_the_protocol() -> None:
