@@ -122,6 +122,7 @@ class TrainerStream:
         self._supply: FirstCome | Rounds = FirstCome(alone) if self._age.ahead is None else Rounds()
         self._current: list[Arrived] = []
         self._taken: deque[Arrived] = deque()  # together, and not handed over yet
+        self._left_out: list[Arrived] = []  # of what is handed over next, with which it is done
         self._made: Iterator[HandedOver] = iter(())  # of the first of them, or of all
         self._door = Door(
             secret=secret_bytes(secret),
@@ -324,13 +325,14 @@ class TrainerStream:
         if self.yields == "batches":
             self._age.mask(given.item, self.version)
         self.handed = [handed(arrived, self.version) for arrived in given.of]
-        self._current = list(given.of) if given.is_last else []
+        self._current = []
+        if given.is_last:
+            self._current, self._left_out = [*given.of, *self._left_out], []
         return given.item
 
     def _admitted(self) -> list[Arrived]:
         """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""
         most, admitted = len(self._taken) if self.yields == "batches" else 1, list[Arrived]()
-        left_out = False
         while len(admitted) < min(most, len(self._taken)):
             arrived = self._taken[len(admitted)]
             has_published = self._door.weights is not None
@@ -338,9 +340,10 @@ class TrainerStream:
                 admitted.append(arrived)
                 continue
             del self._taken[len(admitted)]
-            self._be_done_with([arrived])
-            left_out = True
-        if left_out:
+            self._left_out.append(arrived)
+        if not admitted:
+            self._be_done_with(self._left_out)
+            self._left_out = []
             self._door.wake()
         return admitted
 

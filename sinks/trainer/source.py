@@ -112,7 +112,7 @@ class Source:
         spaces = _entry(told, "spaces", list)
         if not 1 <= len(spaces) <= _MOST_SPACES:
             raise WireError(f"hello.metadata: {len(spaces)} spaces, expected 1 to {_MOST_SPACES}", "message")
-        version = told.get("version")
+        version: Any = told.get("version")
         if not is_whole(version) or not 0 <= version < MOST_NUMBER:
             raise WireError(f"hello.metadata: version is {version!r:.100}, expected a whole number", "message")
         weights = _entry(told, "weights", dict)

@@ -1,0 +1,254 @@
+"""Trainers and rollouts that come late, leave early or are somebody else: nobody hangs, and nothing is made up."""
+
+import logging
+import socket
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doomed import Doomed
+from feeding import HASTY, SHORT, feeding, graph_over, running, sequences_of, trainer
+from numbered import NumberedModule
+from remote_rollouts import await_that
+from trainers import FeedChild
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import TrainerStream
+from rollflow.sinks.trainer import source_link
+from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.supply import FirstCome
+from rollflow.stream import LagError, RunError
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import Goodbye, TrainerSession, encode
+
+STATE = {"version": 5, "sources": {}}
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"weight": torch.tensor(value)}
+
+
+def at(address: str, **options: Any) -> TrainerStream:
+    return TrainerStream(address, limits=SHORT, **options)
+
+
+# Trainers that go on from a state
+
+
+def test_a_trainer_that_goes_on_and_publishes_in_its_loop_gets_what_new_rollouts_make() -> None:
+    with trainer() as stream:
+        stream.load_state_dict(STATE)
+        with feeding(stream.address, num_fragments=3):
+            lags = []
+            for _ in stream:
+                lags += [each.lag for each in stream.handed]
+                stream.publish(weights(1.0))
+    assert lags[0] == 5
+    assert stream.version == 8
+
+
+@pytest.mark.parametrize("on_excess", ["drop", "pace", "raise"])
+def test_with_a_bound_it_must_publish_first(on_excess: Any) -> None:
+    with trainer(max_lag=0, on_excess=on_excess) as stream:
+        stream.load_state_dict(STATE)
+        with (
+            feeding(stream.address),
+            pytest.raises(
+                RunError, match="is 5 policy versions old, and no weights have been published here: publish those that"
+            ),
+        ):
+            next(iter(stream))
+
+
+def test_under_pace_what_was_made_for_the_one_before_is_left_out(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, num_fragments=6, lanes=1) as feed:
+        with pytest.raises(KeyError), at(address, max_lag=0, on_excess="pace") as stream:
+            for _ in stream:
+                stream.publish(weights(1.0))
+                if stream.version == 3:
+                    state = stream.state_dict()
+                    raise KeyError
+        with at(address, max_lag=0, on_excess="pace") as stream:
+            stream.load_state_dict(state)
+            stream.publish(weights(9.0))
+            handed = []
+            for batch in stream:
+                assert (batch["policy_version"] == stream.version).all()
+                handed += stream.handed
+                stream.publish(weights(9.0))
+    steps = sum(each.num_steps for each in handed) + stream.lost.get("max_lag", 0)
+    assert steps == feed.rollout.num_steps - 3 * 8 * 4
+    assert [each.sequence for each in handed][-1] == 5
+
+
+# Fragments without a transition
+
+
+@pytest.mark.parametrize("options", [{"max_lag": 0, "on_excess": "pace"}, {"prefetch": 0}], ids=["pace", "no prefetch"])
+def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) -> None:
+    with trainer(**options) as stream:
+        rollout = Rollout("CartPole-v1", num_envs=2, lanes=2, fragment_length=1, num_fragments=120, seed=1)
+        with running(*graph_over(rollout, stream.address)):
+            steps = 0
+            for batch in stream:
+                steps += len(batch["obs"])
+                stream.publish(rollout.module.state_dict())
+    assert steps == rollout.num_steps < 2 * 120  # some rows only reset
+
+
+def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
+    supply = FirstCome(None)
+    large, small = Source(TrainerSession(bytes(16))), Source(TrainerSession(bytes(range(16))))
+    large.lanes, small.lanes = 8, 1
+    large.has_ended = True
+    one, other = Arrived(large, 1, {}, None), Arrived(small, 1, {}, None)
+    for source in (large, small):
+        source.connection = object()  # type: ignore[assignment]
+    supply.add(one)
+    assert supply.take([small]) == []
+    supply.add(other)
+    assert supply.take([small]) == [one, other]
+
+
+# Weights and what is done
+
+
+def test_a_rollout_is_told_what_is_done_when_it_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[tuple[int, int]] = []
+    real = source_link.digest_of
+    with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address, lanes=1, num_fragments=8) as feed:
+
+        def digest(*args: Any) -> bytes:
+            done.append((feed.sink._session.done, len(done)))
+            return real(*args)
+
+        monkeypatch.setattr(source_link, "digest_of", digest)
+        for _ in stream:
+            stream.publish(weights(1.0))
+    assert done
+    assert all(number <= version for number, version in done)
+
+
+def test_what_was_told_of_weights_is_told_every_trainer(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, num_fragments=12, lanes=1):
+        with pytest.raises(KeyError), at(address) as stream:
+            stream.publish(weights(1.0))
+            for _ in stream:
+                if stream.weights_in_use():
+                    raise KeyError
+        with at(address) as stream:
+            told = [stream.weights_in_use() for _ in stream]
+    assert [(use.node, use.version, use.is_same) for use in told[-1]] == [("lane 0", 1, None)]
+
+
+def test_a_trainer_that_has_ended_publishes_and_acknowledges_no_more() -> None:
+    with trainer(ack="manual") as stream, feeding(stream.address, num_fragments=1):
+        assert len(list(stream)) == 1
+    for late in (stream.ack, lambda: stream.publish(weights(1.0))):
+        with pytest.raises(RunError, match="the stream is closed, expected this before its block is left"):
+            late()
+
+
+# Age
+
+
+def test_age_is_looked_at_when_something_is_handed_over() -> None:
+    with trainer(yields="fragments", max_lag=0, on_excess="pace") as stream, feeding(stream.address, lanes=2):
+        fragments = iter(stream)
+        next(fragments)
+        stream.publish(weights(1.0))
+        for _ in range(2):  # it is not forgotten either
+            with pytest.raises(LagError, match="is 1 policy versions old, expected at most max_lag=0"):
+                next(iter(stream))
+
+
+# Rollouts that leave
+
+
+def test_a_rollout_that_is_killed_when_all_of_it_has_come_is_not_missed(tmp_path: Path) -> None:
+    with trainer(yields="fragments", limits=HASTY, join_timeout=60.0) as stream:
+        child = FeedChild(str(stream.address), [0, 1], num_fragments=2, sink={"limits": HASTY})
+        fragments = iter(stream)
+        taken = [next(fragments), next(fragments)]
+        await_that(lambda: not stream._door.present)  # it has said that no more comes
+        child.kill()
+        assert list(fragments) == []
+    assert sequences_of(taken) == {0: [0, 1]}
+
+
+def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
+    with trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
+        rollout = Rollout([partial(Doomed, 0, tmp_path, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
+        with pytest.raises(RuntimeError, match="it broke"), running(*graph_over(rollout, stream.address)) as feed:
+            with pytest.raises(RunError, match=r"every rollout is lost and none came within 0\.5 s"):
+                for _ in stream:
+                    pass
+            feed.ended.result(60)
+
+
+def test_what_was_forgotten_before_the_end_is_missed() -> None:
+    session = TrainerSession(bytes(16), taken=3)
+    session.miss(7)
+    assert (session.missed, session.taken, session.done) == (4, 7, 7)
+    session.miss(7)
+    assert session.missed == 4
+
+
+def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in() -> None:
+    with trainer() as stream, feeding(stream.address):
+        batches = iter(stream)
+        next(batches)
+        other = graph_over(Rollout("CartPole-v1", fragment_length=8), stream.address, name="other")
+        with (
+            pytest.raises(WireError, match=r"spaces or weights are not those of rollout feed .*, which is here"),
+            running(*other) as feed,
+        ):
+            while not feed.ended.done():
+                next(batches)
+            feed.ended.result()
+
+
+# Somebody else at the address
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n", "frame of 1347703880 bytes"),
+        (b"".join(encode(Goodbye("the trainer has ended"))), "goodbye in the handshake: the trainer has ended"),
+    ],
+    ids=["a proxy", "a stranger's goodbye"],
+)
+def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
+    words: bytes, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with feeding(address, num_fragments=2, lanes=1, sink={"linger": None}) as feed:
+            sock, _ = listener.accept()
+            with closing(sock):
+                sock.sendall(words)
+                await_that(lambda: told in feed.sink._link.problem)
+            assert feed.sink.goodbye is None
+            listener.close()
+            with at(address, yields="fragments") as stream:
+                assert sequences_of(list(stream)) == {0: [0, 1]}
+
+
+def test_a_trainer_that_acknowledges_nothing_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.sinks.trainer_sink._PATIENCE_S", 0.05)
+    with trainer(yields="fragments", ack="manual", prefetch=9) as stream:
+        with caplog.at_level(logging.WARNING), feeding(stream.address, lanes=1, sink={"max_bytes": 6_000}):
+            fragments = iter(stream)
+            next(fragments)
+            next(fragments)
+            await_that(lambda: "bytes are kept until it acknowledges them, by ack() or by moving on" in caplog.text)
+            stream.ack()
+            next(fragments)
