@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import trustme
-from feeding import feeding, graph_of, graph_over, running, trainer
+from feeding import HASTY, feeding, graph_of, graph_over, running, trainer
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
@@ -117,7 +117,7 @@ def test_train_batches_can_not_be_taken_apart() -> None:
 
 
 def test_a_sink_gets_what_it_was_told_to_send() -> None:
-    with trainer(join_timeout=2.0) as stream:
+    with trainer(join_timeout=2.0, limits=HASTY) as stream:
         rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=2)
         sink = TrainerSink(str(stream.address), rollout, sends="batches")
         graph = Graph("wrong")
