@@ -1,10 +1,11 @@
 """A trainer's end of the stream: what rollouts in other processes and on other hosts send, for an ordinary loop."""
 
-import logging
 import select
+import shutil
 import ssl
-from collections import deque
+import tempfile
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -19,8 +20,11 @@ from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets,
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
 from rollflow.sinks.trainer.compression import check_available
+from rollflow.sinks.trainer.dataset import TrainerDataset, unix_address
+from rollflow.sinks.trainer.dataset_server import DatasetServer, Setup
 from rollflow.sinks.trainer.door import Door
 from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
+from rollflow.sinks.trainer.intake import Intake
 from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.state import sources_of, state_of
@@ -28,9 +32,7 @@ from rollflow.sinks.trainer.supply import FirstCome, Rounds
 from rollflow.sinks.trainer.told import Handed, InUse, handed
 from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.errors import RunError, WireError
-from rollflow.stream.wire import Address, Limits, Weights, check_secret, parse_address
-
-logger = logging.getLogger(__name__)
+from rollflow.stream.wire import Address, Limits, UnixAddress, Weights, check_secret, parse_address
 
 _NOT_YET = object()
 
@@ -66,8 +68,8 @@ class TrainerStream:
         handed     what is in the batch that was handed over last
 
     A batch is done with when the next one is asked for. The loop ends when no rollout is left, and as many as `sources`
-    have said that no more comes. Leaving the
-    block without an error says goodbye to the rollouts; with one, they wait for a trainer to come back.
+    have said that no more comes. Leaving the block without an error says goodbye to the rollouts; with one, they wait
+    for a trainer to come back.
 
     Raises RunError where no rollout comes, or all are lost.
     """
@@ -115,15 +117,14 @@ class TrainerStream:
         self.handed: list[Handed] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
         self._handing_over = HandingOver(yields, learner_connector, module, self.metrics)
+        self._setup = Setup(yields, learner_connector, module, max_lag, on_excess)
         self._age = AgeBound(max_lag, on_excess)
-        self._awaited, self._join_timeout, self._prefetch = sources, join_timeout, prefetch
-        self._fragments_per_batch, self._acks = fragments_per_batch, ack == "auto"
-        alone = 1 if yields != "batches" else fragments_per_batch
-        self._supply: FirstCome | Rounds = FirstCome(alone) if self._age.ahead is None else Rounds()
+        self._join_timeout, self._prefetch, self._fragments_per_batch = join_timeout, prefetch, fragments_per_batch
         self._current: list[Arrived] = []
-        self._taken: deque[Arrived] = deque()  # together, and not handed over yet
         self._left_out: list[Arrived] = []  # of what is handed over next, with which it is done
-        self._made: Iterator[HandedOver] = iter(())  # of the first of them, or of all
+        self._made: Iterator[HandedOver] = iter(())
+        self._server: DatasetServer | None = None
+        self._closing = ExitStack()
         self._door = Door(
             secret=secret_bytes(secret),
             tls=tls,
@@ -132,7 +133,16 @@ class TrainerStream:
             compression=compression,
             window_of=self._window_of,
         )
-        self._has_begun = False
+        alone = 1 if yields != "batches" else fragments_per_batch
+        self._intake = Intake(
+            self._door,
+            FirstCome(alone) if self._age.ahead is None else Rounds(),
+            self._age,
+            is_gathered=yields == "batches",
+            sources=sources,
+            acks=ack == "auto",
+            where=lambda: str(self.address),
+        )
         self._state = "new"
 
     # For the loop
@@ -150,6 +160,7 @@ class TrainerStream:
         self._state = "closed"
         if error is None:
             self._move_on()
+        self._closing.close()
         self._door.close("the trainer has ended" if error is None else None)
         close_sockets(self._sockets)
 
@@ -190,18 +201,56 @@ class TrainerStream:
             self._door.publish(Weights(version, *arrays), digest)
         return version
 
+    def dataset(self, *, prefetch_factor: int = 2, world_size: int = 1, address: str | None = None) -> TrainerDataset:
+        """The stream as a dataset for a `DataLoader`, instead of `for batch in stream`; see `TrainerDataset`.
+
+        prefetch_factor    as the `DataLoader` has it, of one item each: batch_size=None
+        world_size         processes of the trainer, of which this is rank 0, which publishes: under "pace" once in a
+                           round at most. Each batch goes to one of them, in turn; less than a round is `lost`
+        address            'unix:/path' for the other ranks' `TrainerDataset.connect`; None: there are none
+
+        `handed` says nothing of what it hands over, and `max_lag` is looked at when a worker takes an item, which the
+        loop may see (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts are asked to
+        keep as many batches more: their `max_bytes` has to hold them.
+
+        Raises RunError outside of the block, for a second one, or where the stream has begun and is to be paced.
+        """
+        check_numbers(world_size=(world_size, 1))
+        self._check_running()
+        if world_size > 1 and address is None:
+            raise ValueError(f"world_size is {world_size}, expected an address for the other ranks")
+        if self._server is not None:
+            raise RunError("the stream has a dataset already, expected one")
+        self._age.world_size = world_size
+        if self._door.is_open and self._age.ahead != self._door.ahead:
+            raise RunError("the stream has begun, expected its dataset before the first batch is asked for")
+        self._door.ahead = self._age.ahead
+        where = self._meeting_place(address)
+        self._server = DatasetServer(
+            where,
+            world_size,
+            self._intake,
+            self._setup,
+            begin=self._open,
+            returns=self.returns,
+            join_timeout=self._join_timeout,
+        )
+        self._closing.callback(self._server.close)
+        own = self if world_size == 1 else None
+        return TrainerDataset(where, 0, prefetch_factor=prefetch_factor, join_timeout=0, stream=own)
+
+    def expect_no_more(self) -> None:
+        """Have the loop end when those rollouts have that are there, whatever else was waited for. From any thread."""
+        self._intake.expect_no_more()
+
     def ack(self) -> None:
         """Never want again what has been handed over so far, the last batch among it: for ack="manual".
 
         Raises RunError once the stream is closed.
         """
         self._check_open()
-        with self._door.lock:
-            self._be_done_with(self._current)
-            self._current = []
-            for source in self._door.sources.values():
-                source.keep()
-        self._door.wake()
+        self._move_on()
+        self._intake.keep()
 
     def weights_in_use(self) -> list[InUse]:
         """What every forward node of every rollout was last seen to use."""
@@ -243,7 +292,7 @@ class TrainerStream:
 
     @property
     def lost(self) -> dict[str, int]:
-        """Transitions that came and were not handed over, by cause: `max_lag`, and `masked`."""
+        """Transitions that came and were not handed over, by cause: `max_lag`, `masked`, `uneven`."""
         return dict(self._age.lost)
 
     @property
@@ -264,26 +313,33 @@ class TrainerStream:
         if self._state == "closed":
             raise RunError("the stream is closed, expected this before its block is left")
 
+    def _meeting_place(self, address: str | None) -> UnixAddress:
+        """Where processes ask for items: at the address, or in a folder of our own. Raises ValueError for another."""
+        if address is None:
+            folder = tempfile.mkdtemp(prefix="rollflow-")
+            self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
+            address = f"unix:{folder}/dataset"
+        return unix_address(address)
+
     def _begin_next(self) -> bool:
         """Be done with what was handed over last."""
-        if self._state != "running":
-            raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
-        if not self._door.is_open:
-            self._door.open(self._sockets)
+        self._open()
         self._move_on()
         return True
 
-    def _move_on(self) -> None:
-        with self._door.lock:
-            self._be_done_with(self._current)
-            self._current = []
-        self._door.wake()
+    def _open(self) -> None:
+        """Let rollouts in."""
+        self._check_running()
+        if not self._door.is_open:
+            self._door.open(self._sockets)
 
-    def _be_done_with(self, items: Sequence[Arrived]) -> None:
-        for arrived in items:
-            arrived.source.move_on(arrived.number)
-            if self._acks:
-                arrived.source.keep()
+    def _check_running(self) -> None:
+        if self._state != "running":
+            raise RunError(f"the stream is {self._state}; this loop expects: with TrainerStream(...) as stream:")
+
+    def _move_on(self) -> None:
+        self._intake.be_done_with(self._current)
+        self._current = []
 
     def _wait(self, seconds: float) -> None:
         """Wait until something has happened."""
@@ -296,27 +352,14 @@ class TrainerStream:
 
         Raises RunError where nobody comes.
         """
-        self._door.bell.silence()
         while (given := next(self._made, None)) is None:
-            with self._door.lock:
-                if self._door.error is not None:
-                    raise self._door.error
-                while self._door.arrived:
-                    self._supply.add(self._door.arrived.popleft())
-                    patience.restart()
-                present = self._door.present
-                if not self._taken:
-                    if not self._is_enough(present, patience):
-                        return _NOT_YET
-                    self._taken += self._supply.take(present)
-                if not self._taken:
-                    return self._none_or_not_yet(present, patience)
-                items = self._admitted()
+            items = self._intake.try_take(patience)
+            if not items:
+                return None if items is None else _NOT_YET
             # Where it can't be made the items are still there, and the next try says so again.
-            self._made = self._handing_over.made_of(items) if items else iter(())
+            self._made = self._handing_over.made_of(items)
             given = next(self._made, None)
-            for _ in items:
-                self._taken.popleft()
+            self._left_out += self._intake.forget(items)
             if given is not None:
                 break
         return self._hand_over(given)
@@ -330,53 +373,6 @@ class TrainerStream:
             self._current, self._left_out = [*given.of, *self._left_out], []
         return given.item
 
-    def _admitted(self) -> list[Arrived]:
-        """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""
-        most, admitted = len(self._taken) if self.yields == "batches" else 1, list[Arrived]()
-        while len(admitted) < min(most, len(self._taken)):
-            arrived = self._taken[len(admitted)]
-            has_published = self._door.weights is not None
-            if not arrived.is_left_out and self._age.admits(arrived, self.version, has_published=has_published):
-                admitted.append(arrived)
-                continue
-            del self._taken[len(admitted)]
-            self._left_out.append(arrived)
-        if not admitted:
-            self._be_done_with(self._left_out)
-            self._left_out = []
-            self._door.wake()
-        return admitted
-
-    def _is_enough(self, present: Sequence[Source], patience: Patience) -> bool:
-        """Whether as many rollouts have come as are waited for. Raises RunError where they have not for too long."""
-        if not self._has_begun:
-            self._has_begun = len(self._door.come) >= self._awaited
-        if not self._has_begun and patience.is_over:
-            told = f"{len(present)} of {self._awaited} rollouts came within {patience.limit:g} s"
-            raise RunError(f"{told}: {self._told_of_waiting()}")
-        return self._has_begun
-
-    def _none_or_not_yet(self, present: Sequence[Source], patience: Patience) -> Any:
-        """What it means that there is nothing. Raises RunError where all are lost, for too long."""
-        if present:
-            if patience.is_long:
-                names = ", ".join(source.name for source in present[:4])
-                logger.warning("nothing to hand over for a while, of %d rollouts: %s", len(present), names)
-            patience.restart()
-            return _NOT_YET
-        lost = [source for source in self._door.sources.values() if source.is_lost]
-        if not lost or len(self._door.come) - len(lost) >= self._awaited:  # others may have come in their place
-            return None
-        if patience.is_over:
-            names = ", ".join(source.name for source in lost)
-            raise RunError(
-                f"every rollout is lost and none came within {patience.limit:g} s: {names}: {self._told_of_waiting()}"
-            )
-        return _NOT_YET
-
-    def _told_of_waiting(self) -> str:
-        return "; ".join([f"listening on {self.address}", *self._door.refusals])
-
     def _is_same(self, version: int, digest: bytes) -> bool | None:
         published = self._door.digests.get(version)
         return None if published is None else published == digest
@@ -389,7 +385,7 @@ class TrainerStream:
             raise WireError(f"this rollout sends train batches, and the trainer has {told}: expected fragments", "role")
         if ahead is None:
             lanes = 1 if source.sends_batches else source.lanes
-            return (1 + self._prefetch) * max(lanes, self._fragments_per_batch or 1)
+            return (1 + self._prefetch + self._intake.held) * max(lanes, self._fragments_per_batch or 1)
         if not source.has_fixed_lanes:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and this one's lanes are on hosts that come and "

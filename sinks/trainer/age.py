@@ -16,17 +16,21 @@ OnExcess = Literal["drop", "pace", "mask", "raise"]
 class AgeBound:
     """Does what is to be done with items that are more than `max_lag` policy versions old: see `TrainerStream`.
 
-    lost    transitions that were left out, by cause
+    lost         transitions that were left out, by cause
+    world_size   how many batches are handed over between two versions, at most
     """
 
     def __init__(self, max_lag: int | None, on_excess: OnExcess) -> None:
         self.max_lag, self.on_excess = max_lag, on_excess
         self.lost: Counter[str] = Counter()
+        self.world_size = 1
 
     @property
     def ahead(self) -> int | None:
         """How many of its fragments a lane may have begun that are not done with; None: any number."""
-        return self.max_lag + 1 if self.on_excess == "pace" and self.max_lag is not None else None
+        if self.on_excess != "pace" or self.max_lag is None:
+            return None
+        return (self.max_lag + 1) * self.world_size
 
     def admits(self, arrived: Arrived, version: int, *, has_published: bool) -> bool:
         """Whether an item may be handed over; one that may not is counted.

@@ -7,13 +7,14 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
 from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.remote.transport import transport_for
+from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.stream.bell import Bell
@@ -96,7 +97,7 @@ class Door:
         self.version = 0
         self.digests: dict[int, bytes] = {}
         self._secret, self._tls, self._limits = secret, tls, limits
-        self._ahead, self._compression, self._window_of = ahead, compression, window_of
+        self.ahead, self._compression, self._window_of = ahead, compression, window_of
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
@@ -123,6 +124,8 @@ class Door:
     def open(self, sockets: Sequence[socket.socket]) -> None:
         """Take in who comes by sockets that are listened on."""
         self._entrance = Entrance(sockets, self._poll)
+        self._sockets = sockets
+        keep_from_forked(self)
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
 
@@ -133,6 +136,14 @@ class Door:
             self.digests[weights.version] = digest
             while len(self.digests) > _MOST_DIGESTS:
                 del self.digests[next(iter(self.digests))]
+        self.wake()
+
+    def widen(self) -> None:
+        """Have every source told its window again, which has become larger."""
+        with self.lock:
+            for source in self.sources.values():
+                if source.connection is not None:
+                    source.session.window = self._window_of(source)
         self.wake()
 
     def wake(self) -> None:
@@ -147,6 +158,10 @@ class Door:
             self._thread.join()
         self._wake.close()
         self.bell.close()
+
+    def filenos(self) -> Iterator[int]:
+        """Descriptors of what it listens on, and of its connections."""
+        yield from [each.fileno() for each in (*self._sockets, *self._peers)]
 
     # In the thread
 
@@ -212,10 +227,12 @@ class Door:
             return
         told = source.told
         if told.connection is not connection:
-            told.connection, told.version, told.done = connection, -1, (-1, -1)
+            told.connection, told.version, told.done, told.window = connection, -1, (-1, -1), -1
+        if told.window != source.session.window:
+            told.window = source.session.window
             compression = self._compression if self._compression in source.compressions else None
             version = 0 if self.weights is None else self.weights.version
-            wanted = Wanted(source.session.window or 1, self._ahead, version, compression)
+            wanted = Wanted(told.window or 1, self.ahead, version, compression)
             connection.tell(Settings(wanted.told()))
         is_last = self._is_closing
         if connection.undelivered > _MUCH and not is_last:

@@ -65,9 +65,19 @@ def batch_of_message(message: wire.Fragment) -> tuple[Batch, int | None]:
     if oldest is not None and not is_whole(oldest):
         raise WireError(f"policy_version is {told_of(oldest)}, expected a whole number, or nil", "fragment")
     try:
-        return {name: map_tree(torch.from_numpy, tree) for name, tree in message.columns.items()}, oldest
+        return tensors_of(message.columns), oldest
     except (TypeError, ValueError) as error:
         raise WireError(f"it is no train batch: {error}", "fragment") from error
+
+
+def tensors_of(columns: Mapping[str, Any]) -> Batch:
+    """A train batch over the memory of trees of arrays."""
+    return {name: map_tree(torch.from_numpy, tree) for name, tree in columns.items()}
+
+
+def arrays_of(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """The trees of arrays under a train batch that has come."""
+    return {name: map_tree(lambda tensor: tensor.numpy(), tree) for name, tree in batch.items()}
 
 
 def nbytes_of(message: wire.Fragment) -> int:

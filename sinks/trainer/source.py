@@ -174,6 +174,7 @@ class _Told:
     connection: TrainerConnection | None = None
     version: int = -1
     done: tuple[int, int] = (0, 0)
+    window: int | None = None
 
 
 def _entry(told: Mapping[str, Any], name: str, kind: type) -> Any:

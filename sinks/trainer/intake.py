@@ -1,0 +1,151 @@
+"""What has come to a trainer, gathered to what is handed over together."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rollflow.sinks.trainer.age import AgeBound
+from rollflow.sinks.trainer.door import Door
+from rollflow.sinks.trainer.patience import Patience
+from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.supply import FirstCome, Rounds
+from rollflow.stream.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Takes what has come through a door.
+
+    door      where rollouts come in
+    supply    which of it goes together
+    age       how old it may be
+    is_gathered    whether what goes together is handed over as one, and not one by one
+    sources   how many rollouts are waited for
+    acks      whether a rollout may forget what is done with
+    where     says where they are waited for
+
+    held      items that may be on their way to loops in other processes
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        supply: FirstCome | Rounds,
+        age: AgeBound,
+        *,
+        is_gathered: bool,
+        sources: int,
+        acks: bool,
+        where: Callable[[], str],
+    ) -> None:
+        self.door, self.age, self.held = door, age, 0
+        self._supply, self._is_gathered = supply, is_gathered
+        self._taken: deque[Arrived] = deque()  # together, and not handed over yet
+        self._left_out: list[Arrived] = []  # of them
+        self._awaited, self._acks, self._where = sources, acks, where
+        self._has_begun = self._expects_no_more = False
+
+    def try_take(self, patience: Patience) -> list[Arrived] | None:
+        """What is handed over next, until it is forgotten; nothing where it is waited for, None where none comes.
+
+        Raises RunError where nobody comes.
+        """
+        self.door.bell.silence()
+        while True:
+            with self.door.lock:
+                if self.door.error is not None:
+                    raise self.door.error
+                while self.door.arrived:
+                    self._supply.add(self.door.arrived.popleft())
+                    patience.restart()
+                present = self.door.present
+                if not self._taken:
+                    if not self._is_enough(present, patience):
+                        return []
+                    self._taken += self._supply.take(present)
+                if not self._taken:
+                    return self._none_or_not_yet(present, patience)
+                if admitted := self._admitted():
+                    return admitted
+
+    def forget(self, items: Sequence[Arrived]) -> list[Arrived]:
+        """Go on behind these, which were taken last; what was left out between them, and is done with when they are."""
+        for _ in items:
+            self._taken.popleft()
+        left_out, self._left_out = self._left_out, []
+        return left_out
+
+    def be_done_with(self, items: Sequence[Arrived]) -> None:
+        """Want no more of these."""
+        with self.door.lock:
+            for arrived in items:
+                arrived.source.move_on(arrived.number)
+                if self._acks:
+                    arrived.source.keep()
+        self.door.wake()
+
+    def hold(self, items: int) -> None:
+        """Have rollouts send as much more: so many items may be on their way to loops in other processes."""
+        if items > self.held:
+            self.held = items
+            self.door.widen()
+
+    def expect_no_more(self) -> None:
+        """Wait for no rollout any more that is not there. From any thread."""
+        self._expects_no_more = True
+        self.door.bell.ring()
+
+    def keep(self) -> None:
+        """Never want again what is done with."""
+        with self.door.lock:
+            for source in self.door.sources.values():
+                source.keep()
+        self.door.wake()
+
+    def _admitted(self) -> list[Arrived]:
+        """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""
+        most, admitted = len(self._taken) if self._is_gathered else 1, list[Arrived]()
+        has_published = self.door.weights is not None
+        while len(admitted) < min(most, len(self._taken)):
+            arrived = self._taken[len(admitted)]
+            if not arrived.is_left_out and self.age.admits(arrived, self.door.version, has_published=has_published):
+                admitted.append(arrived)
+                continue
+            del self._taken[len(admitted)]
+            self._left_out.append(arrived)
+        if not admitted:
+            self.be_done_with(self._left_out)
+            self._left_out = []
+        return admitted
+
+    def _is_enough(self, present: Sequence[Source], patience: Patience) -> bool:
+        """Whether as many rollouts have come as are waited for. Raises RunError where they have not for too long."""
+        if not self._has_begun:
+            self._has_begun = self._expects_no_more or len(self.door.come) >= self._awaited
+        if not self._has_begun and patience.is_over:
+            told = f"{len(present)} of {self._awaited} rollouts came within {patience.limit:g} s"
+            raise RunError(f"{told}: {self._told_of_waiting()}")
+        return self._has_begun
+
+    def _none_or_not_yet(self, present: Sequence[Source], patience: Patience) -> list[Arrived] | None:
+        """What it means that there is nothing. Raises RunError where all are lost, for too long."""
+        if present:
+            if patience.is_long:
+                names = ", ".join(source.name for source in present[:4])
+                logger.warning("nothing to hand over for a while, of %d rollouts: %s", len(present), names)
+            patience.restart()
+            return []
+        lost = [source for source in self.door.sources.values() if source.is_lost]
+        in_their_place = len(self.door.come) - len(lost)
+        if not lost or self._expects_no_more or in_their_place >= self._awaited:
+            return None
+        if patience.is_over:
+            names = ", ".join(source.name for source in lost)
+            raise RunError(
+                f"every rollout is lost and none came within {patience.limit:g} s: {names}: {self._told_of_waiting()}"
+            )
+        return []
+
+    def _told_of_waiting(self) -> str:
+        return "; ".join([f"listening on {self._where()}", *self.door.refusals])
