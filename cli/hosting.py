@@ -13,13 +13,15 @@ from rollflow.cli import connection
 from rollflow.nodes.remote.host import Host
 from rollflow.stream.wire import Limits
 
+ENV_HELP = "an environment's id, or package.module:callable that makes one"
+
 
 def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> None:
     """Add the arguments that say what environments there are, and whom they are for.
 
     lanes, why_lanes    how many there are where nothing is said, if there are as many environments; what they are for
     """
-    parser.add_argument("--env", required=True, help="an environment's id, or package.module:callable that makes one")
+    parser.add_argument("--env", required=True, help=ENV_HELP)
     parser.add_argument("--num-envs", type=int, default=1, help="how many (1)")
     parser.add_argument("--lanes", type=int, default=None, help=f"groups that step apart: {why_lanes} ({lanes})")
     parser.set_defaults(most_lanes=lanes)

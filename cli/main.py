@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from rollflow.cli import check_host, env_host, rollout_host
+from rollflow.cli import check_host, env_host, rollout, rollout_host
 from rollflow.stream.errors import RollflowError
 
 
@@ -17,9 +17,11 @@ class Terminated(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the arguments say; the exit status."""
-    parser = argparse.ArgumentParser(prog="rollflow", description="Rollouts as streams: programs for other hosts.")
+    parser = argparse.ArgumentParser(
+        prog="rollflow", description="Rollouts as streams: programs for other processes and hosts."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (env_host, rollout_host, check_host):
+    for command in (rollout, env_host, rollout_host, check_host):
         command.add_to(commands)
     told = parser.parse_args(arguments)
     if threading.current_thread() is threading.main_thread():

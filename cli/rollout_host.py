@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from rollflow.cli import hosting
+from rollflow.cli import acting, hosting
 from rollflow.nodes import RolloutHost
 
 
@@ -16,30 +16,11 @@ def add_to(commands: Any) -> None:
         "RemoteRollouts on another host, until it says goodbye. Module and connectors must be those of the rollout.",
     )
     hosting.add_to(parser, lanes=1, why_lanes="each has a thread, for environments that wait or let the interpreter go")
-    parser.add_argument(
-        "--module",
-        metavar="PACKAGE.MODULE:CALLABLE",
-        help="makes the module of (observation space, action space) (the default module, as the rollout has it)",
-    )
-    for name in ("env-to-module", "module-to-env"):
-        parser.add_argument(
-            f"--{name}",
-            metavar="PACKAGE.MODULE:CALLABLE",
-            help=f"what the rollout is given as {name.replace('-', '_')}_connector",
-        )
-    parser.add_argument("--compile", action="store_true", help="forward passes by torch.compile")
-    parser.add_argument("--device", help="where forward passes are done (where the module is)")
+    acting.add_to(parser, otherwise="the default module, as the rollout has it")
     parser.set_defaults(run=run)
 
 
 def run(told: argparse.Namespace) -> int:
     """Do it; the exit status."""
-    acting = {
-        "module": hosting.callable_of(told.module, "--module"),
-        "env_to_module_connector": hosting.callable_of(told.env_to_module, "--env-to-module"),
-        "module_to_env_connector": hosting.callable_of(told.module_to_env, "--module-to-env"),
-        "compile_forward": told.compile,
-        "device": told.device,
-    }
-    with RolloutHost(**hosting.options_of(told), **acting) as host:
+    with RolloutHost(**hosting.options_of(told), **acting.options_of(told)) as host:
         return hosting.serve(host, told)

@@ -16,7 +16,7 @@ from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.stream.errors import ConnectorError, ModuleError
 
-_SECONDS = ("max_wait", "step_timeout", "reset_timeout", "join_timeout")
+_SECONDS = ("max_wait", "step_timeout", "reset_timeout", "join_timeout", "linger")
 
 
 def pieces_given(

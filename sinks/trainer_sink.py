@@ -4,7 +4,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,6 +60,7 @@ class TrainerSink:
         spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up; nothing
                        is left there, however this ends. None: there is none
         limits         of frames, times and bytes under way
+        watch          awaited meanwhile: what it raises ends the graph, such as `TrainerProcess.watch`
 
         sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between
         lost           transitions that the trainer was not done with when the sink was closed, `undelivered`
@@ -86,6 +87,7 @@ class TrainerSink:
         spill: str | Path | None = None,
         sends: Literal["fragments", "batches"] = "fragments",
         limits: Limits | None = None,
+        watch: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
@@ -103,6 +105,7 @@ class TrainerSink:
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
         self._gate = PaceGate(self._kept)
         rollout.hold_back(self._gate)
+        self._changed, self._watch = anyio.Event(), watch
         self._has_ended = False
         # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
         self._told: tuple[int, dict[str, int]] = 0, {}
@@ -122,8 +125,9 @@ class TrainerSink:
         self._link.start()
         raised: Exception | None = None
         async with anyio.create_task_group() as tasks:
-            self._changed = anyio.Event()
             tasks.start_soon(self._listen, tasks.cancel_scope)
+            if self._watch is not None:
+                tasks.start_soon(self._see, self._watch, tasks.cancel_scope)
             try:
                 await self._send(fragments)
             except Exception as error:
@@ -157,6 +161,11 @@ class TrainerSink:
     def goodbye(self) -> str | None:
         """The reason that the trainer gave when it left; None: it has not, or there is another one."""
         return self._link.goodbye
+
+    async def wait_goodbye(self) -> None:
+        """While it runs: wait until a trainer has left."""
+        while not self._has_left():
+            await self._changed.wait()
 
     def describe(self) -> str:
         """For `explain()`."""
@@ -222,6 +231,14 @@ class TrainerSink:
             gate.look_again()
             changed, self._changed = self._changed, anyio.Event()
             changed.set()
+
+    async def _see(self, watch: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:
+        """End all where it raises something."""
+        try:
+            await watch()
+        except Exception as error:
+            self._link.error = error
+            scope.cancel()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something holds."""

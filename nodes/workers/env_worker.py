@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import os
 import pickle
+import select
 import signal
 import socket
 import threading
@@ -161,6 +162,10 @@ def end_with_parent(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
+    poll = select.poll()
+    poll.register(fd, 0)
+    if poll.poll(0):  # it was closed before anybody was asked to tell
+        os.killpg(0, signal.SIGIO)
 
 
 def serve_all(life: int, servers: Sequence[LaneServer]) -> None:

@@ -1,0 +1,118 @@
+"""A rollout for a trainer in another process or on another host, run by a script of its own."""
+
+import logging
+import signal
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import anyio
+
+from rollflow.nodes.remote.remote_envs import Secret
+from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.trainer_sink import TrainerSink
+from rollflow.stream.graph import Graph
+from rollflow.stream.run import Run
+from rollflow.stream.wire import Limits
+
+logger = logging.getLogger(__name__)
+
+
+def feed(
+    rollout: Rollout,
+    address: str,
+    *,
+    secret: Secret = None,
+    tls: ssl.SSLContext | None = None,
+    name: str | None = None,
+    linger: float | None = 60.0,
+    max_bytes: int = 1 << 30,
+    spill: str | Path | None = None,
+    limits: Limits | None = None,
+    watch: Callable[[], Awaitable[object]] | None = None,
+) -> str | None:
+    """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
+
+    What there is to say is said to a `TrainerSink`, with these parameters. Returns the trainer's reason to leave, None
+    where it has not left. Raises what the rollout, its environments or the connection raised.
+
+    In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
+    under way; a second one does not wait. Then the signal has its usual effect: KeyboardInterrupt, as a rule.
+    """
+    sink = TrainerSink(
+        address,
+        rollout,
+        secret=secret,
+        tls=tls,
+        name=name,
+        linger=linger,
+        max_bytes=max_bytes,
+        spill=spill,
+        limits=limits,
+        watch=watch,
+    )
+    graph = Graph("feed")
+    graph.add(rollout=rollout, trainer=sink)
+    graph.connect("rollout.fragments", "trainer")
+    _run(graph, sink)
+    return sink.goodbye
+
+
+def _run(graph: Graph, sink: TrainerSink) -> None:
+    """Run it; a signal that has ended it takes effect then."""
+    handlers = _signal_handlers()
+    try:
+        signalled = anyio.run(_fed, graph, sink, list(handlers))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # an event loop would leave others
+    if signalled is not None:
+        signal.raise_signal(signalled)
+
+
+def _signal_handlers() -> dict[signal.Signals, Any]:
+    """Those of the signals that are waited for meanwhile."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+
+
+async def _fed(graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals]) -> signal.Signals | None:
+    """The signal that has ended it."""
+    came: list[signal.Signals] = []
+    raised: Exception | None = None
+    with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_leave_with_trainer, sink, tasks.cancel_scope)
+            try:
+                async with graph.run() as run:
+                    if signals is not None:
+                        tasks.start_soon(_leave_when_signalled, signals, run, tasks.cancel_scope, came)
+                    await run.wait()
+            except Exception as error:
+                raised = error  # as it is, not in a group
+            tasks.cancel_scope.cancel()
+    if raised is not None:
+        raise raised
+    return came[-1] if came else None
+
+
+async def _leave_with_trainer(sink: TrainerSink, scope: anyio.CancelScope) -> None:
+    await sink.wait_goodbye()
+    scope.cancel()
+
+
+async def _leave_when_signalled(
+    signals: AsyncIterator[signal.Signals], run: Run, scope: anyio.CancelScope, came: list[signal.Signals]
+) -> None:
+    async for number in signals:
+        if came:
+            scope.cancel()
+        else:
+            logger.info("interrupted: the trainer gets what is under way; a second time ends it at once")
+            run.stop()
+        came.append(number)
