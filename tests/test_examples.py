@@ -86,6 +86,41 @@ def test_cartpole_is_learnt_from_rollouts_on_other_hosts(monkeypatch: pytest.Mon
     assert example("remote_rollouts")["main"]() >= 475
 
 
+def test_a_trainer_in_another_process_runs_at_a_hundredth_of_its_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example("two_processes")["main"]
+    main.__globals__["MAX_UPDATES"] = 3
+    assert main() > 0
+    assert capsys.readouterr().out.endswith("s: the trainer has ended\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_cartpole_is_learnt_by_a_trainer_in_another_process(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("two_processes")["main"](seed) >= 475
+
+
+def test_a_script_with_a_data_loader_runs_at_a_hundredth_of_its_size(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example("dataloader_trainer")["main"]
+    main.__globals__["UPDATES"] = 2
+    main()
+    told = capfd.readouterr()
+    assert told.out.splitlines()[-1].endswith("from 2 rollouts")
+    assert told.err.count("the trainer said goodbye: the trainer has ended\n") >= 2
+
+
+@pytest.mark.slow
+def test_cartpole_is_learnt_from_a_data_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("dataloader_trainer")["main"]() >= 300
+
+
 @pytest.mark.slow
 def test_connectors_of_ones_own_do_what_they_are_for() -> None:
     assert example("one_hot_frozen_lake")["main"]() == 1.0
@@ -132,6 +167,21 @@ def test_the_readmes_programs_over_other_hosts_run(
         names: dict[str, Any] = {}
         exec(program, names)
     assert 4 * 8 < names["rollout"].num_steps <= 4 * 8 * 2
+
+
+def test_the_readmes_programs_with_a_data_loader_and_a_child_run() -> None:
+    [loader] = [program for program in readme_programs() if "DataLoader" in program]
+    [child] = [program for program in readme_programs() if "TrainerProcess" in program]
+
+    def train(stream: Any, policy: Any) -> int:
+        batches: list[Any] = []
+        exec(loader, {"stream": stream, "policy": policy, "update": lambda policy, batch: batches.append(batch)})
+        return len(batches)
+
+    rollout = Rollout("CartPole-v1", num_envs=4, fragment_length=8, num_fragments=3, seed=0)
+    names: dict[str, Any] = {"rollout": rollout, "policy": rollout.module, "train": train}
+    exec(child, names)
+    assert names["trainer"].result == 3
 
 
 @pytest.mark.parametrize("number", range(5))
