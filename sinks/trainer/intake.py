@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 class Intake:
     """Takes what has come through a door.
 
-    door      where rollouts come in
-    supply    which of it goes together
-    age       how old it may be
+    door           where rollouts come in
+    supply         which of it goes together
+    age            how old it may be
     is_gathered    whether what goes together is handed over as one, and not one by one
-    sources   how many rollouts are waited for
-    acks      whether a rollout may forget what is done with
-    where     says where they are waited for
+    sources        how many rollouts are waited for
+    acks           whether a rollout may forget what is done with
+    where          says where they are waited for
 
-    held      items that may be on their way to loops in other processes
+    held           items that may be on their way to loops in other processes
     """
 
     def __init__(
