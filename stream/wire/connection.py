@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire.frame import Buffer, FrameDecoder
+from rollflow.stream.wire.frame import Buffer, Frame, FrameDecoder
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message, decode, encode
 from rollflow.stream.wire.running import Goodbye, Ping, Pong, Refused
@@ -174,11 +174,11 @@ class Connection:
 
     # Inside
 
-    def _take(self, message: Message, frame: bytearray) -> list[Event]:
+    def _take(self, message: Message, frame: Frame) -> list[Event]:
         """What a message comes to that is not the same for both ends. Raises WireError where it must not come."""
         raise WireError(f"{message.kind}: expected nothing", "order")
 
-    def _events(self, frames: Callable[[], Iterator[bytearray]], count: int, now: float) -> list[Event]:
+    def _events(self, frames: Callable[[], Iterator[Frame]], count: int, now: float) -> list[Event]:
         if self.phase is Phase.BROKEN or not count:
             return []
         if self.phase is Phase.ENDED:
@@ -198,7 +198,7 @@ class Connection:
             events.append(self._break(error))
         return events
 
-    def _message_events(self, message: Message, frame: bytearray) -> list[Event]:
+    def _message_events(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, Refused):
             error = WireError(f"refuses: {message.text}", message.code)
             return [self._break(error, tell=False)]

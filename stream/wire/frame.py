@@ -7,6 +7,8 @@ frame's first byte, so that a frame in aligned memory has aligned arrays.
 """
 
 import struct
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,10 +19,12 @@ from rollflow.stream.errors import WireError
 from rollflow.stream.wire.limits import MAX_HEADER
 
 Buffer = bytes | memoryview
+Frame = bytearray | NDArray[np.uint8]  # as it came: a large one is an array
 
 _LENGTHS = struct.Struct("<II")
 _INBOX = 64 << 10  # bytes that are received at a time where no large frame is under way
 _FIRST = 256 << 10  # bytes that are set aside for a large frame before more of it has come
+_MOST_SPARE = 8  # large frames whose memory is kept for others
 _COPIED = 16 << 10  # bytes of an array up to which it is copied rather than sent by itself
 
 
@@ -51,11 +55,12 @@ def frame_of(header: bytes, arrays: Sequence[NDArray[np.uint8]] = ()) -> list[Bu
     return buffers
 
 
-def taken_apart(frame: bytearray | bytes) -> tuple[bytes, NDArray[Any]]:
+def taken_apart(frame: Frame | bytes) -> tuple[bytes, NDArray[Any]]:
     """A whole frame's header, and the body behind it as u8[n], a view."""
-    _, length = _LENGTHS.unpack_from(frame)
+    whole = np.frombuffer(frame, np.uint8)
+    _, length = _LENGTHS.unpack_from(whole.data)
     begin = _LENGTHS.size
-    return bytes(memoryview(frame)[begin : begin + length]), np.frombuffer(frame, np.uint8)[_padded(begin + length) :]
+    return whole[begin : begin + length].tobytes(), whole[_padded(begin + length) :]
 
 
 class FrameDecoder:
@@ -66,7 +71,8 @@ class FrameDecoder:
     Either `feed` it with what has come, or receive into `buffer()` and tell how much came with `filled`. Both give an
     iterator of frames, to be exhausted before anything more is received; it raises WireError at a frame that is
     refused, and the decoder is of no use from then on. Each frame, its lengths included, has memory of its own. Memory
-    for a large frame grows with what has come of it.
+    for a large frame grows with what has come of it, or is that of another one that nobody refers to any more: memory
+    that the system has to find anew for each frame takes longer than the bytes themselves.
     """
 
     def __init__(self, max_frame: int) -> None:
@@ -77,6 +83,7 @@ class FrameDecoder:
         self._total = 0  # bytes of it; 0: there is none
         self._filled = 0
         self._lent = memoryview(b"")
+        self._spare: deque[bytearray] = deque(maxlen=_MOST_SPARE)  # of large frames that are no more
 
     @property
     def half(self) -> int:
@@ -88,7 +95,7 @@ class FrameDecoder:
         """Bytes set aside for what comes."""
         return len(self._inbox) + len(self._large)
 
-    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[bytearray]:
+    def feed(self, data: bytes | bytearray | memoryview) -> Iterator[Frame]:
         """Take bytes, and iterate over the frames that are complete with them."""
         rest = memoryview(data).cast("B")
         while rest:
@@ -105,7 +112,7 @@ class FrameDecoder:
             if self._filled == len(self._large):
                 size = self._total if self._total < 3 * self._filled else 2 * self._filled
                 self._large += bytes(size - self._filled)
-            self._lent = memoryview(self._large)[self._filled :]
+            self._lent = memoryview(self._large)[self._filled : self._total]
         else:
             if self._begin:
                 self._inbox[: self._end - self._begin] = self._inbox[self._begin : self._end]
@@ -113,7 +120,7 @@ class FrameDecoder:
             self._lent = memoryview(self._inbox)[self._end :]
         return self._lent
 
-    def filled(self, count: int) -> Iterator[bytearray]:
+    def filled(self, count: int) -> Iterator[Frame]:
         """So many bytes have been put into the last `buffer()`: iterate over the frames that are complete with them."""
         self._lent.release()
         if self._total:
@@ -122,10 +129,10 @@ class FrameDecoder:
             self._end += count
         return self._frames()
 
-    def _frames(self) -> Iterator[bytearray]:
+    def _frames(self) -> Iterator[Frame]:
         if self._total:
             if self._filled == self._total:
-                frame, self._large = self._large, bytearray()
+                frame = self._whole()
                 self._total = self._filled = 0
                 yield frame
             return
@@ -159,10 +166,25 @@ class FrameDecoder:
     def _move_out(self, total: int) -> None:
         """Give the frame that the inbox begins with memory of its own."""
         self._filled = self._end - self._begin
-        self._large = bytearray(min(total, max(_FIRST, self._filled)))
+        self._large = self._found(total) or bytearray(min(total, max(_FIRST, self._filled)))
         self._large[: self._filled] = self._inbox[self._begin : self._end]
         self._begin = self._end = 0
         self._total = total
+
+    def _found(self, total: int) -> bytearray | None:
+        """Spare memory for a frame, not much larger; what is of no use for it is given back."""
+        while self._spare:
+            memory = self._spare.popleft()
+            if total <= len(memory) <= 2 * total:
+                return memory
+        return None
+
+    def _whole(self) -> NDArray[np.uint8]:
+        """The large frame, whose memory is spare once nobody refers to it."""
+        memory, self._large = self._large, bytearray()
+        frame = np.frombuffer(memory, np.uint8, self._total)
+        weakref.finalize(frame, self._spare.append, memory).atexit = False
+        return frame
 
 
 def _padded(count: int) -> int:

@@ -2,6 +2,7 @@
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire.connection import Connection, Event, Phase, encoded
+from rollflow.stream.wire.frame import Frame
 from rollflow.stream.wire.handshake import VERSION, Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.message import Message
@@ -47,12 +48,12 @@ class GatewayEnd(Connection):
         self.phase = Phase.RUNNING
         self._decoder.max_frame = self.limits.max_frame
 
-    def _take(self, message: Message, frame: bytearray) -> list[Event]:
+    def _take(self, message: Message, frame: Frame) -> list[Event]:
         if self.phase is Phase.HANDSHAKE:
             return self._take_handshake(message, frame)
         return self._take_running(message)
 
-    def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
+    def _take_handshake(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, Hello) and self._said is None:
             self._take_hello(message, frame)
             return []
@@ -68,7 +69,7 @@ class GatewayEnd(Connection):
         expected = "hello" if self._said is None else "proof" if self.hello is None else "nothing before the welcome"
         raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
 
-    def _take_hello(self, hello: Hello, frame: bytearray) -> None:
+    def _take_hello(self, hello: Hello, frame: Frame) -> None:
         self.peer = f"host {hello.name!r}"
         lowest, highest = hello.versions
         if not lowest <= VERSION <= highest:

@@ -2,6 +2,7 @@
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire.connection import Connection, Event, Phase, encoded
+from rollflow.stream.wire.frame import Frame
 from rollflow.stream.wire.handshake import Challenge, Hello, Proof, Welcome
 from rollflow.stream.wire.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.message import Message
@@ -38,14 +39,14 @@ class HostEnd(Connection):
 
     # Inside
 
-    def _take(self, message: Message, frame: bytearray) -> list[Event]:
+    def _take(self, message: Message, frame: Frame) -> list[Event]:
         if self.phase is Phase.HANDSHAKE:
             return self._take_handshake(message, frame)
         if self.phase is Phase.LEAVING:
             return []  # nothing is taken any more
         return self._take_running(message)
 
-    def _take_handshake(self, message: Message, frame: bytearray) -> list[Event]:
+    def _take_handshake(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, Challenge) and self._transcript is None:
             self._take_challenge(message, frame)
             return []
@@ -63,7 +64,7 @@ class HostEnd(Connection):
         expected = "challenge" if self._transcript is None else "welcome"
         raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
 
-    def _take_challenge(self, challenge: Challenge, frame: bytearray) -> None:
+    def _take_challenge(self, challenge: Challenge, frame: Frame) -> None:
         lowest, highest = self._hello.versions
         if not lowest <= challenge.version <= highest:
             raise WireError(f"challenge.version is {challenge.version}, expected {lowest} to {highest}", "version")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_a_large_frame_is_received_straight_into_its_own_memory() -> None:
     assert len(room) == 1000
     room[:] = b"x" * 1000
     (received_frame,) = decoder.filled(1000)
-    assert received_frame[-1000:] == b"x" * 1000
+    assert bytes(received_frame)[-1000:] == b"x" * 1000
     assert len(received_frame) == len(frame)
 
 
@@ -151,3 +152,27 @@ def test_the_limit_may_change_between_frames() -> None:
     next(frames)
     decoder.max_frame = 1000
     assert next(frames) == large
+
+
+def test_memory_of_a_large_frame_is_used_again_once_nobody_refers_to_it() -> None:
+    decoder = FrameDecoder(1 << 24)
+
+    def received(byte: int) -> Any:
+        (frame,) = decoder.feed(b"".join(frame_of(b"\x80", [np.full(1 << 20, byte, np.uint8)])))
+        return taken_apart(frame)[1]
+
+    def place(body: Any) -> int:
+        address: int = body.__array_interface__["data"][0]
+        return address
+
+    first, second = received(1), received(2)
+    where = place(first)
+    kept = first[10:20]
+    del first
+    third = received(3)
+    assert place(third) != where
+    assert (kept == 1).all()
+    del kept
+    fourth = received(4)
+    assert place(fourth) == where
+    assert [int(body[0]) for body in (second, third, fourth)] == [2, 3, 4]
