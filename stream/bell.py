@@ -1,8 +1,8 @@
 """How one thread tells another, which waits on descriptors, that something has happened."""
 
-import contextlib
 import os
 import sys
+import threading
 import weakref
 
 _ONE = (1).to_bytes(8, sys.byteorder)  # what an eventfd takes
@@ -18,6 +18,8 @@ class Bell:
             self._in, self._out = os.pipe()
             os.set_blocking(self._in, False)
             os.set_blocking(self._out, False)
+        self._is_rung = False  # whether there is something to be read, which costs no call of the system to know
+        self._lock = threading.RLock()
         self._closing = weakref.finalize(self, _close, {self._in, self._out})
 
     def fileno(self) -> int:
@@ -26,17 +28,19 @@ class Bell:
 
     def ring(self) -> None:
         """Make the descriptor readable; nothing once it is closed."""
-        if not self._closing.alive:
+        if self._is_rung:  # whoever silences it from now on looks at what this is rung for after that
             return
-        try:
-            os.write(self._out, _ONE)
-        except BlockingIOError:
-            pass  # it has been rung often enough
+        with self._lock:
+            if not self._is_rung and self._closing.alive:
+                os.write(self._out, _ONE)
+                self._is_rung = True
 
     def silence(self) -> None:
         """Make the descriptor unreadable; what is looked at after this includes all that was rung for before it."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._in, 4096)
+        with self._lock:
+            if self._is_rung:
+                os.read(self._in, 4096)
+                self._is_rung = False
 
     def close(self) -> None:
         """Give the descriptors back."""
