@@ -58,6 +58,7 @@ class Environments:
         self.fragment_length = fragment_length
         self.lookback = -1  # not set yet
         self.lanes: list[Lane] = []
+        self.is_shared = False
         self._is_ours = not is_ready(env)
         self._name, self._first_lane, self._first_slot = name, first_lane, first_slot
         self.envs = self._made(env, num_envs, lanes)
@@ -77,6 +78,14 @@ class Environments:
             raise RunError("these environments have been started: their lookback stays as it is")
         self.lookback = lookback
         self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
+
+    def share(self) -> None:
+        """Have the columns of every lane lie where other processes may look at them. Before the first step only."""
+        if self.is_started:
+            raise RunError("these environments have been started: their memory stays as it is")
+        if not self.is_shared:
+            self.is_shared = True
+            self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
 
     def start(self) -> Iterator[Lane]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
@@ -163,7 +172,8 @@ class Environments:
         self.is_started = True
 
     def _lane(self, index: int, vector: VectorEnv[Any, Any, Any]) -> Lane:
-        return Lane(index, self._layout(index, vector, self.seed), self.observation_space, self._memory(index))
+        layout = self._layout(index, vector, self.seed)
+        return Lane(index, layout, self.observation_space, self._memory(index), is_shared=self.is_shared)
 
     def _layout(self, index: int, vector: VectorEnv[Any, Any, Any], seed: int) -> FragmentLayout:
         return FragmentLayout(

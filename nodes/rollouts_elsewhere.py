@@ -83,6 +83,12 @@ class RolloutsElsewhere(Environments):
             raise RunError("these environments have been started: their lookback stays as it is")
         self.lookback = lookback
 
+    def share(self) -> None:
+        """Have fragments lie where other processes may look at them, as far as they lie on this host."""
+        if self.is_started:
+            raise RunError("these environments have been started: their memory stays as it is")
+        self.is_shared = True
+
 
 class Dealt(NamedTuple):
     """What one lane's turn gives."""

@@ -1,9 +1,11 @@
 """Memory that is used again and again, by one process or seen by several, and columns that lie in it.
 
 A shared block has no name: it is a file that no folder lists, handed on as a descriptor, and the system takes it back
-when the last process that holds it has ended, in whatever way.
+when the last process that holds it has ended, in whatever way. Where the system can see to it, it never gets smaller:
+whoever has been handed one may read all of it, whatever others do.
 """
 
+import fcntl
 import math
 import mmap
 import os
@@ -12,7 +14,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +39,13 @@ class SharedBlock:
         self.fd = _anonymous_file(size) if fd is None else fd
         _make_room(self.fd)
         self._closing = weakref.finalize(self, os.close, self.fd)
-        self._memory = mmap.mmap(self.fd, size)
+        self._memory = _Memory(self.fd, size)
+        self._memory.block = weakref.ref(self)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the descriptor has been given back."""
+        return not self._closing.alive
 
     def array(self) -> NDArray[np.uint8]:
         """A new array over all of it, u8[size]; whatever is derived from it keeps it alive."""
@@ -55,6 +63,46 @@ class SharedBlock:
     def close(self) -> None:
         """Give the descriptor back."""
         self._closing()
+
+
+class _Memory(mmap.mmap):
+    """A block's memory, which any array over it leads to."""
+
+    block: "weakref.ref[SharedBlock]"
+
+
+class Place(NamedTuple):
+    """Where an array lies in a shared block.
+
+    root      the array that this and others were derived from: as long as it is there, the block is in use
+    offset    bytes before the array
+    """
+
+    block: SharedBlock
+    root: NDArray[Any]
+    offset: int
+
+
+def place_of(array: NDArray[Any]) -> Place | None:
+    """Where an array in C order lies; None: in no shared block that this process still has."""
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    memory = root.base.obj if isinstance(root.base, memoryview) else None
+    block = memory.block() if isinstance(memory, _Memory) else None
+    if block is None:
+        return None
+    return Place(block, root, array.__array_interface__["data"][0] - root.__array_interface__["data"][0])
+
+
+def never_shrinks(fd: int) -> bool:
+    """Whether a file that another process handed over keeps its size: where not, it might be gone while it is read."""
+    if not hasattr(os, "memfd_create"):
+        return True  # there are none that do, here
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
 
 
 class PrivateBlock:
@@ -155,9 +203,11 @@ def _make_room(fd: int) -> None:
 
 def _anonymous_file(size: int) -> int:
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("rollflow", os.MFD_CLOEXEC)
+        fd = os.memfd_create("rollflow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     else:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
-    os.ftruncate(fd, size)
+        os.ftruncate(fd, size)
     return fd

@@ -40,7 +40,7 @@ class Lane:
         num_steps        transitions recorded since the first reset
         vector_steps     vector steps since the first reset
         memory           where columns lie that somebody else writes to; None: this lane alone does
-        is_shared        whether other processes may look at the columns: see `share`
+        is_shared        whether other processes may look at the columns, from the first step on: see `share`
         is_set_aside     whether its environments are gone for good: it makes no further step
 
     Raises ColumnError whenever an array does not fit its column.
@@ -82,6 +82,7 @@ class Lane:
         self._typing = True  # until the first step the obs column may still take another type
         self._extra: tuple[str, ...] | None = None
         self._columns = LaneColumns(layout, memory, is_shared=is_shared)
+        self._is_unseen = is_shared  # the fragment in the making is the first, and lies where others don't see it
         self.fragment = self._first_fragment()
 
     # What the environment and the module say
@@ -137,6 +138,8 @@ class Lane:
             final = final[0], copied(final[1])
         self._advance(np.logical_or(terminateds, truncateds), copied(infos) if infos else infos, final)
         self._take_observations(observations)
+        if self._is_unseen:
+            self.share()
 
     def take_step(
         self, infos: Mapping[str, Any], final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
@@ -369,6 +372,7 @@ class Lane:
             column.copy_rows(old.columns[name], 0, self.row + (name == Columns.OBS))
         columns[Columns.POLICY_VERSION].tree[self.row :] = self._version_written
         old.columns = columns
+        self._is_unseen = False
         if self._settled:
             self._latest = self._column.row(self.row)
 

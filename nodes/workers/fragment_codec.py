@@ -121,12 +121,14 @@ class FragmentWriter:
 class FragmentReader:
     """Makes fragments of what a `FragmentWriter` said and wrote.
 
+    hands_on    whether blocks keep their descriptors, for other processes
+
     freed    indices of the blocks that nobody here refers to any more, to be told to the writer
     """
 
-    def __init__(self, layout: FragmentLayout, lane: int) -> None:
+    def __init__(self, layout: FragmentLayout, lane: int, *, hands_on: bool = False) -> None:
         self.freed: deque[int] = deque()
-        self._layout, self._lane = layout, lane
+        self._layout, self._lane, self._hands_on = layout, lane, hands_on
         self._blocks: dict[int, SharedBlock] = {}
         self._columns: BlockLayout | None = None
         self._space: Any = None
@@ -140,7 +142,8 @@ class FragmentReader:
     def map(self, index: int, block: SharedBlock) -> None:
         """Take a block of the writer's."""
         self._blocks[index] = block
-        block.close()
+        if not self._hands_on:
+            block.close()
 
     def begin(self, told: Plain) -> None:
         """Take what was said of a fragment in the making."""

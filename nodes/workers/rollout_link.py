@@ -50,13 +50,16 @@ class RolloutLink(LaneLink):
         self._progress: NDArray[np.int64] | None = None
         self._reader_of_fragments: FragmentReader | None = None
 
-    def set_up(self, told: bytes, version: int, layout: FragmentLayout) -> None:
-        """Have the rollout built out of what was pickled, weights of this version among it."""
+    def set_up(self, told: bytes, version: int, layout: FragmentLayout, *, hands_on: bool) -> None:
+        """Have the rollout built out of what was pickled, weights of this version among it.
+
+        hands_on    whether other processes may be handed what its fragments lie in
+        """
         block = SharedBlock(PROGRESS_BYTES + len(told))
         block.write(told, PROGRESS_BYTES)
         self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
         self._reported = 0
-        self._reader_of_fragments = FragmentReader(layout, self.index)
+        self._reader_of_fragments = FragmentReader(layout, self.index, hands_on=hands_on)
         self.version, self.untaken = version, 0
         self.send(frame(Kind.SET_UP, number=block.size), block.fd)
         block.close()

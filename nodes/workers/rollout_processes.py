@@ -121,7 +121,7 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
             seed = seed_for(self.seed, "restart", link.starts) if link.starts else self.seed
             replica = self._replica_for(link, seed)
             layout = self._layout(link.index, self.envs[link.index], seed)
-            link.set_up(_pickled(replica), replica["version"], layout)
+            link.set_up(_pickled(replica), replica["version"], layout, hands_on=self.is_shared)
         if link.state in (State.MADE, State.READY):
             link.turn(self._news, self._states if self._states_of.get(link.index) is not self._states else None)
             self._states_of[link.index] = self._states
