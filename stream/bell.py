@@ -44,7 +44,8 @@ class Bell:
 
     def close(self) -> None:
         """Give the descriptors back."""
-        self._closing()
+        with self._lock:
+            self._closing()
 
 
 def _close(fds: set[int]) -> None:

@@ -10,16 +10,21 @@ from gymnasium import spaces
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
+    Block,
     Challenge,
     Credit,
     Cut,
     Done,
     Failed,
     Finished,
+    Forget,
     Fragment,
+    Free,
     Goodbye,
     Hello,
     LaneGrant,
+    Lent,
+    LentLeaf,
     Message,
     Metrics,
     Ping,
@@ -36,6 +41,7 @@ from rollflow.stream.wire import (
     Weights,
     Welcome,
     encode,
+    pack_columns,
 )
 
 SECRET = b"correct horse battery staple"
@@ -133,6 +139,21 @@ EXAMPLES: dict[str, Message] = {
     "states": States({"MeanStdFilter": {"count": 3, "mean": np.array([0.5])}}),
     "done": Done(41, 40),
     "finished": Finished(42),
+    "block": Block(0, 4096),
+    "lent": Lent(
+        0,
+        1,
+        (3, 0),
+        pack_columns(
+            {
+                "rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64),
+                "obs": {"at": LentLeaf(np.dtype(np.int16), (2, 2), 1, 0)},
+            }
+        ),
+        {"sequence": 0, "policy_version": 7},
+    ),
+    "free": Free((3, 0, 3)),
+    "forget": Forget((3,)),
     "receipt": Receipt("lane 0", 7, bytes(range(64, 96))),
     "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
 }

@@ -1,6 +1,14 @@
 """The protocol between a gateway and the hosts of environments and rollouts, or a trainer and sources: no I/O."""
 
-from rollflow.stream.wire.address import Address, TcpAddress, UnixAddress, check_secret, parse_address
+from rollflow.stream.wire.address import (
+    Address,
+    SharedAddress,
+    TcpAddress,
+    UnixAddress,
+    check_secret,
+    parse_address,
+    parse_trainer_address,
+)
 from rollflow.stream.wire.connection import Broken, Connection, Event, Phase
 from rollflow.stream.wire.frame import Buffer, FrameDecoder
 from rollflow.stream.wire.gateway import GatewayConnection
@@ -15,18 +23,23 @@ from rollflow.stream.wire.handshake import (
     Welcome,
 )
 from rollflow.stream.wire.host import HostConnection
+from rollflow.stream.wire.lent_columns import LentLeaf, can_be_lent, lent_columns, pack_columns
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message, decode, encode
 from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
+    Block,
     Credit,
     Cut,
     Done,
     Failed,
     Finished,
+    Forget,
     Fragment,
+    Free,
     Goodbye,
+    Lent,
     Metrics,
     Ping,
     Pong,
@@ -51,6 +64,7 @@ __all__ = [
     "VERSION",
     "Address",
     "Answer",
+    "Block",
     "Broken",
     "Buffer",
     "Challenge",
@@ -61,8 +75,10 @@ __all__ = [
     "Event",
     "Failed",
     "Finished",
+    "Forget",
     "Fragment",
     "FrameDecoder",
+    "Free",
     "GatewayConnection",
     "GatewaySession",
     "Goodbye",
@@ -70,6 +86,8 @@ __all__ = [
     "HostConnection",
     "HostSession",
     "LaneGrant",
+    "Lent",
+    "LentLeaf",
     "Limits",
     "Message",
     "Metrics",
@@ -84,6 +102,7 @@ __all__ = [
     "RowForm",
     "Rows",
     "Settings",
+    "SharedAddress",
     "SourceConnection",
     "SourceSession",
     "States",
@@ -95,8 +114,12 @@ __all__ = [
     "UnixAddress",
     "Weights",
     "Welcome",
+    "can_be_lent",
     "check_secret",
     "decode",
     "encode",
+    "lent_columns",
+    "pack_columns",
     "parse_address",
+    "parse_trainer_address",
 ]

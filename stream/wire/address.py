@@ -1,4 +1,4 @@
-"""Where a gateway or a host listens: `tcp://host:port`, `tcp://[::1]:port`, `unix:/path`."""
+"""Where a gateway, a host or a trainer listens: `tcp://host:port`, `tcp://[::1]:port`, `unix:/path`, `shm:/path`."""
 
 import ipaddress
 import re
@@ -48,16 +48,21 @@ class UnixAddress:
         return f"unix:{self.path}"
 
 
+@dataclass(frozen=True, slots=True)
+class SharedAddress(UnixAddress):
+    """A socket in the file system, for whoever shares memory with the other end: a trainer and its sources."""
+
+    def __str__(self) -> str:
+        return f"shm:{self.path}"
+
+
 Address = TcpAddress | UnixAddress
 
 
 def parse_address(text: str) -> Address:
     """The address that a text names. Raises WireError for one that names none."""
     if text.startswith("unix:"):
-        path = text.removeprefix("unix:")
-        if not path.startswith("/") or "\0" in path or len(path.encode(errors="surrogateescape")) > _MOST_PATH:
-            raise _no_address(text, f"an absolute path of at most {_MOST_PATH} bytes behind 'unix:'")
-        return UnixAddress(path)
+        return UnixAddress(_path_behind("unix:", text))
     match = _TCP.fullmatch(text)
     if match is None:
         raise _no_address(text, "'tcp://host:port', 'tcp://[ipv6]:port' or 'unix:/path'")
@@ -72,6 +77,13 @@ def parse_address(text: str) -> Address:
     return TcpAddress(match["six"] or match["name"], port)
 
 
+def parse_trainer_address(text: str) -> Address:
+    """The address of a trainer that a text names, which may share memory. Raises WireError for one that names none."""
+    if text.startswith("shm:"):
+        return SharedAddress(_path_behind("shm:", text))
+    return parse_address(text)
+
+
 def check_secret(address: Address, secret: bytes | None) -> None:
     """Raise WireError where anybody on the network could come in without a secret, or where it is empty."""
     if secret is None and not address.is_local:
@@ -80,6 +92,13 @@ def check_secret(address: Address, secret: bytes | None) -> None:
         )
     if secret is not None and not secret:
         raise WireError(f"address {str(address)!r}: the secret is empty, expected at least one byte", "secret")
+
+
+def _path_behind(scheme: str, text: str) -> str:
+    path = text.removeprefix(scheme)
+    if not path.startswith("/") or "\0" in path or len(path.encode(errors="surrogateescape")) > _MOST_PATH:
+        raise _no_address(text, f"an absolute path of at most {_MOST_PATH} bytes behind '{scheme}'")
+    return path
 
 
 def _no_address(text: str, expected: str) -> WireError:

@@ -76,6 +76,17 @@ def raw(*lengths: int) -> Check:
     return check
 
 
+def raw_up_to(most: int) -> Check:
+    """At most so many bytes."""
+
+    def check(value: Any, where: str) -> bytes:
+        if type(value) is not bytes or len(value) > most:
+            raise wrong(value, where, f"at most {most} bytes")
+        return value
+
+    return check
+
+
 def one_of(*names: str) -> Check:
     """One of these strings."""
 

@@ -8,16 +8,20 @@ from typing import Any
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire.field import checked_fields, checks_of, shown
-from rollflow.stream.wire.frame import Buffer, frame_of, taken_apart
+from rollflow.stream.wire.frame import Buffer, Frame, frame_of, taken_apart
 from rollflow.stream.wire.handshake import Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.running import (
+    Block,
     Credit,
     Cut,
     Done,
     Failed,
     Finished,
+    Forget,
     Fragment,
+    Free,
     Goodbye,
+    Lent,
     Metrics,
     Ping,
     Pong,
@@ -42,6 +46,10 @@ Running = (
     | Turn
     | Cut
     | Fragment
+    | Block
+    | Lent
+    | Forget
+    | Free
     | Settings
     | Weights
     | States
@@ -63,6 +71,7 @@ KINDS: dict[str, type[Message]] = {
         *(Hello, Challenge, Proof, Welcome),
         *(Reset, Step, Rows, Failed),
         *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Receipt, Metrics),
+        *(Block, Lent, Forget, Free),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )
 }
@@ -84,7 +93,7 @@ def encode(message: Message) -> list[Buffer]:
     return frame_of(*encode_value({"kind": kind.kind} | listed, kind.kind))
 
 
-def decode(frame: bytearray | bytes) -> Message:
+def decode(frame: Frame | bytes) -> Message:
     """The message in a frame that a `FrameDecoder` gave. Raises WireError where it is none.
 
     Arrays are views of `frame`: writable where that is, and of nobody else's memory where it came from a decoder.

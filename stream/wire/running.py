@@ -19,14 +19,18 @@ from rollflow.stream.wire.field import (
     nullable,
     numbers,
     raw,
+    raw_up_to,
     text,
     tree,
     whole,
 )
 from rollflow.stream.wire.handshake import MOST_NUMBER, MOST_SLOTS
+from rollflow.stream.wire.limits import MAX_HEADER
 
 LaneId = Annotated[int, whole(0, MOST_NUMBER)]
 Number = Annotated[int, whole(1, MOST_NUMBER)]
+BlockNumber = Annotated[int, whole(0, MOST_NUMBER)]
+BlockNumbers = Annotated[tuple[int, ...], list_of(whole(0, MOST_NUMBER), 4096)]
 Told = Annotated[str, text(4096)]
 _MOST_TEXT = 1 << 16
 
@@ -153,6 +157,51 @@ class Fragment:
     number: Number
     columns: Annotated[Mapping[str, Tree], map_of(tree)]
     rest: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Source to trainer: memory that is shared with it from now on. Its descriptor comes before this does.
+
+    number    that it is called by in this connection, new there
+    size      bytes of it
+    """
+
+    kind: ClassVar[str] = "block"
+    number: BlockNumber
+    size: Annotated[int, whole(1, 1 << 40)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forget:
+    """Source to trainer: nothing will be lent in these blocks any more."""
+
+    kind: ClassVar[str] = "forget"
+    blocks: BlockNumbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """Source to trainer: a Fragment whose arrays lie in blocks.
+
+    blocks     those that they lie in, each of which is lent once by this
+    columns    the columns, packed: see `lent_columns`
+    """
+
+    kind: ClassVar[str] = "lent"
+    lane: LaneId
+    number: Number
+    blocks: BlockNumbers
+    columns: Annotated[bytes, raw_up_to(MAX_HEADER)]
+    rest: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Free:
+    """Trainer to source: nobody there reads any more what was lent in these blocks, once for each time it is named."""
+
+    kind: ClassVar[str] = "free"
+    blocks: BlockNumbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

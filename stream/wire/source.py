@@ -10,7 +10,7 @@ from rollflow.stream.wire.handshake import Hello, Welcome
 from rollflow.stream.wire.host_end import HostEnd
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import Done, Finished, Fragment, Receipt, Settings, Weights
+from rollflow.stream.wire.running import Block, Done, Finished, Forget, Fragment, Free, Lent, Receipt, Settings, Weights
 
 
 class SourceSession:
@@ -37,7 +37,7 @@ class SourceConnection(HostEnd):
     session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
-    Events: Welcome; then Settings, Weights and Done, which is for `SourceSession.take`; Goodbye; Broken.
+    Events: Welcome; then Settings, Weights, Free, and Done, which is for `SourceSession.take`; Goodbye; Broken.
     """
 
     def __init__(
@@ -47,8 +47,8 @@ class SourceConnection(HostEnd):
         self.session = session
         self.next = 0
 
-    def send(self, fragment: Fragment) -> None:
-        """Send the next fragment, whose arrays must stay as they are until it is sent.
+    def send(self, fragment: Fragment | Lent) -> None:
+        """Send the next fragment, whose arrays must stay as they are until it is sent, or as long as they are lent.
 
         Raises WireError where it is another one, is larger than the trainer takes, or the connection is not running.
         """
@@ -58,8 +58,8 @@ class SourceConnection(HostEnd):
         self._send(fragment)
         self.next += 1
 
-    def tell(self, news: Receipt | Finished) -> None:
-        """Say that weights are in use, or that no more comes. Raises WireError where the connection is not running."""
+    def tell(self, news: Receipt | Finished | Block | Forget) -> None:
+        """Say something beside the fragments. Raises WireError where the connection is not running."""
         self._check_running(news.kind)
         self._send(news)
 
@@ -88,7 +88,7 @@ class SourceConnection(HostEnd):
                         "number",
                     )
                 return [message]
-            case Settings() | Weights():
+            case Settings() | Weights() | Free():
                 return [message]
             case _:
                 raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")

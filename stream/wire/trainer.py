@@ -6,7 +6,7 @@ from rollflow.stream.wire.gateway_end import GatewayEnd
 from rollflow.stream.wire.handshake import Hello, LaneGrant
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import Done, Finished, Fragment, Receipt, Settings, Weights
+from rollflow.stream.wire.running import Block, Done, Finished, Forget, Fragment, Free, Lent, Receipt, Settings, Weights
 
 
 class TrainerSession:
@@ -54,7 +54,7 @@ class TrainerConnection(GatewayEnd):
     """A trainer's end.
 
     Events: Hello, once the source has proved itself, which is to be answered with `welcome` or `refuse`; then every
-    Fragment of the stream once, in their order, Receipt and Finished; Goodbye; Broken.
+    Fragment or Lent of the stream once, in their order, Receipt, Finished, Block and Forget; Goodbye; Broken.
     """
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
@@ -70,7 +70,7 @@ class TrainerConnection(GatewayEnd):
         self._session = session
         session.is_welcomed = True
 
-    def tell(self, news: Settings | Weights | Done) -> None:
+    def tell(self, news: Settings | Weights | Done | Free) -> None:
         """Send something, whose arrays must stay as they are until sent. Raises WireError when not running."""
         self._check_running(news.kind)
         self._send(news)
@@ -82,10 +82,10 @@ class TrainerConnection(GatewayEnd):
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # a goodbye has been said in the handshake
-        if isinstance(message, Fragment):
+        if isinstance(message, Fragment | Lent):
             self._session.take(message.number, may_skip=self._is_first)
             self._is_first = False
             return [message]
-        if isinstance(message, Receipt | Finished):
+        if isinstance(message, Receipt | Finished | Block | Forget):
             return [message]
         raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

@@ -128,7 +128,7 @@ class _Reader:
 
     def _number(self, value: list[Any]) -> Any:
         name, data = _exactly(value, 2, "[dtype, bytes]")
-        dtype = _dtype_of(name)
+        dtype = dtype_of(name)
         if type(data) is not bytes or len(data) != dtype.itemsize:
             raise WireError(f"number {name} of {data!r:.40}, expected {dtype.itemsize} bytes", "frame")
         return _viewed(np.frombuffer(data, np.uint8), dtype, (1,))[0]
@@ -138,7 +138,7 @@ class _Reader:
 
     def _objects(self, value: list[Any]) -> NDArray[Any]:
         shape, items = _exactly(value, 2, "[shape, values]")
-        if _count_of(shape) != len(_list_of(items, _OBJECTS)):
+        if count_of(shape) != len(_list_of(items, _OBJECTS)):
             raise WireError(f"object array {shape} of {len(items)} values", "frame")
         array = np.empty(len(items), object)
         for index, item in enumerate(items):
@@ -171,7 +171,7 @@ def _told(name: str, shape: tuple[int, ...], offset: int) -> bytes:
 def _place_of(told: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
     value = msgpack.unpackb(told, ext_hook=_no_ext, strict_map_key=False)
     name, shape, offset = _exactly(_list_of(value, ARRAY), 3, "[dtype, shape, offset]")
-    dtype, _ = _dtype_of(name), _count_of(shape)
+    dtype, _ = dtype_of(name), count_of(shape)
     if type(offset) is not int or offset < 0 or offset % 8:
         raise WireError(f"array at {offset!r:.40}, expected a multiple of 8", "frame")
     return dtype, tuple(shape), offset
@@ -194,14 +194,15 @@ def _name_of(dtype: np.dtype[Any]) -> str:
         raise TypeError(f"dtype {dtype} has no packed form") from None
 
 
-def _dtype_of(name: Any) -> np.dtype[Any]:
+def dtype_of(name: Any) -> np.dtype[Any]:
+    """The dtype of a name. Raises WireError where there is none."""
     dtype = DTYPES.get(name) if type(name) is str else None
     if dtype is None:
         raise WireError(f"dtype {name!r:.40}, expected one of {', '.join(DTYPES)}", "frame")
     return dtype
 
 
-def _count_of(shape: Any) -> int:
+def count_of(shape: Any) -> int:
     """How many items an array of this shape has; where a dimension is 0, the others have limits as well."""
     if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
         raise WireError(f"shape {shape!r:.100}, expected a list of at most {_MOST_DIMENSIONS} numbers", "frame")
