@@ -21,6 +21,8 @@ from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
+from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
+from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.source_link import SourceLink
 from rollflow.sinks.trainer.spill import Spill
 from rollflow.stream.channel import Inlet
@@ -35,9 +37,10 @@ from rollflow.stream.wire import (
     Hello,
     Limits,
     Receipt,
+    SharedAddress,
     SourceSession,
     check_secret,
-    parse_address,
+    parse_trainer_address,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,7 +51,7 @@ _PATIENCE_S = 10.0  # after which it says what is waited for
 class TrainerSink:
     """A node without outputs that sends a rollout's fragments to a `TrainerStream`, and takes its weights.
 
-        address        where the trainer listens: 'tcp://host:port' or 'unix:/path'
+        address        where the trainer listens: 'tcp://host:port', 'unix:/path' or 'shm:/path'
         rollout        whose fragments come; the trainer's weights are published to it. It begins once the trainer has
                        been there, and acts with its newest weights
         secret, tls    as for `EnvHost`
@@ -56,7 +59,7 @@ class TrainerSink:
         linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
                        None: as long as it takes
         max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more,
-                       but for a single one
+                       but for a single one. With 'shm:', also of those that the trainer may have at a time
         spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up; nothing
                        is left there, however this ends. None: there is none
         limits         of frames, times and bytes under way
@@ -70,6 +73,13 @@ class TrainerSink:
 
     Where the trainer is lost it is dialled again, and gets what it was not done with: every item once, in their order.
     Until then the rollout stands still, also one that is drained: leave the run to give up what the trainer has not.
+
+    With 'shm:', for a trainer on this host, fragments are not sent: the rollout's lanes have them in memory that the
+    trainer sees, in which nothing is written again before the trainer has moved on from a fragment and has no array of
+    it any more. What lies elsewhere is copied there once: train batches, fragments that came from other hosts, and in a
+    lane's first one what no worker process writes. A trainer that keeps more than `max_bytes` of what it got is sent
+    copies through the socket, as with 'unix:', until it lets go of some.
+
     To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
     secret; what the connection raised, such as another secret, when the graph runs.
     """
@@ -91,8 +101,9 @@ class TrainerSink:
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
-        target = parse_address(address)
+        target = parse_trainer_address(address)
         check_secret(target, secret_bytes(secret))
+        check_shared(target, tls)
         check_tls(target, tls)
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
@@ -109,6 +120,10 @@ class TrainerSink:
         self._has_ended = False
         # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
         self._told: tuple[int, dict[str, int]] = 0, {}
+        self._lender = None
+        if isinstance(target, SharedAddress):
+            self._lender = Lender(max_bytes)
+            rollout.environments.share()
         self._link = SourceLink(
             target,
             self._hello,
@@ -118,6 +133,7 @@ class TrainerSink:
             secret=secret_bytes(secret),
             tls=tls,
             limits=self._limits,
+            lender=self._lender,
         )
 
     async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
@@ -197,6 +213,7 @@ class TrainerSink:
                 "module": type(rollout.module).__name__,
                 "weights": {name: list(shape) for name, shape in shapes_of(rollout.module.state_dict()).items()},
                 "version": rollout.policy_version,
+                "shares_memory": self._lender is not None,
             },
         )
 
@@ -279,6 +296,8 @@ class TrainerSink:
             self._give_receipt(item)
         else:
             message, steps = message_of_batch(number, item), len(leaves_of(item)[0])
+        if self._lender is not None:
+            self._lender.look_at(message)
         self._kept.add(message, nbytes_of(message), steps)
         self._session.given = number
         self._link.wake()

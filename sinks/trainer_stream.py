@@ -26,13 +26,22 @@ from rollflow.sinks.trainer.door import Door
 from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
 from rollflow.sinks.trainer.intake import Intake
 from rollflow.sinks.trainer.patience import Patience
+from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.state import sources_of, state_of
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
 from rollflow.sinks.trainer.told import Handed, InUse, handed
 from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.errors import RunError, WireError
-from rollflow.stream.wire import Address, Limits, UnixAddress, Weights, check_secret, parse_address
+from rollflow.stream.wire import (
+    Address,
+    Limits,
+    SharedAddress,
+    UnixAddress,
+    Weights,
+    check_secret,
+    parse_trainer_address,
+)
 
 _NOT_YET = object()
 
@@ -40,7 +49,8 @@ _NOT_YET = object()
 class TrainerStream:
     """What rollouts with a `TrainerSink` send, for a loop of somebody's own: `with TrainerStream(...) as stream`.
 
-        address                where to listen: 'tcp://host:port' or 'unix:/path'; port 0 is any that is free
+        address                where to listen: 'tcp://host:port' or 'unix:/path'; port 0 is any that is free. With
+                               'shm:/path', for rollouts on this host, fragments stay in memory that both share
         secret, tls            as for `RemoteEnvs.listen`
         yields                 "batches": train batches of the learner pipeline, which runs here, as `Rollout.batches`
                                gives them, or those that a `LearnerPipeline` has made where the rollout is; "fragments"
@@ -111,8 +121,9 @@ class TrainerStream:
             raise ValueError(
                 "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
             )
-        self.address: Address = parse_address(address)
+        self.address: Address = parse_trainer_address(address)
         check_secret(self.address, secret_bytes(secret))
+        check_shared(self.address, tls)
         self.yields = yields
         self.handed: list[Handed] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
@@ -132,6 +143,7 @@ class TrainerStream:
             ahead=self._age.ahead,
             compression=compression,
             window_of=self._window_of,
+            shares=isinstance(self.address, SharedAddress),
         )
         alone = 1 if yields != "batches" else fragments_per_batch
         self._intake = Intake(
@@ -151,7 +163,9 @@ class TrainerStream:
         if self._state != "new":
             raise RunError(f"the stream is {self._state}: it runs once, make another one")
         self._sockets = listen_on(self.address)
-        self.address, self._state = address_of(self._sockets[0]), "running"
+        if not isinstance(self.address, SharedAddress):
+            self.address = address_of(self._sockets[0])
+        self._state = "running"
         return self
 
     def __exit__(
@@ -343,9 +357,10 @@ class TrainerStream:
 
     def _wait(self, seconds: float) -> None:
         """Wait until something has happened."""
-        poll = select.poll()
-        poll.register(self._door.bell.fileno(), select.POLLIN)
-        poll.poll(seconds * 1e3)
+        if not self._door.serve(seconds):
+            poll = select.poll()
+            poll.register(self._door.bell.fileno(), select.POLLIN)
+            poll.poll(seconds * 1e3)
 
     def _try_next(self, patience: Patience) -> Any:
         """The next item; `_NOT_YET` where it has to be waited for, None where none comes any more.

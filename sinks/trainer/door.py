@@ -9,25 +9,31 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, sleep
 
 from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.remote.transport import transport_for
 from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.pace_gate import Wanted
-from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.shared.borrower import Borrower, checked
+from rollflow.sinks.trainer.shared.descriptor_transport import DescriptorTransport
+from rollflow.sinks.trainer.source import Arrived, Source, check_shares
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
 from rollflow.stream.wire import (
     NONCE_BYTES,
+    Block,
     Broken,
     Done,
     Event,
     Finished,
+    Forget,
     Fragment,
+    Free,
     Goodbye,
     Hello,
+    Lent,
     Limits,
     Phase,
     Receipt,
@@ -40,6 +46,7 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_STANDS_BACK_S = 2e-3  # from the last time that another thread has served
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a source
 _GOODBYE_S = 1.0
@@ -49,9 +56,13 @@ _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a
 
 @dataclass(slots=True, eq=False)
 class _Peer(Line[TrainerConnection]):
-    """A connection, and whose it is."""
+    """A connection, and whose it is.
+
+    borrower    of what is lent through it; None: nothing is
+    """
 
     source: Source | None = None
+    borrower: Borrower | None = None
 
 
 class Door:
@@ -61,6 +72,7 @@ class Door:
     compression  of observations, for sources that can do it; None: none
     window_of    how many fragments a source may send beyond what is done; raises WireError where it can't be taken
                  in
+    shares       whether sources lend what they send
 
     lock       of the sources and of what has arrived
     sources    that are there or may come back, by the tokens of their sessions; those that have ended as well
@@ -84,6 +96,7 @@ class Door:
         ahead: int | None,
         compression: str | None,
         window_of: Callable[[Source], int],
+        shares: bool = False,
     ) -> None:
         self.lock = threading.RLock()
         self.sources: dict[bytes, Source] = {}
@@ -98,10 +111,13 @@ class Door:
         self.digests: dict[int, bytes] = {}
         self._secret, self._tls, self._limits = secret, tls, limits
         self.ahead, self._compression, self._window_of = ahead, compression, window_of
+        self._shares = shares
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
         self._peers: Lines[_Peer] = Lines(self._poll)
+        self._serving = threading.Lock()  # held by the thread that serves
+        self._stands_back_until = 0.0
         self._is_closing = False
         self._parting: str | None = None
         self._thread: threading.Thread | None = None
@@ -150,6 +166,28 @@ class Door:
         """Have sources told what is new."""
         self._wake.ring()
 
+    def tell_done(self) -> None:
+        """Have sources told what is done: at once where they may soon have to wait for it."""
+        stands_back = monotonic() < self._stands_back_until  # and tells all afterwards
+        if not stands_back or any(source.waits_soon for source in self.connected):
+            self.serve(0)
+
+    def serve(self, patience: float) -> bool:
+        """Tell sources what is new, and take what comes within so many seconds, in the thread that calls.
+
+        The door's own thread stands back for a while after this: two that hand every item to each other are slower
+        than one. False: it is at it, and is told to look at what is new.
+        """
+        self._stands_back_until = monotonic() + _STANDS_BACK_S
+        if not self.is_open or not self._serving.acquire(blocking=False):
+            self.wake()
+            return False
+        try:
+            self._turn(min(patience, _TICK_S))
+        finally:
+            self._serving.release()
+        return True
+
     def close(self, reason: str | None) -> None:
         """Say goodbye to all for a reason, or just go; close every connection."""
         self._parting, self._is_closing = reason, True
@@ -168,7 +206,9 @@ class Door:
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn(_TICK_S)
+                self._stand_back()
+                with self._serving:
+                    self._turn(_TICK_S)
             if self._parting is not None:
                 self._say_goodbye(self._parting)
         except Exception as error:
@@ -177,6 +217,11 @@ class Door:
             for peer in self._peers:
                 self._peers.drop(peer)
         self.bell.ring()
+
+    def _stand_back(self) -> None:
+        """Let another thread serve, as long as it does so again and again."""
+        while not self._is_closing and (left := self._stands_back_until - monotonic()) > 0:
+            sleep(left)
 
     def _turn(self, patience: float) -> None:
         """Do what there is to do, once there is something."""
@@ -218,7 +263,11 @@ class Door:
             limits=self._limits,
             now=now,
         )
-        self._peers.add(_Peer(transport_for(sock, connection, self._tls, dialled=None), connection, where))
+        if self._shares:
+            transport = DescriptorTransport(sock, connection)
+            self._peers.add(_Peer(transport, connection, where, borrower=Borrower(transport)))
+        else:
+            self._peers.add(_Peer(transport_for(sock, connection, self._tls, dialled=None), connection, where))
 
     def _tell(self, peer: _Peer) -> None:
         """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
@@ -244,6 +293,8 @@ class Door:
         if told.done != done:
             connection.tell(Done(*done))
             told.done = done
+        if peer.borrower is not None and (freed := peer.borrower.freed()):
+            connection.tell(Free(freed))
 
     def _take(self, peer: _Peer, events: list[Event], now: float) -> None:
         for event in events:
@@ -280,8 +331,12 @@ class Door:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.has_ended = source.has_left = True
-            case Fragment():
-                arrived = source.read(event)
+            case Block() | Forget():
+                checked(peer.borrower, event).take(event)
+            case Fragment() | Lent():
+                arrived = source.read(
+                    checked(peer.borrower, event).fragment(event) if isinstance(event, Lent) else event
+                )
                 self.version = max(self.version, arrived.policy_version or 0)
                 self.arrived.append(arrived)
             case Finished():
@@ -293,6 +348,7 @@ class Door:
 
     def _take_in(self, peer: _Peer, hello: Hello) -> None:
         """A rollout has proved itself: it comes back, or is new."""
+        check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
         source.introduce(hello, peer.where)
         source.session.window = self._window_of(source)

@@ -83,7 +83,7 @@ class Intake:
                 arrived.source.move_on(arrived.number)
                 if self._acks:
                     arrived.source.keep()
-        self.door.wake()
+        self.door.tell_done()
 
     def hold(self, items: int) -> None:
         """Have rollouts send as much more: so many items may be on their way to loops in other processes."""
@@ -95,6 +95,7 @@ class Intake:
         """Wait for no rollout any more that is not there. From any thread."""
         self._expects_no_more = True
         self.door.bell.ring()
+        self.door.wake()  # whoever waits may be at the door
 
     def keep(self) -> None:
         """Never want again what is done with."""

@@ -106,6 +106,11 @@ class Source:
         """Whether it can be told something."""
         return self.connection is not None and self.connection.is_open
 
+    @property
+    def waits_soon(self) -> bool:
+        """Whether a quarter of what it may send has been done with since it was told last."""
+        return 4 * (self.session.done - self.told.done[0]) >= (self.session.window or 0)
+
     def introduce(self, hello: Hello, where: str) -> None:
         """Take down what it says of itself. Raises WireError where it makes no sense."""
         told = hello.metadata
@@ -165,6 +170,17 @@ class Source:
     def keep(self) -> None:
         """Never want again what is done."""
         self.session.kept = self.session.done
+
+
+def check_shares(hello: Hello, *, shares: bool) -> None:
+    """Raise WireError where one end shares memory and the other one does not."""
+    is_shared = hello.metadata.get("shares_memory") is True
+    if is_shared != shares:
+        listens, dials = ("shm:", "another address") if shares else ("another address", "shm:")
+        raise WireError(
+            f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or neither",
+            "memory",
+        )
 
 
 @dataclass(slots=True)

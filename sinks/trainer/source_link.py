@@ -2,6 +2,7 @@
 
 import logging
 import select
+import socket
 import ssl
 import threading
 from collections import deque
@@ -12,11 +13,13 @@ from typing import Any
 from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.remote.lines import Line, Lines, quoted
-from rollflow.nodes.remote.transport import transport_for
+from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.nodes.weights_codec import Arrays, from_arrays
 from rollflow.sinks.trainer.compression import compressed
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import Wanted
+from rollflow.sinks.trainer.shared.descriptor_transport import DescriptorTransport
+from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
@@ -26,6 +29,7 @@ from rollflow.stream.wire import (
     Done,
     Event,
     Finished,
+    Free,
     Goodbye,
     Hello,
     Limits,
@@ -43,6 +47,7 @@ logger = logging.getLogger(__name__)
 _LONGEST_RETRY_S = 2.0
 _GOODBYE_S = 2.0  # that the trainer has for its own goodbye
 _MUCH = 1 << 16  # bytes that wait for the trainer
+_AT_A_TIME = 4  # fragments that are made ready before they are sent
 _MOST_VERSIONS = 64  # whose digests are known
 # Codes of errors after which the trainer is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake")
@@ -57,6 +62,7 @@ class SourceLink:
     session    what outlives connections
     kept       what there is to send
     publish    called with the version and the weights that came; False: they are not newer than the rollout's
+    lender     lends what is sent; None: it goes through the socket
 
     wanted      how the trainer wants the stream; None: it has not been there yet
     versions    policy version -> digest of its weights, for those that came from here and were taken
@@ -78,6 +84,7 @@ class SourceLink:
         secret: bytes | None,
         tls: ssl.SSLContext | None,
         limits: Limits,
+        lender: Lender | None = None,
     ) -> None:
         self.wanted: Wanted | None = None
         self.versions: dict[int, bytes] = {}
@@ -88,6 +95,7 @@ class SourceLink:
         self.bell = Bell()
         self.address, self._hello, self._session, self._kept = address, hello, session, kept
         self._publish, self._secret, self._tls, self._limits = publish, secret, tls, limits
+        self._lender = lender
         self._receipts: deque[Receipt] = deque()
         self._wake = Bell()
         self._poll = select.poll()
@@ -172,7 +180,7 @@ class SourceLink:
         hello = self._hello()
         sock = reach(self.address, attempt)
         connection = SourceConnection(hello, self._session, secret=self._secret, limits=self._limits, now=monotonic())
-        line = Line(transport_for(sock, connection, self._tls, dialled=self.address), connection, str(self.address))
+        line = Line(self._transport(sock, connection), connection, str(self.address))
         self._lines.add(line)
         try:
             while connection.is_open:
@@ -193,6 +201,15 @@ class SourceLink:
             raise
         finally:
             self._lines.drop(line)
+            if self._lender is not None:
+                self._lender.end()
+
+    def _transport(self, sock: socket.socket, connection: SourceConnection) -> Transport:
+        if self._lender is None:
+            return transport_for(sock, connection, self._tls, dialled=self.address)
+        transport = DescriptorTransport(sock, connection)
+        self._lender.begin(connection, transport)
+        return transport
 
     def _send(self, connection: SourceConnection) -> None:
         """Send what there is to send, as much as is wanted."""
@@ -205,12 +222,18 @@ class SourceLink:
             return
         while self._receipts:
             connection.tell(self._receipts.popleft())
-        session, wanted = self._session, self.wanted
+        session, wanted, begun = self._session, self.wanted, connection.next
         while wanted is not None and connection.undelivered < _MUCH:
             if connection.next > min(session.given, session.done + wanted.window):
                 break
+            if connection.next - begun == _AT_A_TIME:
+                self._wake.ring()  # the trainer can begin with these meanwhile
+                break
             message = self._kept.get(connection.next)
-            connection.send(message if wanted.compression is None else compressed(message))
+            if self._lender is not None:
+                self._lender.send(message)
+            else:
+                connection.send(message if wanted.compression is None else compressed(message))
         if self._is_finished and connection.next > session.given and self._told_finished is not connection:
             connection.tell(Finished(session.given))
             self._told_finished = connection
@@ -225,6 +248,10 @@ class SourceLink:
                 self.wanted = Wanted.of(event.settings)
             case Weights():
                 self._take_weights(event)
+            case Free():
+                if self._lender is None:
+                    raise WireError("free from a trainer that is lent nothing, expected none", "order")
+                self._lender.take_back(event)
             case Done():
                 self._session.take(event)
                 self._kept.forget(self._session.kept)

@@ -1,0 +1,277 @@
+"""A rollout's memory, as it is lent to a trainer on the same host.
+
+A fragment's arrays stay where the environments wrote them, where that is shared memory; others are copied into blocks
+of the lender's own. What is lent is written again only once the trainer has said that nobody there reads it any more,
+or once nobody is left who could: each connection has a pipe, `life`, the other end of which the trainer and its
+children hold for as long as they have anything that was lent through it.
+"""
+
+import logging
+import math
+import os
+import select
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import optree
+from numpy.typing import NDArray
+
+from rollflow.sinks.trainer.item_message import is_batch
+from rollflow.sinks.trainer.shared.descriptor_transport import Descriptor, DescriptorTransport
+from rollflow.stream.blocks import BlockPool, Place, SharedBlock, place_of
+from rollflow.stream.errors import ColumnError, WireError
+from rollflow.stream.tree import leaves_of
+from rollflow.stream.wire import (
+    Block,
+    Forget,
+    Fragment,
+    Free,
+    Lent,
+    LentLeaf,
+    SourceConnection,
+    can_be_lent,
+    pack_columns,
+)
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # of what is copied
+_LEAST = 1 << 12  # bytes of a block for copies
+_NOWHERE = LentLeaf(np.dtype(bool), (0,), 0, 0)
+
+
+class _Copied(NamedTuple):
+    """Where a copy lies in its block."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+
+class Lender:
+    """Sends fragments whose arrays are lent.
+
+    most    bytes that may be lent at a time; more is sent as through any other socket
+
+    `look_at` is for the thread that the rollout runs in, all else for the one that sends.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._descriptors: weakref.WeakKeyDictionary[SharedBlock, Descriptor] = weakref.WeakKeyDictionary()
+        self._copies = _Copies()
+        self._loans: _Loans | None = None  # through the connection that there is
+        self._left: list[_Loans] = []  # through those that there were
+        self._has_warned = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are lent."""
+        return sum(loans.nbytes for loans in self._all())
+
+    def look_at(self, message: Fragment) -> None:
+        """Take down which blocks a fragment lies in, while whoever made them still has their descriptors."""
+        for leaf in (leaf for tree in message.columns.values() for leaf in leaves_of(tree)):
+            place = place_of(leaf)
+            if place is not None and place.block not in self._descriptors and not place.block.is_closed:
+                self._descriptors[place.block] = Descriptor(os.dup(place.block.fd))
+
+    def begin(self, connection: SourceConnection, transport: DescriptorTransport) -> None:
+        """Lend through this connection from now on."""
+        self.end()
+        self._loans = _Loans(connection, transport)
+
+    def end(self) -> None:
+        """The connection is lost, or has ended; what was lent through it may be read for as long as somebody likes."""
+        if self._loans is not None:
+            self._left.append(self._loans)
+            self._loans = None
+
+    def send(self, message: Fragment) -> None:
+        """Send a fragment, its arrays lent."""
+        loans = self._loans
+        assert loans is not None
+        self._left = [left for left in self._left if not left.are_over()]
+        columns: Any = message.columns
+        leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
+        size = sum([leaf.nbytes for leaf in leaves])
+        if (lent := self.nbytes) and lent + size > self._most:
+            self._warn(lent)
+            loans.connection.send(message)
+            return
+        places = self._placed(leaves, is_batch=is_batch(message))
+        packed = _packed(spec, tuple(places.told))
+        blocks = tuple(loans.number_of(block, self._descriptor_of(block)) for block in places.blocks)
+        loans.tell_of_gone()
+        loans.connection.send(Lent(message.lane, message.number, blocks, packed, message.rest))
+        loans.lend(blocks, places.roots, size)
+
+    def take_back(self, message: Free) -> None:
+        """Have what nobody reads any more. Raises WireError where it was not lent."""
+        assert self._loans is not None
+        for number in message.blocks:
+            self._loans.take_back(number)
+
+    def _warn(self, lent: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the trainer still has %d bytes of fragments in shared memory, of at most %d: it is sent copies, until "
+                "it lets go of some",
+                lent,
+                self._most,
+            )
+
+    def _all(self) -> Iterator["_Loans"]:
+        yield from self._left
+        if self._loans is not None:
+            yield self._loans
+
+    def _descriptor_of(self, block: SharedBlock) -> Descriptor:
+        descriptor = self._descriptors.get(block)
+        if descriptor is None:  # one of ours
+            descriptor = self._descriptors[block] = Descriptor(os.dup(block.fd))
+        return descriptor
+
+    def _placed(self, leaves: list[NDArray[Any]], *, is_batch: bool) -> "_Places":
+        """Find out where the arrays lie, and copy those that nobody else could see there."""
+        places, copied = _Places(len(leaves)), []
+        for index, leaf in enumerate(leaves):
+            # A train batch may be written to by the trainer, and would come as something else if it were sent again.
+            place = None if is_batch or not _is_plain(leaf) else place_of(leaf)
+            if leaf.nbytes and (place is None or place.offset % 8 or place.block not in self._descriptors):
+                copied.append(index)
+            else:
+                places.put(index, leaf.dtype, leaf.shape, place)
+        if copied:
+            block, root, layout = self._copies.of([leaves[index] for index in copied])
+            for index, (dtype, shape, offset) in zip(copied, layout, strict=True):
+                places.put(index, dtype, shape, Place(block, root, offset))
+        return places
+
+
+class _Loans:
+    """What is lent through one connection.
+
+    nbytes    of all that is
+    """
+
+    def __init__(self, connection: SourceConnection, transport: DescriptorTransport) -> None:
+        self.connection = connection
+        self.nbytes = 0
+        self._transport = transport
+        mine, theirs = os.pipe()
+        self._life, self._their_life = Descriptor(mine), [Descriptor(theirs)]
+        self._numbers: weakref.WeakKeyDictionary[SharedBlock, int] = weakref.WeakKeyDictionary()
+        self._count = 0
+        self._gone: deque[int] = deque()  # blocks that are no more
+        self._out: dict[int, deque[tuple[NDArray[Any], int]]] = {}  # what keeps each block from being written again
+
+    def number_of(self, block: SharedBlock, descriptor: Descriptor) -> int:
+        """The number of a block, of which the trainer is told."""
+        number = self._numbers.get(block)
+        if number is None:
+            number = self._numbers[block] = self._count
+            self._count += 1
+            while self._their_life:
+                self._transport.hand_over(self._their_life.pop())
+            self._transport.hand_over(descriptor)
+            self.connection.tell(Block(number, block.size))
+            weakref.finalize(block, self._gone.append, number).atexit = False
+        return number
+
+    def tell_of_gone(self) -> None:
+        """Tell the trainer of blocks that there are no more."""
+        if self._gone:
+            gone = [self._gone.popleft() for _ in range(min(len(self._gone), 1024))]
+            self.connection.tell(Forget(tuple(gone)))
+
+    def lend(self, numbers: tuple[int, ...], roots: list[NDArray[Any]], nbytes: int) -> None:
+        """Keep blocks from being written again: their arrays, so many bytes of which were lent."""
+        self.nbytes += nbytes
+        for number, root in zip(numbers, roots, strict=True):
+            self._out.setdefault(number, deque()).append((root, nbytes))
+            nbytes = 0  # which count once
+
+    def take_back(self, number: int) -> None:
+        """Once for each time that a block was lent."""
+        out = self._out.get(number)
+        if not out:
+            raise WireError(f"free: block {number}, expected one that was lent", "memory")
+        _, nbytes = out.popleft()
+        self.nbytes -= nbytes
+        if not out:
+            del self._out[number]
+
+    def are_over(self) -> bool:
+        """Whether nobody is left who could read any of it."""
+        self._their_life.clear()
+        poll = select.poll()
+        poll.register(self._life.fd, 0)
+        return bool(poll.poll(0))
+
+
+class _Places:
+    """Where the arrays of one fragment lie.
+
+    told             of each
+    blocks, roots    what they lie in, and the array over each that keeps it from being written again
+    """
+
+    def __init__(self, count: int) -> None:
+        self.told = [_NOWHERE] * count
+        self.blocks: list[SharedBlock] = []
+        self.roots: list[NDArray[Any]] = []
+
+    def put(self, index: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place | None) -> None:
+        """Take down where an array lies; None: it is empty."""
+        block = 0
+        if place is not None:
+            if place.block not in self.blocks:
+                self.blocks.append(place.block)
+                self.roots.append(place.root)
+            block = self.blocks.index(place.block)
+        self.told[index] = LentLeaf(dtype, shape, block, 0 if place is None else place.offset)
+
+
+class _Copies:
+    """Blocks for what has to be copied; as many of a size as are in use at a time."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, BlockPool[SharedBlock]] = {}
+
+    def of(self, arrays: list[NDArray[Any]]) -> tuple[SharedBlock, NDArray[np.uint8], list[_Copied]]:
+        """A block with a copy of each, the array that keeps it from being written again, and where the copies lie."""
+        size, layout = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
+        pool = self._pools.setdefault(size, BlockPool(size, SharedBlock))
+        index, root = pool.take()
+        for array, (dtype, shape, offset) in zip(arrays, layout, strict=True):
+            np.copyto(np.ndarray(shape, dtype, root, offset), array)
+        return pool.blocks[index], root, layout
+
+
+@lru_cache(1024)
+def _laid_out(arrays: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[int, list[_Copied]]:
+    """The size of a block for copies of such arrays, and where each lies. Raises ColumnError where one can't be."""
+    layout, offset = [], 0
+    for dtype, shape in arrays:
+        little = dtype.newbyteorder("<")
+        if not can_be_lent(little):
+            raise ColumnError(f"a column of dtype {dtype} can't be sent, expected numbers or bool")
+        layout.append(_Copied(little, shape, offset))
+        offset += -(-little.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
+    return max(_LEAST, 1 << (offset - 1).bit_length()), layout
+
+
+@lru_cache(1024)
+def _packed(spec: optree.PyTreeSpec, told: tuple[LentLeaf, ...]) -> bytes:
+    columns: Any = optree.tree_unflatten(spec, told)
+    return pack_columns(columns)
+
+
+def _is_plain(array: NDArray[Any]) -> bool:
+    return array.flags.c_contiguous and can_be_lent(array.dtype)

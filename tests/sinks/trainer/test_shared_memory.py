@@ -1,0 +1,290 @@
+"""Through shared memory a trainer gets what it would get otherwise, where the rollout has it, as long as it likes."""
+
+import gc
+import os
+import signal
+import ssl
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from alike import assert_alike
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from feeding import SHORT, FeedProcess, feeding, graph_of, graph_over, in_lanes_order, running, sequences_of
+from hypothesis import Phase, given, settings
+from lending import file_of, files_mapped, shared_address
+from numbered import NumberedModule
+from numpy.typing import NDArray
+
+from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow.stream import Fragment, WireError
+from rollflow.stream.channel import Inlet
+from rollflow.stream.testing import check
+from rollflow.stream.tree import leaves_of
+
+WHERE = ["inline", "threads", "processes", "rollouts"]
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with shared_address() as address:
+        yield address
+
+
+def trainer(address: str, **options: Any) -> TrainerStream:
+    return TrainerStream(address, **{"limits": SHORT, "join_timeout": 60.0, **options})
+
+
+def placed(where: str) -> dict[str, Any]:
+    return {"where": where, "lanes": 2} | ({} if where in ("inline", "threads") else {"workers": 2})
+
+
+def arrays_of(fragment: Fragment) -> list[NDArray[Any]]:
+    return [leaf for column in fragment.columns.values() for leaf in leaves_of(column.tree) if leaf.nbytes]
+
+
+class Keep:
+    """A sink that keeps what comes."""
+
+    def __init__(self) -> None:
+        self.fragments: list[Fragment] = []
+
+    async def run(self, fragments: Inlet[Fragment]) -> None:
+        async for fragment in fragments:
+            self.fragments.append(fragment)
+
+
+@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@given(drawn=drawn_settings)
+def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
+    here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
+    with shared_address() as address, trainer(address, yields="fragments") as stream:
+        rollout = Rollout(
+            makers_of(drawn),
+            module=NumberedModule(),
+            lanes=drawn.lanes,
+            fragment_length=drawn.fragment_length,
+            lookback=drawn.lookback,
+            seed=drawn.seed,
+            num_fragments=3,
+        )
+        with running(*graph_over(rollout, stream.address)):
+            there = [fragment for fragment in stream if fragment.num_steps]
+        assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
+    assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_fragments_are_those_of_the_rollout_wherever_it_goes(where: str, address: str) -> None:
+    drawn = Setting(4, 2, 8, 2, True, 6, 0, 5)
+    here = fragments_of(makers_of(drawn), drawn, **placed(where))
+    options = {"fragment_length": 8, "lookback": 2, "seed": 5, "num_fragments": 3, "module": NumberedModule()}
+    with trainer(address, yields="fragments") as stream:
+        rollout = Rollout(makers_of(drawn), **options, **placed(where))
+        with running(*graph_over(rollout, address)):
+            there = list(stream)
+    assert_alike(in_lanes_order(there), here)
+
+
+@pytest.mark.parametrize("sends", ["fragments", "batches"])
+def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
+    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 7}
+    with Rollout("CartPole-v1", **options) as rollout:
+        here = list(rollout.batches())
+    with trainer(address) as stream:
+        with running(*graph_over(Rollout("CartPole-v1", **options), address, sends=sends)):
+            there = list(stream)
+    check(here, there)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_arrays_lie_where_the_rollout_has_them(where: str, address: str) -> None:
+    drawn = Setting(4, 2, 8, 1, True, 6, 0, 5)
+    with trainer(address, yields="fragments") as stream:
+        module = NumberedModule()
+        rollout = Rollout(makers_of(drawn), fragment_length=8, seed=5, num_fragments=3, module=module, **placed(where))
+        graph, rollout, sink = graph_over(rollout, address)
+        keep = Keep()
+        graph.add(keep=keep)
+        graph.connect("rollout.fragments", "keep")
+        with running(graph, rollout, sink):
+            there = in_lanes_order(list(stream))
+    for mine, theirs in zip(in_lanes_order(keep.fragments), there, strict=True):
+        for name, column in mine.columns.items():
+            pairs = zip(leaves_of(column.tree), leaves_of(theirs.columns[name].tree), strict=True)
+            is_copied = mine.sequence == 0 and where == "processes"  # what no worker writes
+            for leaf, other in pairs:
+                if is_copied and file_of(leaf) is None:
+                    assert file_of(other) is not None
+                else:
+                    assert file_of(leaf) == file_of(other) is not None, (name, mine.sequence)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: str, address: str) -> None:
+    kept, copies = [], []
+    with trainer(address, yields="fragments") as stream:
+        with feeding(address, num_fragments=12, **placed(where)):
+            for number, fragment in enumerate(stream):
+                if number % 5 < 2:
+                    kept.append(fragment)
+                    copies.append([leaf.copy() for leaf in arrays_of(fragment)])
+                    places = [file_of(leaf) for leaf in arrays_of(fragment)]
+                    assert None not in places
+    for fragment, copied in zip(kept, copies, strict=True):
+        for leaf, copy in zip(arrays_of(fragment), copied, strict=True):
+            np.testing.assert_array_equal(leaf, copy)
+    assert len({file_of(fragment.columns["rewards"].tree) for fragment in kept}) == len(kept)
+
+
+def test_memory_is_used_again_once_it_was_let_go(address: str) -> None:
+    with trainer(address, yields="fragments", prefetch=0) as stream, feeding(address, num_fragments=100, lanes=1):
+        places = [file_of(fragment.columns["rewards"].tree) for fragment in stream]
+    assert len(places) == 100
+    # In the making, under way, with the trainer, and those that it has let go and the rollout has not heard of: a turn
+    # of the trainer's thread may take in as many as it sends.
+    assert len(set(places)) <= 8
+
+
+def test_a_trainer_that_keeps_everything_has_copies_beyond_the_bound(address: str) -> None:
+    with Rollout("CartPole-v1", num_envs=4, fragment_length=16, num_fragments=1, seed=3) as rollout:
+        (one,) = rollout.fragments()
+    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 30, "seed": 3}
+    with Rollout("CartPole-v1", **options) as rollout:
+        here = list(rollout.fragments())
+    with trainer(address, yields="fragments") as stream:
+        bound = 5 * one.nbytes
+        with running(*graph_over(Rollout("CartPole-v1", **options), address, max_bytes=bound)):
+            there = list(stream)
+    assert_alike(there, here)
+    shared = [fragment for fragment in there if any(file_of(leaf) for leaf in arrays_of(fragment))]
+    assert 1 <= len(shared) <= 5
+
+
+# Whoever is killed
+
+_TRAINER = """
+import sys; sys.path[:] = {path!r}
+import os, torch
+from feeding import SHORT
+from rollflow.sinks import TrainerStream
+torch.set_num_threads(1)
+with TrainerStream({address!r}, yields="fragments", limits=SHORT, join_timeout=60.0) as stream:
+    for fragment in stream:
+        rewards = float(fragment.gather("rewards").sum())
+        print(fragment.lane, fragment.sequence, rewards, flush=True)
+        {then}
+"""
+
+
+def trainer_process(address: str, then: str) -> "subprocess.Popen[str]":
+    program = _TRAINER.format(path=sys.path, address=address, then=then)
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["inline", "rollouts"])
+def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, address: str) -> None:
+    gc.collect()
+    others, came = files_mapped(), []
+    with feeding(address, num_fragments=20, **placed(where)) as feed:
+        for moment in (1, 4, 9):
+            with trainer_process(
+                address, f"sys.stdin.read() if stream.handed and fragment.sequence == {moment} else 0"
+            ) as process:
+                assert process.stdout is not None
+                lines = []
+                while not lines or lines[-1][1] != str(moment):
+                    lines.append(process.stdout.readline().split())
+                process.kill()
+            came.append(lines)
+        with trainer_process(address, "") as process:
+            assert process.stdout is not None
+            came.append([line.split() for line in process.stdout])
+        assert process.returncode == 0
+        mapped = len(files_mapped() - others)
+    whole = {}
+    for lines in came:
+        for lane, sequence, rewards in lines:
+            assert whole.setdefault((int(lane), int(sequence)), rewards) == rewards
+    assert sorted(whole) == [(lane, sequence) for lane in range(2) for sequence in range(20)]
+    for before, after in pairwise(came):
+        # All but the last were moved on from before the trainer was killed; nobody knows whether the rollout has heard.
+        again = {tuple(line[:2]) for line in before} & {tuple(line[:2]) for line in after}
+        assert len(again) <= 4
+    assert mapped <= 2 * 2 * (2 + 2 + 2)
+    assert not Path(address.removeprefix("shm:")).exists()
+    del feed
+    gc.collect()
+    assert files_mapped() <= others
+
+
+def test_a_rollout_that_is_killed_takes_nothing_with_it(address: str) -> None:
+    gc.collect()
+    others, kept, copies = files_mapped(), [], []
+    with trainer(address, yields="fragments") as stream:
+        feed = FeedProcess(address, (0, 1, 2, 3), lanes=2)
+        for fragment in stream:
+            kept.append(fragment)
+            copies.append([leaf.copy() for leaf in arrays_of(fragment)])
+            if len(kept) == 10:
+                break
+        feed.kill()
+    assert sequences_of(kept) == {lane: list(range(len(numbers))) for lane, numbers in sequences_of(kept).items()}
+    for fragment, copied in zip(kept, copies, strict=True):
+        for leaf, copy in zip(arrays_of(fragment), copied, strict=True):
+            assert file_of(leaf) is not None
+            np.testing.assert_array_equal(leaf, copy)
+    del fragment, leaf, kept, stream  # which has others that came
+    gc.collect()
+    assert files_mapped() <= others
+
+
+def test_the_socket_of_a_trainer_that_was_killed_is_replaced(address: str) -> None:
+    process = trainer_process(address, "")
+    path = Path(address.removeprefix("shm:"))
+    while not path.exists():
+        assert process.poll() is None
+        os.sched_yield()
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert path.exists()
+    with trainer(address, yields="fragments") as stream, feeding(address, num_fragments=2, lanes=1):
+        assert len(list(stream)) == 2
+    assert not path.exists()
+
+
+# What is refused
+
+
+def test_wrong_uses_are_refused() -> None:
+    tls = ssl.create_default_context()
+    rollout = Rollout("CartPole-v1", num_envs=1)
+    for make in (lambda **more: TrainerStream("shm:/x", **more), lambda **more: TrainerSink("shm:/x", rollout, **more)):
+        with pytest.raises(WireError, match=r"address 'shm:/x' with tls: memory is not encrypted, expected tls=None"):
+            make(tls=tls)
+    for address in ("shm:x", "shm:/" + "x" * 103, "shm:/\0"):
+        with pytest.raises(WireError, match="expected an absolute path of at most 103 bytes behind 'shm:'"):
+            TrainerStream(address)
+    for other in (RemoteEnvs.listen, lambda text: EnvHost("CartPole-v1").connect(text)):
+        with pytest.raises(WireError, match=r"address 'shm:/x', expected 'tcp://host:port'"):
+            other("shm:/x")
+
+
+@pytest.mark.parametrize("listens", ["shm", "unix"])
+def test_only_one_end_that_shares_memory_is_refused(listens: str, address: str) -> None:
+    path = address.removeprefix("shm:")
+    dials = "unix" if listens == "shm" else "shm"
+    told = "expected 'shm:/path' at both or neither"
+    graph, rollout, sink = graph_of(f"{dials}:{path}", (0, 1), num_fragments=2)
+    with trainer(f"{listens}:{path}", yields="fragments") as stream:
+        stream._begin_next()
+        with pytest.raises(WireError, match=told), running(graph, rollout, sink):
+            pass
+        assert told in stream._door.refusals[0]
