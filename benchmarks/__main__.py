@@ -19,6 +19,7 @@ PROGRAMS = (
     "placement",
     "connector",
     "remote",
+    "transport",
     "beside_peers",
     "memory",
     "scaling",

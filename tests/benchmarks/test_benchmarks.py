@@ -21,6 +21,7 @@ from benchmarks import (
     placement,
     scaling,
     stragglers,
+    transport,
     two_cores,
 )
 from benchmarks.envs import plain_cartpole
@@ -58,6 +59,13 @@ def test_workers_and_memory_are_measured() -> None:
     lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4, 2, 0.95),))
     lines += memory.measure(TINY, steps=20_000)
     assert [line["workload"] for line in lines] == ["tiny", "memory, peak", "memory, growth"]
+    assert all(line.keys() >= KEYS for line in lines)
+
+
+@pytest.mark.slow
+def test_ways_to_a_trainer_are_measured() -> None:
+    lines = transport.measure(TINY, {"4 KiB": 1 << 12})
+    assert [line["where"] for line in lines] == ["shm", "unix", "tcp", "copied here", "mp.Queue", "torch's queue"]
     assert all(line.keys() >= KEYS for line in lines)
 
 
