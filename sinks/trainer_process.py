@@ -30,7 +30,7 @@ class TrainerProcess:
 
         train, args    what to run, which comes there by cloudpickle
         stream         arguments of the `TrainerStream` beside its address
-        transport      how fragments get there: "unix", by a socket
+        transport      how fragments get there: "shm", through shared memory; "unix", by a socket
         linger         seconds that the trainer has to come to its end once the block is left; None: for ever
 
         address        for a `TrainerSink`, or `feed`, with `watch=trainer.watch`
@@ -49,7 +49,7 @@ class TrainerProcess:
         train: Callable[..., object],
         *args: Any,
         stream: Mapping[str, Any] | None = None,
-        transport: Literal["unix", "shm"] = "unix",
+        transport: Literal["shm", "unix"] = "shm",
         linger: float | None = 60.0,
     ) -> None:
         check_numbers(linger=(linger, 0))
