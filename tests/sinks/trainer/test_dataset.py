@@ -112,6 +112,21 @@ def test_batches_that_workers_make_are_those_that_the_stream_makes(context: str)
             torch.testing.assert_close(batch[name], other[name], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_what_lies_in_shared_memory_gets_to_workers_as_well(context: str, tmp_path: Path) -> None:
+    numbers = []
+    for number, address in enumerate((None, f"shm:{tmp_path}/trainer")):
+        stream = trainer() if address is None else TrainerStream(address, join_timeout=60.0)
+        with stream:
+            feeder = feeding(stream.address, **(FED | {"lanes": 1}))
+            feeder.__enter__()
+            batches = list(loader(stream.dataset(), 2, context=context))
+        feeder.__exit__(None, None, None)
+        numbers.append([batch["rewards"].tolist() for batch in batches])
+        assert len(batches) == 12, number
+    assert numbers[0] == numbers[1]
+
+
 def test_a_worker_s_copy_of_the_module_has_the_weights_that_were_published() -> None:
     module, seen = NumberedModule(), []
     with fed(module=module, learner_connector=lambda obs, act: LearntWith()) as (stream, _):
