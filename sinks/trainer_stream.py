@@ -4,7 +4,7 @@ import select
 import shutil
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,6 +19,7 @@ from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
+from rollflow.sinks.trainer.choices import check_choices
 from rollflow.sinks.trainer.compression import check_available
 from rollflow.sinks.trainer.dataset import TrainerDataset, unix_address
 from rollflow.sinks.trainer.dataset_server import DatasetServer, Setup
@@ -112,15 +113,7 @@ class TrainerStream:
             max_lag=(max_lag, 0),
         )
         check_available(compression)
-        _check_choice("yields", yields, ("batches", "fragments", "episodes"))
-        _check_choice("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
-        _check_choice("ack", ack, ("auto", "manual"))
-        if on_excess == "mask" and yields != "batches":
-            raise ValueError(f"on_excess='mask' is for batches, expected another one with yields={yields!r}")
-        if on_excess == "pace" and fragments_per_batch is not None:
-            raise ValueError(
-                "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
-            )
+        check_choices(yields, on_excess, ack, is_counted=fragments_per_batch is not None)
         self.address: Address = parse_trainer_address(address)
         check_secret(self.address, secret_bytes(secret))
         check_shared(self.address, tls)
@@ -156,8 +149,6 @@ class TrainerStream:
             where=lambda: str(self.address),
         )
         self._state = "new"
-
-    # For the loop
 
     def __enter__(self) -> Self:
         if self._state != "new":
@@ -336,7 +327,6 @@ class TrainerStream:
         return unix_address(address)
 
     def _begin_next(self) -> bool:
-        """Be done with what was handed over last."""
         self._open()
         self._move_on()
         return True
@@ -356,7 +346,6 @@ class TrainerStream:
         self._current = []
 
     def _wait(self, seconds: float) -> None:
-        """Wait until something has happened."""
         if not self._door.serve(seconds):
             poll = select.poll()
             poll.register(self._door.bell.fileno(), select.POLLIN)
@@ -408,8 +397,3 @@ class TrainerStream:
                 "pace",
             )
         return 2 * ahead * source.lanes  # what is done may lie behind what is not, from lanes that are faster
-
-
-def _check_choice(name: str, given: str, choices: Sequence[str]) -> None:
-    if given not in choices:
-        raise ValueError(f"{name} is {given!r}, expected one of {', '.join(map(repr, choices))}")

@@ -1,28 +1,24 @@
 """Where rollouts come in that feed a trainer: sockets and connections, in a thread of their own."""
 
 import logging
-import secrets
 import select
 import socket
 import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import monotonic, sleep
 
-from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
-from rollflow.nodes.remote.software import software
-from rollflow.nodes.remote.transport import transport_for
+from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.pace_gate import Wanted
-from rollflow.sinks.trainer.shared.borrower import Borrower, checked
-from rollflow.sinks.trainer.shared.descriptor_transport import DescriptorTransport
+from rollflow.sinks.trainer.peer import Peer, peer_on
+from rollflow.sinks.trainer.shared.borrower import checked
 from rollflow.sinks.trainer.source import Arrived, Source, check_shares
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
 from rollflow.stream.wire import (
-    NONCE_BYTES,
     Block,
     Broken,
     Done,
@@ -38,7 +34,6 @@ from rollflow.stream.wire import (
     Phase,
     Receipt,
     Settings,
-    TrainerConnection,
     TrainerSession,
     Weights,
 )
@@ -54,17 +49,6 @@ _MOST_DIGESTS = 1024
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a source is waited for
 
 
-@dataclass(slots=True, eq=False)
-class _Peer(Line[TrainerConnection]):
-    """A connection, and whose it is.
-
-    borrower    of what is lent through it; None: nothing is
-    """
-
-    source: Source | None = None
-    borrower: Borrower | None = None
-
-
 class Door:
     """Takes sources in, and what they send, once it is open.
 
@@ -77,7 +61,6 @@ class Door:
     lock       of the sources and of what has arrived
     sources    that are there or may come back, by the tokens of their sessions; those that have ended as well
     come       tokens of all that have ever come
-    ended_well how many have said goodbye when all of theirs was done, and are forgotten
     arrived    what has come and was not taken, oldest first
     bell       rings when anything has changed
     error      why there is no going on; None: there is
@@ -104,7 +87,6 @@ class Door:
         self.bell = Bell()
         self.error: Exception | None = None
         self.come: set[bytes] = set()
-        self.ended_well = 0
         self.refusals: deque[str] = deque(maxlen=8)
         self.weights: Weights | None = None
         self.version = 0
@@ -115,7 +97,7 @@ class Door:
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
-        self._peers: Lines[_Peer] = Lines(self._poll)
+        self._peers: Lines[Peer] = Lines(self._poll)
         self._serving = threading.Lock()  # held by the thread that serves
         self._stands_back_until = 0.0
         self._is_closing = False
@@ -256,20 +238,10 @@ class Door:
         if crowded_out is not None:
             self._peers.drop(crowded_out)
         sock, where = arrived
-        connection = TrainerConnection(
-            software=software(),
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            secret=self._secret,
-            limits=self._limits,
-            now=now,
-        )
-        if self._shares:
-            transport = DescriptorTransport(sock, connection)
-            self._peers.add(_Peer(transport, connection, where, borrower=Borrower(transport)))
-        else:
-            self._peers.add(_Peer(transport_for(sock, connection, self._tls, dialled=None), connection, where))
+        limits, secret = self._limits, self._secret
+        self._peers.add(peer_on(sock, where, secret=secret, tls=self._tls, limits=limits, shares=self._shares, now=now))
 
-    def _tell(self, peer: _Peer) -> None:
+    def _tell(self, peer: Peer) -> None:
         """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
         source, connection = peer.source, peer.connection
         if source is None or source.connection is not connection or connection.phase is not Phase.RUNNING:
@@ -296,7 +268,7 @@ class Door:
         if peer.borrower is not None and (freed := peer.borrower.freed()):
             connection.tell(Free(freed))
 
-    def _take(self, peer: _Peer, events: list[Event], now: float) -> None:
+    def _take(self, peer: Peer, events: list[Event], now: float) -> None:
         for event in events:
             if not self._guarded(peer, lambda event=event: self._handle(peer, event, now)):  # type: ignore[misc]
                 return
@@ -305,7 +277,7 @@ class Door:
                 self._broken(peer, peer.connection.error, now)
             self._peers.drop(peer)
 
-    def _guarded(self, peer: _Peer, work: Callable[[], None]) -> bool:
+    def _guarded(self, peer: Peer, work: Callable[[], None]) -> bool:
         """Do something for a peer; one that it fails for is refused: whatever it is, the others go on."""
         try:
             work()
@@ -317,7 +289,7 @@ class Door:
             return False
         return True
 
-    def _handle(self, peer: _Peer, event: Event, now: float) -> None:
+    def _handle(self, peer: Peer, event: Event, now: float) -> None:
         source = peer.source
         match event:
             case Hello():
@@ -346,7 +318,7 @@ class Door:
                 source.take_receipt(event)
         self.bell.ring()
 
-    def _take_in(self, peer: _Peer, hello: Hello) -> None:
+    def _take_in(self, peer: Peer, hello: Hello) -> None:
         """A rollout has proved itself: it comes back, or is new."""
         check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
@@ -376,7 +348,7 @@ class Door:
         if old is not None:
             self._peers.drop(old)
 
-    def _broken(self, peer: _Peer, error: WireError, now: float) -> None:
+    def _broken(self, peer: Peer, error: WireError, now: float) -> None:
         self._peers.drop(peer)
         source = peer.source
         if source is None:
@@ -400,7 +372,6 @@ class Door:
                     self.bell.ring()
             if source.has_left and source.session.done == source.session.taken:  # it never comes again
                 del self.sources[token]
-                self.ended_well += 1
 
     def _say_goodbye(self, reason: str) -> None:
         """Tell what there is to tell, and wait for the other ends to close, so that nothing of it is lost."""

@@ -1,0 +1,24 @@
+"""What a trainer may choose, and what goes with what."""
+
+from collections.abc import Sequence
+
+
+def check_choices(yields: str, on_excess: str, ack: str, *, is_counted: bool) -> None:
+    """Raise ValueError for a choice that there is not, or that does not go with another; see `TrainerStream`.
+
+    is_counted    whether a batch is so many fragments
+    """
+    _check("yields", yields, ("batches", "fragments", "episodes"))
+    _check("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
+    _check("ack", ack, ("auto", "manual"))
+    if on_excess == "mask" and yields != "batches":
+        raise ValueError(f"on_excess='mask' is for batches, expected another one with yields={yields!r}")
+    if on_excess == "pace" and is_counted:
+        raise ValueError(
+            "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
+        )
+
+
+def _check(name: str, given: str, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise ValueError(f"{name} is {given!r}, expected one of {', '.join(map(repr, choices))}")
