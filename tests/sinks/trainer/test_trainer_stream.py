@@ -10,6 +10,7 @@ from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
 from feeding import feeding, graph_of, graph_over, in_lanes_order, running, sequences_of, trainer
 from hypothesis import Phase, given, settings
 from numbered import NumberedModule
+from remote_rollouts import await_that
 
 from rollflow.nodes import GeneralAdvantageEstimation, Rollout
 from rollflow.stream import Fragment, RunError, SingleAgentEpisode
@@ -134,14 +135,13 @@ def test_a_loop_that_is_left_goes_on_with_the_next_one() -> None:
 
 
 def test_a_slow_trainer_holds_the_rollout_back() -> None:
-    with trainer(yields="fragments", prefetch=1) as stream, feeding(stream.address) as feed:
-        items = iter(stream)
-        next(items)
-        # Two are at the trainer, one waits in the sink, one before it, one in the ring: no more are made.
-        for _ in range(20):
-            held = feed.rollout.num_steps
-            assert held <= 5 * 8 * 4
-        next(items)
+    with trainer(yields="fragments", prefetch=1) as stream, feeding(stream.address, lanes=1) as feed:
+        for number, _ in enumerate(stream, start=1):
+            # One is at the trainer, one may be sent ahead; one waits in the sink, one before it, one to get there.
+            await_that(lambda number=number: feed.sink.given == number + 1)
+            assert feed.rollout.num_steps <= (number + 1 + 3) * 8 * 4
+            if number == 20:
+                break
 
 
 def test_a_trainer_that_nobody_feeds_says_where_it_waited() -> None:
