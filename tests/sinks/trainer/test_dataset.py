@@ -22,6 +22,8 @@ from rollflow.sinks import TrainerDataset, TrainerStream
 from rollflow.sinks.trainer import parcel
 from rollflow.stream.errors import RunError
 
+pytestmark = pytest.mark.slow  # processes that import torch, in every test
+
 FED: dict[str, Any] = {"lanes": 2, "fragment_length": 4, "num_fragments": 12}
 
 

@@ -20,6 +20,8 @@ from rollflow.sinks import TrainerProcess, TrainerSink, feed
 from rollflow.stream import Graph
 from rollflow.stream.errors import RunError
 
+pytestmark = pytest.mark.slow  # processes that import torch, in every test
+
 FRAGMENTS: dict[str, Any] = {"yields": "fragments"}
 
 
