@@ -34,7 +34,6 @@ def feed(address: str, batch: dict[str, Any]) -> None:
 
     def hello() -> Hello:
         metadata = {
-            "lanes": 1,
             "has_fixed_lanes": True,
             "spaces": [_SPACE],
             "is_stateful": False,

@@ -77,15 +77,15 @@ class Environments:
         if self.is_started:
             raise RunError("these environments have been started: their lookback stays as it is")
         self.lookback = lookback
-        self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
+        self._make_lanes()
 
     def share(self) -> None:
-        """Have the columns of every lane lie where other processes may look at them. Before the first step only."""
+        """Have what lies on this host lie where other processes may look at it. Before the first step only."""
         if self.is_started:
             raise RunError("these environments have been started: their memory stays as it is")
         if not self.is_shared:
             self.is_shared = True
-            self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
+            self._make_lanes()
 
     def start(self) -> Iterator[Lane]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
@@ -170,6 +170,9 @@ class Environments:
         if self.is_started:
             raise RunError("these environments have been run before: a rollout runs once, make another one")
         self.is_started = True
+
+    def _make_lanes(self) -> None:
+        self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
 
     def _lane(self, index: int, vector: VectorEnv[Any, Any, Any]) -> Lane:
         layout = self._layout(index, vector, self.seed)

@@ -32,7 +32,7 @@ class FragmentCredits:
         self.limit = limit
         self._begun = 0
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
-        self._changed: Callable[[], None] = _nobody
+        self._changed: Callable[[], None] = nobody
 
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step; the first of a fragment takes a credit."""
@@ -79,5 +79,5 @@ class AllOf:
             gate.watch(changed)
 
 
-def _nobody() -> None:
+def nobody() -> None:
     """Called when nobody watches."""

@@ -35,17 +35,21 @@ class PolicyWeights:
 
         Raises ModuleError when names or shapes are not those of the acting module.
         """
+        copied = self._copied(weights)  # without the lock: a forward pass may want it
         with self._lock:
-            version = self._version + 1
-            self._take(version, weights)
-            return version
+            self._version += 1
+            self._unused = self._version, copied
+            return self._version
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """The same for weights that somebody else has counted; False: they are not newer, and are passed over."""
+        if version <= self._version:
+            return False
+        copied = self._copied(weights)
         with self._lock:
             if version <= self._version:
                 return False
-            self._take(version, weights)
+            self._version, self._unused = version, (version, copied)
             return True
 
     def take(self) -> tuple[int, dict[str, Any]] | None:
@@ -56,10 +60,10 @@ class PolicyWeights:
             unused, self._unused = self._unused, None
         return unused
 
-    def _take(self, version: int, weights: Weights) -> None:
+    def _copied(self, weights: Weights) -> dict[str, Any]:
         self._check(weights)
         copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
-        self._version, self._unused = version, (version, {**weights, **copied})
+        return {**weights, **copied}
 
     def _check(self, weights: Weights) -> None:
         check_shapes(shapes_of(weights), self._shapes, self._owner)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.environments import Environments
-from rollflow.stream.errors import RunError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
@@ -77,17 +76,8 @@ class RolloutsElsewhere(Environments):
             reports.append(NodeReport(name, sum(items for items, _ in counted), busy, elapsed_s - busy, 0.0))
         return reports
 
-    def set_lookback(self, lookback: int) -> None:
-        """Have every fragment begin with so many steps of the one before (H). Before the first step only."""
-        if self.is_started and lookback != self.lookback:
-            raise RunError("these environments have been started: their lookback stays as it is")
-        self.lookback = lookback
-
-    def share(self) -> None:
-        """Have fragments lie where other processes may look at them, as far as they lie on this host."""
-        if self.is_started:
-            raise RunError("these environments have been started: their memory stays as it is")
-        self.is_shared = True
+    def _make_lanes(self) -> None:
+        """Lanes are where the environments are."""
 
 
 class Dealt(NamedTuple):

@@ -5,6 +5,7 @@ import secrets
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -208,7 +209,7 @@ class TrainerSink:
                 "sends": self._sends,
                 "compressions": available(),
                 "has_fixed_lanes": not isinstance(environments, RemoteLanes),
-                "spaces": [describe_space(space) for space in self._spaces()],
+                "spaces": [describe_space(space) for space in self._spaces],
                 "is_stateful": is_stateful(rollout.module),
                 "module": type(rollout.module).__name__,
                 "weights": {name: list(shape) for name, shape in shapes_of(rollout.module.state_dict()).items()},
@@ -217,8 +218,9 @@ class TrainerSink:
             },
         )
 
+    @cached_property
     def _spaces(self) -> list[Any]:
-        """What a fragment's observations may be in."""
+        """What a fragment's observations may be in; once the rollout runs, its pipelines stay as they are."""
         return [self._rollout.environments.observation_space, *self._rollout.env_to_module.observation_spaces]
 
     def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
@@ -291,7 +293,7 @@ class TrainerSink:
         if is_fragment != (self._sends == "fragments"):
             raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, Fragment):
-            message, steps = message_of_fragment(number, item, self._spaces()), item.num_steps
+            message, steps = message_of_fragment(number, item, self._spaces), item.num_steps
             self._gate.give(item.lane, item.sequence)
             self._give_receipt(item)
         else:

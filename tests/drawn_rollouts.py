@@ -40,17 +40,21 @@ def makers_of(drawn: Setting) -> list[Any]:
     return [partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)]
 
 
-def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:
-    """Three fragments of every lane, in the lanes' order."""
-    with Rollout(
-        env,
+def rollout_of(drawn: Setting, env: Any = None, **options: Any) -> Rollout:
+    """Three fragments of every lane, over environments of its own unless there are others."""
+    return Rollout(
+        makers_of(drawn) if env is None else env,
         fragment_length=drawn.fragment_length,
         lookback=drawn.lookback,
         seed=drawn.seed,
         num_fragments=3,
-        prefetch=drawn.prefetch,
         **{"module": NumberedModule(), **options},
-    ) as rollout:
+    )
+
+
+def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:
+    """Three fragments of every lane, in the lanes' order."""
+    with rollout_of(drawn, env, prefetch=drawn.prefetch, **options) as rollout:
         fragments = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     assert rollout.lost == {}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollflow.nodes.env_source import is_whole
-from rollflow.nodes.pace import Paced
+from rollflow.nodes.pace import Paced, nobody
 from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.stream.errors import WireError
@@ -57,7 +57,7 @@ class PaceGate:
         self._kept = kept
         self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
-        self._changed: Callable[[], None] = _nobody
+        self._changed: Callable[[], None] = nobody
 
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step."""
@@ -84,7 +84,3 @@ class PaceGate:
     def look_again(self) -> None:
         """Something has changed. In the thread that the graph runs in."""
         self._changed()
-
-
-def _nobody() -> None:
-    """Called when nobody watches."""

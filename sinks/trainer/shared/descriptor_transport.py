@@ -2,6 +2,7 @@
 
 import array
 import os
+import select
 import socket
 import ssl
 import weakref
@@ -33,6 +34,12 @@ class Descriptor:
         self.fd = fd
         self._closing = weakref.finalize(self, os.close, fd)
         self._closing.atexit = False
+
+    def is_hung_up(self) -> bool:
+        """Of one end of a pipe: whether nobody has the other end any more."""
+        poll = select.poll()
+        poll.register(self.fd, 0)
+        return bool(poll.poll(0))
 
     def taken(self) -> int:
         """The descriptor, for whoever closes it from now on."""

@@ -4,7 +4,6 @@ A pipe goes with each: as long as any of a child, and of its own children, is th
 """
 
 import os
-import select
 import threading
 import weakref
 from typing import Any, Protocol
@@ -33,9 +32,7 @@ class _Child:
         self._life = Descriptor(life)
 
     def is_over(self) -> bool:
-        poll = select.poll()
-        poll.register(self._life.fd, 0)
-        return bool(poll.poll(0))
+        return self._life.is_hung_up()
 
 
 _watched: "weakref.WeakSet[Any]" = weakref.WeakSet()

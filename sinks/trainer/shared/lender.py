@@ -9,7 +9,6 @@ children hold for as long as they have anything that was lent through it.
 import logging
 import math
 import os
-import select
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -210,9 +209,7 @@ class _Loans:
     def are_over(self) -> bool:
         """Whether nobody is left who could read any of it."""
         self._their_life.clear()
-        poll = select.poll()
-        poll.register(self._life.fd, 0)
-        return bool(poll.poll(0))
+        return self._life.is_hung_up()
 
 
 class _Places:

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 from alike import assert_alike
-from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
 from feeding import graph_over, in_lanes_order, running, trainer
 from hypothesis import Phase, given, settings
-from numbered import NumberedModule
 
 from rollflow.nodes import Rollout
 from rollflow.sinks.trainer import compression
@@ -24,16 +23,7 @@ from rollflow.stream.wire import Fragment, encode
 def test_fragments_are_the_same(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
     with trainer(yields="fragments", compression="zstd") as stream:
-        rollout = Rollout(
-            makers_of(drawn),
-            module=NumberedModule(),
-            lanes=drawn.lanes,
-            fragment_length=drawn.fragment_length,
-            lookback=drawn.lookback,
-            seed=drawn.seed,
-            num_fragments=3,
-        )
-        with running(*graph_over(rollout, stream.address)):
+        with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
             there = list(stream)
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from alike import assert_alike
-from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
 from feeding import SHORT, FeedProcess, feeding, graph_of, graph_over, in_lanes_order, running, sequences_of
 from hypothesis import Phase, given, settings
 from lending import file_of, files_mapped, shared_address
@@ -65,16 +65,7 @@ class Keep:
 def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
     with shared_address() as address, trainer(address, yields="fragments") as stream:
-        rollout = Rollout(
-            makers_of(drawn),
-            module=NumberedModule(),
-            lanes=drawn.lanes,
-            fragment_length=drawn.fragment_length,
-            lookback=drawn.lookback,
-            seed=drawn.seed,
-            num_fragments=3,
-        )
-        with running(*graph_over(rollout, stream.address)):
+        with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
             there = [fragment for fragment in stream if fragment.num_steps]
         assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import torch
 from alike import assert_alike
-from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
 from feeding import feeding, graph_of, graph_over, in_lanes_order, running, sequences_of, trainer
 from hypothesis import Phase, given, settings
 from numbered import NumberedModule
@@ -22,16 +22,7 @@ from rollflow.stream.testing import check
 def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
     with trainer(yields="fragments") as stream:
-        rollout = Rollout(
-            makers_of(drawn),
-            module=NumberedModule(),
-            lanes=drawn.lanes,
-            fragment_length=drawn.fragment_length,
-            lookback=drawn.lookback,
-            seed=drawn.seed,
-            num_fragments=3,
-        )
-        with running(*graph_over(rollout, stream.address)):
+        with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
             there = [fragment for fragment in stream if fragment.num_steps]
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
 
