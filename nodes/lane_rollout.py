@@ -212,19 +212,20 @@ class _Turns:
 
     def __init__(self, between: Callable[[], None]) -> None:
         self._between = between
-        self._is_wanted = False
+        self._is_wanted = self._is_held = False
         self._is_first = True
         self._changed: Any = None
 
     def admits(self, lane: Lane) -> bool:
         """Whether the lane may take its next step; before the first one it waits until no other lane is at its own."""
-        if lane.at_start and not self._is_wanted:
+        if self._is_held or (lane.at_start and not self._is_wanted):
             return False
         try:
             self._between()
             while self._is_first and not _first_passes.acquire(timeout=_BEAT_S):
                 self._between()
         except Drained:
+            self._is_held = True  # also where the run asks once more in this turn
             return False
         self._is_wanted = self._is_first = False
         return True
@@ -235,7 +236,7 @@ class _Turns:
 
     def want(self) -> None:
         """A fragment is wanted."""
-        self._is_wanted = True
+        self._is_wanted, self._is_held = True, False
         self._changed()
 
     def end_first(self) -> None:

@@ -214,6 +214,7 @@ def held_in_first_pass(tmp_path: Path, closing: Any) -> tuple[Any, list[Any]]:
     await_held(tmp_path, 1)
     await_file(tmp_path / "held module")
     let_go(tmp_path, 1)
+    come_back(node, 0, until=lambda: node._links[1].pulse > 0)
     return node, lanes
 
 
