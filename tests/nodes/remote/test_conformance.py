@@ -28,6 +28,7 @@ def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Setting) -> None:
     assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
 
 
+@pytest.mark.slow
 @given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 6000), max_size=30))
 @settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:

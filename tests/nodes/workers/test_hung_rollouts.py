@@ -15,6 +15,8 @@ from numbered import NumberedModule
 
 from rollflow.nodes import Rollout
 
+pytestmark = pytest.mark.slow
+
 Forward = Callable[[float], None]
 
 

@@ -13,6 +13,8 @@ from numbered import NumberedEnv, NumberedModule
 from rollflow.nodes import ConnectorV2, MeanStdFilter, MetricsLogger, Rollout
 from rollflow.stream import EnvError, RunError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,7 @@ def check_laws(fragments: list[Fragment]) -> None:
 fates = st.sampled_from(["kill", "raise"])
 
 
+@pytest.mark.slow
 @given(
     fate=fates,
     step=st.integers(0, 20),

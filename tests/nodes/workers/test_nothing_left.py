@@ -24,6 +24,8 @@ PROGRAM = """
 import sys, time
 from rollflow.nodes import Rollout
 
+pytestmark = pytest.mark.slow
+
 with Rollout("CartPole-v1", num_envs=4, where=sys.argv[1], prefetch=int(sys.argv[2])) as rollout:
     for batch in rollout.batches():
         print("running", flush=True)

@@ -96,6 +96,7 @@ def test_every_place_gives_the_same_fragments(drawn: Setting, where: str, prefet
     assert_alike(fragments_of(drawn, where, prefetch=prefetch), fragments_of(drawn, "inline"))
 
 
+@pytest.mark.slow
 @given(drawn=drawn_settings, prefetch=st.integers(0, 2))
 @settings(max_examples=8)
 def test_whole_rollouts_elsewhere_give_the_same_fragments(drawn: Setting, prefetch: int) -> None:

@@ -18,6 +18,8 @@ from rollflow.stream import Fragment
 from rollflow.stream.testing import check
 from rollflow.stream.tree import map_tree
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:

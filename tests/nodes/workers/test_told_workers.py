@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import pytest
 import torch
 from held import Held, await_held, is_closed, let_go
 from numbered import NumberedModule
@@ -47,6 +48,7 @@ class Constant(RLModule):
         return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 2)}
 
 
+@pytest.mark.slow
 def test_large_statistics_of_connectors_reach_every_worker() -> None:
     options: Any = {"num_envs": 2, "workers": 2, "fragment_length": 2, "num_fragments": 3, "seed": 0}
     connector: Any = lambda env: MeanStdFilter()  # noqa: E731

@@ -71,6 +71,7 @@ def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", WHERE)
 def test_fragments_are_those_of_the_rollout_wherever_it_goes(where: str, address: str) -> None:
     drawn = Setting(4, 2, 8, 2, True, 6, 0, 5)
