@@ -6,15 +6,16 @@ import socket
 import ssl
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from time import monotonic, sleep
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
+from rollflow.sinks.trainer.alike import MOST_ALIKE
 from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.peer import Peer, peer_on
-from rollflow.sinks.trainer.shared.borrower import checked
+from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
 from rollflow.sinks.trainer.source import Arrived, Source, check_shares
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
@@ -33,6 +34,7 @@ from rollflow.stream.wire import (
     Limits,
     Phase,
     Receipt,
+    Series,
     Settings,
     TrainerSession,
     Weights,
@@ -148,10 +150,10 @@ class Door:
         """Have sources told what is new."""
         self._wake.ring()
 
-    def tell_done(self) -> None:
-        """Have sources told what is done: at once where they may soon have to wait for it."""
+    def tell_done(self, sources: Collection[Source]) -> None:
+        """Have these told what is done: at once where they may soon have to wait for it."""
         stands_back = monotonic() < self._stands_back_until  # and tells all afterwards
-        if not stands_back or any(source.waits_soon for source in self.connected):
+        if not stands_back or any(source.waits_soon and source.is_connected for source in sources):
             self.serve(0)
 
     def serve(self, patience: float) -> bool:
@@ -253,7 +255,7 @@ class Door:
             told.window = source.session.window
             compression = self._compression if self._compression in source.compressions else None
             version = 0 if self.weights is None else self.weights.version
-            wanted = Wanted(told.window or 1, self.ahead, version, compression)
+            wanted = Wanted(told.window or 1, self.ahead, version, compression, MOST_ALIKE)
             connection.tell(Settings(wanted.told()))
         is_last = self._is_closing
         if connection.undelivered > _MUCH and not is_last:
@@ -305,12 +307,11 @@ class Door:
                     source.has_ended = source.has_left = True
             case Block() | Forget():
                 checked(peer.borrower, event).take(event)
-            case Fragment() | Lent():
-                arrived = source.read(
-                    checked(peer.borrower, event).fragment(event) if isinstance(event, Lent) else event
-                )
-                self.version = max(self.version, arrived.policy_version or 0)
-                self.arrived.append(arrived)
+            case Fragment() | Lent() | Series():
+                for fragment in fragments_in(event, peer.borrower):
+                    arrived = source.read(fragment)
+                    self.version = max(self.version, arrived.policy_version or 0)
+                    self.arrived.append(arrived)
             case Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True

@@ -83,7 +83,7 @@ class Intake:
                 arrived.source.move_on(arrived.number)
                 if self._acks:
                     arrived.source.keep()
-        self.door.tell_done()
+        self.door.tell_done({arrived.source for arrived in items})
 
     def hold(self, items: int) -> None:
         """Have rollouts send as much more: so many items may be on their way to loops in other processes."""
@@ -108,7 +108,7 @@ class Intake:
         """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""
         most, admitted = len(self._taken) if self._is_gathered else 1, list[Arrived]()
         has_published = self.door.weights is not None
-        while len(admitted) < min(most, len(self._taken)):
+        while len(admitted) < most and len(admitted) < len(self._taken):
             arrived = self._taken[len(admitted)]
             if not arrived.is_left_out and self.age.admits(arrived, self.door.version, has_published=has_published):
                 admitted.append(arrived)

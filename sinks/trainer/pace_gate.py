@@ -19,15 +19,20 @@ class Wanted:
     ahead          fragments that a lane may have begun beyond that; None: any number, within the window
     version        of the newest weights that it has published: a rollout is to act with these, or newer ones
     compression    of observations; None: there is none
+    series         how many fragments it takes as one
     """
 
-    def __init__(self, window: int, ahead: int | None, version: int, compression: str | None = None) -> None:
-        self.window, self.ahead, self.version, self.compression = window, ahead, version, compression
+    def __init__(
+        self, window: int, ahead: int | None, version: int, compression: str | None = None, series: int = 1
+    ) -> None:
+        self.window, self.ahead, self.version = window, ahead, version
+        self.compression, self.series = compression, series
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Wanted":
         """As it came over the wire. Raises WireError where it is something else."""
         read: dict[str, Any] = {name: settings.get(name) for name in ("window", "ahead", "version")}
+        read["series"] = settings.get("series", 1)
         for name, value in read.items():
             if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
                 raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number", "message")
@@ -38,7 +43,7 @@ class Wanted:
 
     def told(self) -> dict[str, Any]:
         """As it goes over the wire."""
-        told = {"window": self.window, "ahead": self.ahead, "version": self.version}
+        told = {"window": self.window, "ahead": self.ahead, "version": self.version, "series": self.series}
         return told if self.compression is None else told | {"compression": self.compression}
 
 

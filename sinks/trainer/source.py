@@ -163,9 +163,10 @@ class Source:
     def move_on(self, number: int) -> None:
         """Be done with an item, in whichever order they were handed over."""
         self.beyond.add(number)
-        while self.session.done + 1 in self.beyond:
-            self.session.done += 1
-            self.beyond.remove(self.session.done)
+        session = self.session
+        while session.done + 1 in self.beyond:
+            session.done += 1
+            self.beyond.remove(session.done)
 
     def keep(self) -> None:
         """Never want again what is done."""

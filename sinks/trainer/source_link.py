@@ -15,6 +15,7 @@ from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.remote.lines import Line, Lines, quoted
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.nodes.weights_codec import Arrays, from_arrays
+from rollflow.sinks.trainer.alike import MOST_ALIKE, MOST_BYTES, Alike, alike
 from rollflow.sinks.trainer.compression import compressed
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import Wanted
@@ -226,17 +227,36 @@ class SourceLink:
         while wanted is not None and connection.undelivered < _MUCH:
             if connection.next > min(session.given, session.done + wanted.window):
                 break
-            if connection.next - begun == _AT_A_TIME:
+            if connection.next - begun >= _AT_A_TIME:
                 self._wake.ring()  # the trainer can begin with these meanwhile
                 break
-            message = self._kept.get(connection.next)
-            if self._lender is not None:
-                self._lender.send(message)
-            else:
-                connection.send(message if wanted.compression is None else compressed(message))
+            self._send_next(connection, wanted)
         if self._is_finished and connection.next > session.given and self._told_finished is not connection:
             connection.tell(Finished(session.given))
             self._told_finished = connection
+
+    def _send_next(self, connection: SourceConnection, wanted: Wanted) -> None:
+        """Send the next that is kept, and those behind it that can go with it."""
+        begin = connection.next
+        message = self._kept.get(begin)
+        if wanted.compression is not None and self._lender is None:
+            connection.send(compressed(message))
+            return
+        end = min(self._session.given, self._session.done + wanted.window, begin + wanted.series - 1) + 1
+        others = map(self._kept.get, range(begin + 1, min(end, begin + MOST_ALIKE)))
+        found = alike(message, others, min(MOST_BYTES, connection.peer_max_frame // 2))
+        if found is not None:
+            self._send_alike(connection, found)
+        elif self._lender is not None:
+            self._lender.send(message)
+        else:
+            connection.send(message)
+
+    def _send_alike(self, connection: SourceConnection, found: Alike) -> None:
+        if self._lender is not None:
+            self._lender.send_alike(found)
+        else:
+            connection.send(found.joined())
 
     def _take(self, event: Event) -> None:
         match event:

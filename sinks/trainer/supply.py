@@ -1,6 +1,6 @@
 """Which of the items that have come are handed over together."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from rollflow.sinks.trainer.source import Arrived, Source
@@ -15,22 +15,29 @@ class FirstCome:
     def __init__(self, count: int | None) -> None:
         self._count = count
         self._waiting: deque[Arrived] = deque()
+        self._counts: Counter[Source] = Counter()  # of those that wait, by whose they are
 
     def add(self, arrived: Arrived) -> None:
         """Take an item in."""
         self._waiting.append(arrived)
+        self._counts[arrived.source] += 1
 
     def take(self, present: Sequence[Source]) -> list[Arrived]:
         """The next items; none where they are not all there and others may come from those that are `present`."""
-        count = self._count or max(1, sum(map(self._share, {*present, *(each.source for each in self._waiting)})))
+        count = self._count or max(1, sum(map(self._share, {*present, *self._counts})))
         if len(self._waiting) < count and present:
             return []
-        return [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+        for arrived in taken:
+            self._counts[arrived.source] -= 1
+            if not self._counts[arrived.source]:
+                del self._counts[arrived.source]
+        return taken
 
     def _share(self, source: Source) -> int:
         """How many items of a rollout belong to a set."""
         share = 1 if source.sends_batches else source.lanes
-        return share if source.is_present else min(share, sum(each.source is source for each in self._waiting))
+        return share if source.is_present else min(share, self._counts[source])
 
 
 class Rounds:

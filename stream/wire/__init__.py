@@ -23,6 +23,7 @@ from rollflow.stream.wire.handshake import (
     Welcome,
 )
 from rollflow.stream.wire.host import HostConnection
+from rollflow.stream.wire.joined import Joined, bytes_of
 from rollflow.stream.wire.lent_columns import LentLeaf, can_be_lent, lent_columns, pack_columns
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message, decode, encode
@@ -48,12 +49,14 @@ from rollflow.stream.wire.running import (
     Request,
     Reset,
     Rows,
+    Series,
     Settings,
     States,
     Step,
     Turn,
     Weights,
 )
+from rollflow.stream.wire.series import series_parts
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession
 from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
@@ -85,6 +88,7 @@ __all__ = [
     "Hello",
     "HostConnection",
     "HostSession",
+    "Joined",
     "LaneGrant",
     "Lent",
     "LentLeaf",
@@ -101,6 +105,7 @@ __all__ = [
     "Reset",
     "RowForm",
     "Rows",
+    "Series",
     "Settings",
     "SharedAddress",
     "SourceConnection",
@@ -114,6 +119,7 @@ __all__ = [
     "UnixAddress",
     "Weights",
     "Welcome",
+    "bytes_of",
     "can_be_lent",
     "check_secret",
     "decode",
@@ -122,4 +128,5 @@ __all__ = [
     "pack_columns",
     "parse_address",
     "parse_trainer_address",
+    "series_parts",
 ]

@@ -85,6 +85,11 @@ class Connection:
         """Bytes to be sent that have not been reported as sent."""
         return self._undelivered
 
+    @property
+    def peer_max_frame(self) -> int:
+        """Bytes of a frame that the other end takes, behind the length itself."""
+        return self._peer_max_frame
+
     # What is received
 
     def receive(self, data: bytes | bytearray | memoryview, now: float) -> list[Event]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.infos import SlotInfos
+from rollflow.stream.wire.joined import Joined
 
 Check = Callable[[Any, str], Any]
 
@@ -174,6 +175,15 @@ def numbers(dtype: str) -> Check:
         return value
 
     return check
+
+
+def octets(value: Any, where: str) -> Any:
+    """An array u1[n], or the parts of one."""
+    if isinstance(value, Joined):
+        return value
+    if not isinstance(value, np.ndarray) or value.dtype != np.uint8 or value.ndim != 1:
+        raise wrong(value, where, "an array u1[n]")
+    return value
 
 
 def array(value: Any, where: str) -> Any:

@@ -3,6 +3,7 @@
 The same columns in other blocks have the same bytes, so that most fragments of a lane are told of in the same words.
 """
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -34,17 +35,42 @@ class LentLeaf(NamedTuple):
     block: int
     offset: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def array(self, blocks: list[NDArray[np.uint8]]) -> NDArray[Any]:
         """The array, a view. Raises WireError where it lies in none of these blocks."""
-        if 0 in self.shape:
-            return np.empty(self.shape, self.dtype)
-        try:
-            array: NDArray[Any] = np.ndarray(self.shape, self.dtype, blocks[self.block], self.offset)
-        except (IndexError, TypeError, ValueError) as error:
-            raise WireError(f"lent: {self} does not lie in its blocks: {error}", "memory") from error
-        if self.dtype.kind == "b" and (most := array.view(np.uint8).max()) > 1:
-            raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
+        (array,) = self.arrays(blocks, 1, 0)
         return array
+
+    def arrays(self, blocks: list[NDArray[np.uint8]], count: int, stride: int) -> list[NDArray[Any]]:
+        """This one and those behind it, so many bytes from each to the next, views.
+
+        Raises WireError where one lies in none of these blocks.
+        """
+        if 0 in self.shape:
+            return [np.empty(self.shape, self.dtype) for _ in range(count)]
+        least = self.offset + (count - 1) * stride + self.nbytes
+        if self.block >= len(blocks) or least > len(blocks[self.block]):
+            sizes = [len(block) for block in blocks]
+            told = f"lent: {count} of {self} at every {stride} bytes"
+            raise WireError(f"{told} does not lie in its blocks, of {sizes!r:.100} bytes", "memory")
+        block, shape, strides = blocks[self.block], (count, *self.shape), (stride, *_strides(self.shape, self.dtype))
+        every: NDArray[Any] = np.ndarray(shape, self.dtype, block, self.offset, strides)
+        if self.dtype.kind == "b" and (most := every.view(np.uint8).max()) > 1:
+            raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
+        return [every[index, ...] for index in range(count)]
+
+
+@lru_cache
+def _strides(shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[int, ...]:
+    """Of an array in C order."""
+    strides = [dtype.itemsize]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return tuple(strides) if shape else ()
 
 
 def can_be_lent(dtype: np.dtype[Any]) -> bool:

@@ -29,6 +29,7 @@ from rollflow.stream.wire.running import (
     Refused,
     Reset,
     Rows,
+    Series,
     Settings,
     States,
     Step,
@@ -48,6 +49,7 @@ Running = (
     | Fragment
     | Block
     | Lent
+    | Series
     | Forget
     | Free
     | Settings
@@ -71,7 +73,7 @@ KINDS: dict[str, type[Message]] = {
         *(Hello, Challenge, Proof, Welcome),
         *(Reset, Step, Rows, Failed),
         *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Receipt, Metrics),
-        *(Block, Lent, Forget, Free),
+        *(Block, Lent, Series, Forget, Free),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )
 }

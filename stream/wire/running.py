@@ -18,6 +18,7 @@ from rollflow.stream.wire.field import (
     mapping,
     nullable,
     numbers,
+    octets,
     raw,
     raw_up_to,
     text,
@@ -25,11 +26,13 @@ from rollflow.stream.wire.field import (
     whole,
 )
 from rollflow.stream.wire.handshake import MOST_NUMBER, MOST_SLOTS
+from rollflow.stream.wire.joined import Joined
 from rollflow.stream.wire.limits import MAX_HEADER
 
 LaneId = Annotated[int, whole(0, MOST_NUMBER)]
 Number = Annotated[int, whole(1, MOST_NUMBER)]
 BlockNumber = Annotated[int, whole(0, MOST_NUMBER)]
+MOST_SERIES = 1024  # fragments that go as one
 BlockNumbers = Annotated[tuple[int, ...], list_of(whole(0, MOST_NUMBER), 4096)]
 Told = Annotated[str, text(4096)]
 _MOST_TEXT = 1 << 16
@@ -194,6 +197,29 @@ class Lent:
     blocks: BlockNumbers
     columns: Annotated[bytes, raw_up_to(MAX_HEADER)]
     rest: Annotated[Mapping[str, Any], mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """Source to trainer: several Fragments of a lane that differ in their numbers and their arrays' values alone.
+
+    number     of the first
+    count      how many
+    blocks     that their arrays lie in, each of which is lent once by this; none: they lie in `data`
+    stride     bytes from the arrays of each to those of the next
+    columns    of the first, packed: see `lent_columns`
+    data       u1[n], or `Joined` where it is sent; None: there are blocks
+    """
+
+    kind: ClassVar[str] = "series"
+    lane: LaneId
+    number: Number
+    count: Annotated[int, whole(1, MOST_SERIES)]
+    blocks: BlockNumbers
+    stride: Annotated[int, whole(0, MOST_NUMBER)]
+    columns: Annotated[bytes, raw_up_to(MAX_HEADER)]
+    rest: Annotated[Mapping[str, Any], mapping]
+    data: Annotated[NDArray[np.uint8] | Joined | None, nullable(octets)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,19 @@ from rollflow.stream.wire.handshake import Hello, Welcome
 from rollflow.stream.wire.host_end import HostEnd
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import Block, Done, Finished, Forget, Fragment, Free, Lent, Receipt, Settings, Weights
+from rollflow.stream.wire.running import (
+    Block,
+    Done,
+    Finished,
+    Forget,
+    Fragment,
+    Free,
+    Lent,
+    Receipt,
+    Series,
+    Settings,
+    Weights,
+)
 
 
 class SourceSession:
@@ -47,16 +59,17 @@ class SourceConnection(HostEnd):
         self.session = session
         self.next = 0
 
-    def send(self, fragment: Fragment | Lent) -> None:
-        """Send the next fragment, whose arrays must stay as they are until it is sent, or as long as they are lent.
+    def send(self, fragment: Fragment | Lent | Series) -> None:
+        """Send the next fragment, or several, whose arrays must stay as they are until it is sent, or as long as they are lent.
 
         Raises WireError where it is another one, is larger than the trainer takes, or the connection is not running.
         """
         self._check_running(fragment.kind)
-        if fragment.number != self.next or fragment.number > self.session.given:
+        count = fragment.count if isinstance(fragment, Series) else 1
+        if fragment.number != self.next or fragment.number + count - 1 > self.session.given:
             raise WireError(f"fragment {fragment.number}, expected {self.next}", "number")
         self._send(fragment)
-        self.next += 1
+        self.next += count
 
     def tell(self, news: Receipt | Finished | Block | Forget) -> None:
         """Say something beside the fragments. Raises WireError where the connection is not running."""

@@ -6,7 +6,19 @@ from rollflow.stream.wire.gateway_end import GatewayEnd
 from rollflow.stream.wire.handshake import Hello, LaneGrant
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import Block, Done, Finished, Forget, Fragment, Free, Lent, Receipt, Settings, Weights
+from rollflow.stream.wire.running import (
+    Block,
+    Done,
+    Finished,
+    Forget,
+    Fragment,
+    Free,
+    Lent,
+    Receipt,
+    Series,
+    Settings,
+    Weights,
+)
 
 
 class TrainerSession:
@@ -54,7 +66,7 @@ class TrainerConnection(GatewayEnd):
     """A trainer's end.
 
     Events: Hello, once the source has proved itself, which is to be answered with `welcome` or `refuse`; then every
-    Fragment or Lent of the stream once, in their order, Receipt, Finished, Block and Forget; Goodbye; Broken.
+    Fragment, Lent or Series of the stream once, in their order, Receipt, Finished, Block and Forget; Goodbye; Broken.
     """
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
@@ -82,9 +94,10 @@ class TrainerConnection(GatewayEnd):
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # a goodbye has been said in the handshake
-        if isinstance(message, Fragment | Lent):
-            self._session.take(message.number, may_skip=self._is_first)
-            self._is_first = False
+        if isinstance(message, Fragment | Lent | Series):
+            for index in range(message.count if isinstance(message, Series) else 1):
+                self._session.take(message.number + index, may_skip=self._is_first)
+                self._is_first = False
             return [message]
         if isinstance(message, Receipt | Finished | Block | Forget):
             return [message]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rollflow.stream.errors import ColumnError, WireError
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.packing import where_not
+from rollflow.stream.wire.joined import Joined
 from rollflow.stream.wire.scan import ARRAY, SHORT, scan
 
 _NUMBER, _TUPLE, _OBJECTS, _SLOT_INFOS = range(ARRAY + 1, ARRAY + 5)
@@ -87,6 +88,8 @@ class _Writer:
             return msgpack.ExtType(_SLOT_INFOS, self.packed(value.dicts))
         if isinstance(value, Mapping):
             return dict(value)
+        if isinstance(value, Joined):
+            return self._joined(value)
         raise TypeError(f"a {type(value).__name__} has no packed form")
 
     def _array(self, array: NDArray[Any]) -> Any:
@@ -98,6 +101,13 @@ class _Writer:
         told = _told(_name_of(plain.dtype), array.shape, self._offset)
         self.arrays.append(plain.reshape(-1).view(np.uint8))
         self._offset += plain.nbytes + -plain.nbytes % 8
+        return msgpack.ExtType(ARRAY, told)
+
+
+    def _joined(self, joined: Joined) -> Any:
+        told = _told("|u1", (joined.nbytes,), self._offset)
+        self.arrays += joined.parts
+        self._offset += joined.nbytes
         return msgpack.ExtType(ARRAY, told)
 
 

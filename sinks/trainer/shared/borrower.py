@@ -18,7 +18,7 @@ from rollflow.sinks.trainer.shared import forks
 from rollflow.sinks.trainer.shared.descriptor_transport import Descriptor, DescriptorTransport
 from rollflow.stream.blocks import SharedBlock, never_shrinks
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Block, Forget, Fragment, Lent, lent_columns
+from rollflow.stream.wire import Block, Forget, Fragment, Lent, Series, lent_columns, series_parts
 
 _MOST_BLOCKS = 1 << 16  # of one connection's
 _MOST_FREED = 1024  # that are told at a time
@@ -48,6 +48,10 @@ class Borrower:
         leaves, spec = lent_columns(message.columns)
         columns: Any = optree.tree_unflatten(spec, [leaf.array(blocks) for leaf in leaves])
         return Fragment(message.lane, message.number, columns, message.rest)
+
+    def series(self, message: Series) -> list[Fragment]:
+        """The fragments of a series, their arrays where they lie. Raises WireError where they lie nowhere."""
+        return series_parts(message, [self._array_over(number) for number in message.blocks])
 
     def freed(self) -> tuple[int, ...]:
         """Blocks, once for each time that they were lent, that nobody reads any more: to be told to the source."""
@@ -121,8 +125,21 @@ class _Debts:
             return tuple(self._owed.pop(serial) for serial in serials if serial not in inherited)
 
 
-def checked(borrower: Borrower | None, message: Block | Forget | Lent) -> Borrower:
+def checked(borrower: Borrower | None, message: Block | Forget | Lent | Series) -> Borrower:
     """Who takes a message. Raises WireError where nobody does."""
     if borrower is None:
         raise WireError(f"{message.kind} through a socket that no memory is shared by, expected none", "order")
     return borrower
+
+
+def fragments_in(message: Fragment | Lent | Series, borrower: Borrower | None) -> list[Fragment]:
+    """What a message brings. Raises WireError where its arrays lie nowhere."""
+    if isinstance(message, Fragment):
+        return [message]
+    if isinstance(message, Lent):
+        return [checked(borrower, message).fragment(message)]
+    if (message.data is None) != bool(message.blocks):
+        raise WireError("series with data and blocks, or with none of them, expected one", "memory")
+    if message.blocks:
+        return checked(borrower, message).series(message)
+    return series_parts(message, [np.asarray(message.data)])

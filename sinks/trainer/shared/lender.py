@@ -7,22 +7,23 @@ children hold for as long as they have anything that was lent through it.
 """
 
 import logging
-import math
 import os
 import weakref
 from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import optree
 from numpy.typing import NDArray
 
+from rollflow.sinks.trainer.alike import Alike
 from rollflow.sinks.trainer.item_message import is_batch
+from rollflow.sinks.trainer.layout import laid_out, packed
+from rollflow.sinks.trainer.shared.copies import ALIGNMENT, Copies
 from rollflow.sinks.trainer.shared.descriptor_transport import Descriptor, DescriptorTransport
-from rollflow.stream.blocks import BlockPool, Place, SharedBlock, place_of
-from rollflow.stream.errors import ColumnError, WireError
+from rollflow.stream.blocks import Place, SharedBlock, place_of
+from rollflow.stream.errors import WireError
 from rollflow.stream.tree import leaves_of
 from rollflow.stream.wire import (
     Block,
@@ -33,22 +34,11 @@ from rollflow.stream.wire import (
     LentLeaf,
     SourceConnection,
     can_be_lent,
-    pack_columns,
 )
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 64  # of what is copied
-_LEAST = 1 << 12  # bytes of a block for copies
 _NOWHERE = LentLeaf(np.dtype(bool), (0,), 0, 0)
-
-
-class _Copied(NamedTuple):
-    """Where a copy lies in its block."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...]
-    offset: int
 
 
 class Lender:
@@ -62,7 +52,7 @@ class Lender:
     def __init__(self, most: int) -> None:
         self._most = most
         self._descriptors: weakref.WeakKeyDictionary[SharedBlock, Descriptor] = weakref.WeakKeyDictionary()
-        self._copies = _Copies()
+        self._copies = Copies()
         self._loans: _Loans | None = None  # through the connection that there is
         self._left: list[_Loans] = []  # through those that there were
         self._has_warned = False
@@ -92,28 +82,51 @@ class Lender:
 
     def send(self, message: Fragment) -> None:
         """Send a fragment, its arrays lent."""
-        loans = self._loans
-        assert loans is not None
-        self._left = [left for left in self._left if not left.are_over()]
         columns: Any = message.columns
         leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
         size = sum([leaf.nbytes for leaf in leaves])
-        if (lent := self.nbytes) and lent + size > self._most:
-            self._warn(lent)
-            loans.connection.send(message)
+        loans = self._loans_for(size)
+        if loans is None:
+            self._connected.connection.send(message)
             return
         places = self._placed(leaves, is_batch=is_batch(message))
-        packed = _packed(spec, tuple(places.told))
+        told = packed(spec, tuple(places.told))
         blocks = tuple(loans.number_of(block, self._descriptor_of(block)) for block in places.blocks)
         loans.tell_of_gone()
-        loans.connection.send(Lent(message.lane, message.number, blocks, packed, message.rest))
+        loans.connection.send(Lent(message.lane, message.number, blocks, told, message.rest))
         loans.lend(blocks, places.roots, size)
+
+    def send_alike(self, found: Alike) -> None:
+        """Send several, copied into one block, which is lent until the trainer has let go of all of them."""
+        loans = self._loans_for(found.nbytes)
+        if loans is None:
+            self._connected.connection.send(found.joined())
+            return
+        layout = laid_out(found.kinds, ALIGNMENT)
+        block, root = self._copies.of(found.rows, layout)
+        blocks = (loans.number_of(block, self._descriptor_of(block)),)
+        loans.tell_of_gone()
+        loans.connection.send(found.series(layout, blocks, None))
+        loans.lend(blocks, [root], found.nbytes)
 
     def take_back(self, message: Free) -> None:
         """Have what nobody reads any more. Raises WireError where it was not lent."""
         assert self._loans is not None
         for number in message.blocks:
             self._loans.take_back(number)
+
+    @property
+    def _connected(self) -> "_Loans":
+        assert self._loans is not None
+        return self._loans
+
+    def _loans_for(self, size: int) -> "_Loans | None":
+        """Where so many bytes are to be lent; None: so many more may not be."""
+        self._left = [left for left in self._left if not left.are_over()]
+        if (lent := self.nbytes) and lent + size > self._most:
+            self._warn(lent)
+            return None
+        return self._connected
 
     def _warn(self, lent: int) -> None:
         if not self._has_warned:
@@ -147,9 +160,11 @@ class Lender:
             else:
                 places.put(index, leaf.dtype, leaf.shape, place)
         if copied:
-            block, root, layout = self._copies.of([leaves[index] for index in copied])
-            for index, (dtype, shape, offset) in zip(copied, layout, strict=True):
-                places.put(index, dtype, shape, Place(block, root, offset))
+            arrays = [leaves[index] for index in copied]
+            layout = laid_out(tuple([(array.dtype, array.shape) for array in arrays]), ALIGNMENT)
+            block, root = self._copies.of([arrays], layout)
+            for index, leaf in zip(copied, layout.leaves, strict=True):
+                places.put(index, leaf.dtype, leaf.shape, Place(block, root, leaf.offset))
         return places
 
 
@@ -233,41 +248,6 @@ class _Places:
                 self.roots.append(place.root)
             block = self.blocks.index(place.block)
         self.told[index] = LentLeaf(dtype, shape, block, 0 if place is None else place.offset)
-
-
-class _Copies:
-    """Blocks for what has to be copied; as many of a size as are in use at a time."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, BlockPool[SharedBlock]] = {}
-
-    def of(self, arrays: list[NDArray[Any]]) -> tuple[SharedBlock, NDArray[np.uint8], list[_Copied]]:
-        """A block with a copy of each, the array that keeps it from being written again, and where the copies lie."""
-        size, layout = _laid_out(tuple([(array.dtype, array.shape) for array in arrays]))
-        pool = self._pools.setdefault(size, BlockPool(size, SharedBlock))
-        index, root = pool.take()
-        for array, (dtype, shape, offset) in zip(arrays, layout, strict=True):
-            np.copyto(np.ndarray(shape, dtype, root, offset), array)
-        return pool.blocks[index], root, layout
-
-
-@lru_cache(1024)
-def _laid_out(arrays: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...]) -> tuple[int, list[_Copied]]:
-    """The size of a block for copies of such arrays, and where each lies. Raises ColumnError where one can't be."""
-    layout, offset = [], 0
-    for dtype, shape in arrays:
-        little = dtype.newbyteorder("<")
-        if not can_be_lent(little):
-            raise ColumnError(f"a column of dtype {dtype} can't be sent, expected numbers or bool")
-        layout.append(_Copied(little, shape, offset))
-        offset += -(-little.itemsize * math.prod(shape) // _ALIGNMENT) * _ALIGNMENT
-    return max(_LEAST, 1 << (offset - 1).bit_length()), layout
-
-
-@lru_cache(1024)
-def _packed(spec: optree.PyTreeSpec, told: tuple[LentLeaf, ...]) -> bytes:
-    columns: Any = optree.tree_unflatten(spec, told)
-    return pack_columns(columns)
 
 
 def _is_plain(array: NDArray[Any]) -> bool:
