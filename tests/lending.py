@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from wire_messages import TOKEN, hello
 
-from rollflow.sinks.trainer.shared.borrower import Borrower
+from rollflow.sinks.trainer.shared.borrower import Borrower, fragments_in
 from rollflow.sinks.trainer.shared.descriptor_transport import DescriptorTransport
 from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.stream.wire import (
@@ -23,6 +23,7 @@ from rollflow.stream.wire import (
     Hello,
     Lent,
     Limits,
+    Series,
     SourceConnection,
     SourceSession,
     TrainerConnection,
@@ -80,11 +81,11 @@ class Pair:
         fragments = []
         for event in self.to_trainer():
             assert self.borrower is not None
-            assert isinstance(event, Block | Forget | Lent | Fragment), event
+            assert isinstance(event, Block | Forget | Lent | Series | Fragment), event
             if isinstance(event, Block | Forget):
                 self.borrower.take(event)
             else:
-                fragments.append(self.borrower.fragment(event) if isinstance(event, Lent) else event)
+                fragments += fragments_in(event, self.borrower)
         return fragments
 
     def give_back(self) -> tuple[int, ...]:

@@ -27,12 +27,14 @@ from rollflow.stream.wire import (
     Phase,
     Proof,
     Reset,
+    Series,
     Step,
     TrainerSession,
     Turn,
     Welcome,
     decode,
     encode,
+    series_parts,
 )
 from rollflow.stream.wire.frame import frame_of, taken_apart
 
@@ -126,7 +128,14 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
         _host_of_rollouts,
         [stream_of("settings", "states", "weights", "turn", "cut"), stream_of("turn", "ping", "refused")],
     ),
-    (_trainer, [stream_of("fragment", "receipt", "finished"), stream_of("receipt", "ping", "goodbye")]),
+    (
+        _trainer,
+        [
+            stream_of("fragment", "receipt", "finished"),
+            stream_of("fragment", "series", "lent series", "ping"),
+            stream_of("receipt", "ping", "goodbye"),
+        ],
+    ),
     (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
@@ -208,6 +217,8 @@ class Fuzzed:
                 if isinstance(event, Turn):
                     answer = Fragment(event.lane, event.number, {}, {})
                 end.answer(event, answer)
+            elif isinstance(event, Series) and event.data is not None:
+                series_parts(event, [np.asarray(event.data)])
         except WireError as error:
             self.counts[f"local {error.code}"] += 1
 

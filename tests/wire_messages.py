@@ -34,6 +34,7 @@ from rollflow.stream.wire import (
     Refused,
     Reset,
     Rows,
+    Series,
     Settings,
     States,
     Step,
@@ -151,6 +152,31 @@ EXAMPLES: dict[str, Message] = {
             }
         ),
         {"sequence": 0, "policy_version": 7},
+    ),
+    "series": Series(
+        0,
+        2,
+        2,
+        (),
+        16,
+        pack_columns(
+            {
+                "rewards": LentLeaf(np.dtype(np.float32), (2,), 0, 0),
+                "obs": {"at": LentLeaf(np.dtype(np.int16), (2,), 0, 8)},
+            }
+        ),
+        {"batch": True, "policy_version": 7},
+        np.frombuffer(np.array([1.0, 0.5, 0.0, 0.0, 0.0, 2.0, 0.0, 0.0], np.float32), np.uint8),
+    ),
+    "lent series": Series(
+        0,
+        4,
+        2,
+        (3,),
+        64,
+        pack_columns({"rewards": LentLeaf(np.dtype(np.float32), (2, 2), 0, 64)}),
+        {"batch": True, "policy_version": 7},
+        None,
     ),
     "free": Free((3, 0, 3)),
     "forget": Forget((3,)),

@@ -60,16 +60,17 @@ class SourceConnection(HostEnd):
         self.next = 0
 
     def send(self, fragment: Fragment | Lent | Series) -> None:
-        """Send the next fragment, or several, whose arrays must stay as they are until it is sent, or as long as they are lent.
+        """Send the next fragment, or several: arrays must stay as they are until it is sent, or as long as they are lent.
 
         Raises WireError where it is another one, is larger than the trainer takes, or the connection is not running.
         """
         self._check_running(fragment.kind)
-        count = fragment.count if isinstance(fragment, Series) else 1
-        if fragment.number != self.next or fragment.number + count - 1 > self.session.given:
-            raise WireError(f"fragment {fragment.number}, expected {self.next}", "number")
+        last = fragment.number + (fragment.count if isinstance(fragment, Series) else 1) - 1
+        if fragment.number != self.next or last > self.session.given:
+            told = f"fragments {fragment.number} to {last}, expected {self.next} to {self.session.given} at most"
+            raise WireError(told, "number")
         self._send(fragment)
-        self.next += count
+        self.next = last + 1
 
     def tell(self, news: Receipt | Finished | Block | Forget) -> None:
         """Say something beside the fragments. Raises WireError where the connection is not running."""

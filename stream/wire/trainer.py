@@ -39,21 +39,22 @@ class TrainerSession:
         self.window: int | None = None
         self.is_welcomed = bool(taken)
 
-    def take(self, number: int, *, may_skip: bool) -> None:
-        """Take down that a fragment has come. Raises WireError where it is not the next, or was not asked for."""
+    def take(self, number: int, *, may_skip: bool, count: int = 1) -> None:
+        """Take down that so many have come. Raises WireError where they are not the next, or were not asked for."""
+        last = number + count - 1
         if number <= self.taken or (number > self.taken + 1 and not may_skip):
             raise WireError(f"fragment {number}, expected {self.taken + 1}", "number")
         skipped = number - self.taken - 1
         if skipped:
             self.missed += skipped if self.taken else 0
             self.done, self.kept = max(self.done, number - 1), max(self.kept, number - 1)
-        if self.window is not None and number > self.done + self.window:
+        if self.window is not None and last > self.done + self.window:
             raise WireError(
-                f"fragment {number}, expected at most {self.done + self.window}: {self.window} beyond the last that is "
+                f"fragment {last}, expected at most {self.done + self.window}: {self.window} beyond the last that is "
                 "done",
                 "credit",
             )
-        self.taken = number
+        self.taken = last
 
     def miss(self, last: int) -> None:
         """Take down that nothing comes above a number: what is missing below it, somebody else has had."""
@@ -95,9 +96,9 @@ class TrainerConnection(GatewayEnd):
         if self._session is None:
             return []  # a goodbye has been said in the handshake
         if isinstance(message, Fragment | Lent | Series):
-            for index in range(message.count if isinstance(message, Series) else 1):
-                self._session.take(message.number + index, may_skip=self._is_first)
-                self._is_first = False
+            count = message.count if isinstance(message, Series) else 1
+            self._session.take(message.number, may_skip=self._is_first, count=count)
+            self._is_first = False
             return [message]
         if isinstance(message, Receipt | Finished | Block | Forget):
             return [message]

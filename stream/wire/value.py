@@ -103,7 +103,6 @@ class _Writer:
         self._offset += plain.nbytes + -plain.nbytes % 8
         return msgpack.ExtType(ARRAY, told)
 
-
     def _joined(self, joined: Joined) -> Any:
         told = _told("|u1", (joined.nbytes,), self._offset)
         self.arrays += joined.parts

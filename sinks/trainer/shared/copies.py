@@ -19,9 +19,7 @@ class Copies:
     def __init__(self) -> None:
         self._pools: dict[int, BlockPool[SharedBlock]] = {}
 
-    def of(
-        self, rows: Sequence[Sequence[NDArray[Any]]], layout: Layout
-    ) -> tuple[SharedBlock, NDArray[np.uint8]]:
+    def of(self, rows: Sequence[Sequence[NDArray[Any]]], layout: Layout) -> tuple[SharedBlock, NDArray[np.uint8]]:
         """A block with a copy of each row's arrays, laid out, and the array that keeps it from being written again.
 
         rows    of arrays of the layout's kinds; each lies `layout.size` bytes behind the one before

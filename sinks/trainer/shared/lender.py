@@ -163,8 +163,8 @@ class Lender:
             arrays = [leaves[index] for index in copied]
             layout = laid_out(tuple([(array.dtype, array.shape) for array in arrays]), ALIGNMENT)
             block, root = self._copies.of([arrays], layout)
-            for index, leaf in zip(copied, layout.leaves, strict=True):
-                places.put(index, leaf.dtype, leaf.shape, Place(block, root, leaf.offset))
+            for index, copy in zip(copied, layout.leaves, strict=True):
+                places.put(index, copy.dtype, copy.shape, Place(block, root, copy.offset))
         return places
 
 
