@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from time import monotonic, sleep
+from time import monotonic
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.alike import MOST_ALIKE
@@ -43,7 +43,7 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-_STANDS_BACK_S = 2e-3  # from the last time that another thread has served
+_STANDS_BACK_S = 2e-2  # from the last time that another thread has served
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a source
 _GOODBYE_S = 1.0
@@ -99,6 +99,8 @@ class Door:
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
+        self._woken = select.poll()
+        self._woken.register(self._wake.fileno(), select.POLLIN)
         self._peers: Lines[Peer] = Lines(self._poll)
         self._serving = threading.Lock()  # held by the thread that serves
         self._stands_back_until = 0.0
@@ -203,9 +205,10 @@ class Door:
         self.bell.ring()
 
     def _stand_back(self) -> None:
-        """Let another thread serve, as long as it does so again and again."""
+        """Let another thread serve, as long as it does so again and again and has nobody woken."""
         while not self._is_closing and (left := self._stands_back_until - monotonic()) > 0:
-            sleep(left)
+            if self._woken.poll(left * 1e3):
+                return
 
     def _turn(self, patience: float) -> None:
         """Do what there is to do, once there is something."""

@@ -108,8 +108,8 @@ class Source:
 
     @property
     def waits_soon(self) -> bool:
-        """Whether a quarter of what it may send has been done with since it was told last."""
-        return 4 * (self.session.done - self.told.done[0]) >= (self.session.window or 0)
+        """Whether half of what it may send has been done with since it was told last."""
+        return 2 * (self.session.done - self.told.done[0]) >= (self.session.window or 0)
 
     def introduce(self, hello: Hello, where: str) -> None:
         """Take down what it says of itself. Raises WireError where it makes no sense."""

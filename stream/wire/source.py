@@ -60,15 +60,16 @@ class SourceConnection(HostEnd):
         self.next = 0
 
     def send(self, fragment: Fragment | Lent | Series) -> None:
-        """Send the next fragment, or several: arrays must stay as they are until it is sent, or as long as they are lent.
+        """Send the next fragment, or several, whose arrays stay as they are until it is sent, or as long as it is lent.
 
         Raises WireError where it is another one, is larger than the trainer takes, or the connection is not running.
         """
         self._check_running(fragment.kind)
         last = fragment.number + (fragment.count if isinstance(fragment, Series) else 1) - 1
-        if fragment.number != self.next or last > self.session.given:
-            told = f"fragments {fragment.number} to {last}, expected {self.next} to {self.session.given} at most"
-            raise WireError(told, "number")
+        if fragment.number != self.next:
+            raise WireError(f"fragment {fragment.number}, expected {self.next}", "number")
+        if last > self.session.given:
+            raise WireError(f"fragment {last}, expected {self.session.given} at most", "number")
         self._send(fragment)
         self.next = last + 1
 
