@@ -41,10 +41,15 @@ def trainer(**options: Any) -> TrainerStream:
 
 
 def graph_of(
-    address: Any, slots: Sequence[int], *, sink: dict[str, Any] | None = None, **options: Any
+    address: Any,
+    slots: Sequence[int],
+    *,
+    env: type[NumberedEnv] = NumberedEnv,
+    sink: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[Graph, Rollout, TrainerSink]:
     """A rollout over environments that number their steps, and a sink, in a graph."""
-    envs = [partial(NumberedEnv, slot) for slot in slots]
+    envs = [partial(env, slot) for slot in slots]
     settings: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "seed": 0, **options}
     return graph_over(Rollout(envs, **settings), address, **(sink or {}))
 

@@ -60,6 +60,17 @@ class NumberedEnv(gym.Env[Any, Any]):
         return {"at": at, "slot": self.slot} if self.nested else at
 
 
+class WideEnv(NumberedEnv):
+    """Observations of 32 KiB, of which the first three numbers are those of others."""
+
+    def __init__(self, slot: int, **kwargs: Any) -> None:
+        super().__init__(slot, **kwargs)
+        self.observation_space = gym.spaces.Box(0, 2**31, (4096,), np.int64)
+
+    def _observation(self) -> Any:
+        return np.pad(super()._observation(), (0, 4093))
+
+
 def numbered_envs(count: int, **kwargs: Any) -> tuple[list[NumberedEnv], list[Callable[[], NumberedEnv]]]:
     """`count` environments, numbered as slots 0 … count - 1, and callables that hand them out."""
     envs = [NumberedEnv(slot, **kwargs) for slot in range(count)]

@@ -25,8 +25,11 @@ def forked() -> ForkServerContext:
 class TrainerChild:
     """A trainer that writes down what it was handed over, together with its stream's state; goes on from there."""
 
-    def __init__(self, address: str, folder: Path, *, ack: str, heartbeat_s: float = 5.0) -> None:
-        self.process = forked().Process(target=_train, args=(address, str(folder), ack, heartbeat_s))
+    def __init__(
+        self, address: str, folder: Path, *, ack: str, heartbeat_s: float = 5.0, grace_s: float = 60.0
+    ) -> None:
+        limits = Limits(heartbeat_s=heartbeat_s, grace_s=grace_s)
+        self.process = forked().Process(target=_train, args=(address, str(folder), ack, limits))
         self.process.start()
 
     def kill(self) -> None:
@@ -54,9 +57,9 @@ def records_of(folder: Path) -> list[tuple[int, int, int]]:
     return [tuple(record) for record in json.loads(path.read_text())["records"]] if path.exists() else []
 
 
-def _train(address: str, folder: str, ack: Any, heartbeat_s: float) -> None:
+def _train(address: str, folder: str, ack: Any, limits: Limits) -> None:
     path = Path(folder) / "checkpoint"
-    stream = TrainerStream(address, yields="fragments", ack=ack, limits=Limits(heartbeat_s=heartbeat_s))
+    stream = TrainerStream(address, yields="fragments", ack=ack, limits=limits)
     records: list[Any] = []
     if path.exists():
         checkpoint = json.loads(path.read_text())

@@ -11,11 +11,14 @@ import pytest
 from feeding import HASTY, feeding, sequences_of, trainer
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from lending import shared_address
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
 from trainers import FeedChild, TrainerChild, records_of
 
+from rollflow.nodes.remote.dial import reach
 from rollflow.sinks import TrainerStream
+from rollflow.sinks.trainer import source_link
 from rollflow.stream import Fragment, RunError
 
 
@@ -144,6 +147,39 @@ def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
         child.process.join()
     check_whole(records_of(tmp_path))
     assert sum(steps for _, _, steps in records_of(tmp_path)) == feed.rollout.num_steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["unix", "shm"])
+@pytest.mark.parametrize("ack", ["auto", "manual"])
+def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
+    scheme: str, ack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken for lost, and dialled in vain until several handshakes were given up; all of its own limits pass."""
+    dialled: list[int] = []
+    monkeypatch.setattr(source_link, "reach", lambda *told: dialled.append(1) or reach(*told))
+    with shared_address() as shared:
+        address = f"{scheme}:{shared.removeprefix('shm:')}"
+        with feeding(address, lanes=2, sink={"limits": HASTY}) as feed:
+            child = TrainerChild(address, tmp_path, ack=ack, heartbeat_s=0.3, grace_s=0.5)
+            for _ in range(2):
+                goal = len(records_of(tmp_path)) + 5
+                await_that(lambda goal=goal: len(records_of(tmp_path)) >= goal)
+                assert child.process.pid is not None
+                os.kill(child.process.pid, signal.SIGSTOP)
+                await_that(lambda: feed.sink._link.problem)
+                held, most = feed.sink.given, len(dialled) + 4
+                await_that(lambda most=most: len(dialled) >= most)
+                assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
+                os.kill(child.process.pid, signal.SIGCONT)
+                await_that(lambda: not feed.sink._link.problem)
+            feed.drain()
+            feed.ended.result(60)
+            child.process.join()
+    assert child.process.exitcode == 0
+    check_whole(records_of(tmp_path))
+    assert sum(steps for _, _, steps in records_of(tmp_path)) == feed.rollout.num_steps
+    assert feed.sink.lost == {}
 
 
 def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_path: Path) -> None:

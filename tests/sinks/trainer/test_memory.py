@@ -1,0 +1,81 @@
+"""What a rollout and its trainer have in memory stays under the stated bound, whoever is killed or frozen meanwhile."""
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from feeding import HASTY
+from lending import shared_address
+from numbered_env import WideEnv
+from remote_rollouts import await_that
+from trainers import FeedChild, TrainerChild, records_of
+
+MAX_BYTES = 16 << 20  # of the sink
+FRAGMENT = 5 << 20  # bytes, about: 4 slots, 9 and 8 rows of observations and what a module says of them, 32 KiB each
+# What both keep is a few fragments, and never more than the sink's bound: lent ones count once more than kept ones.
+ROLLOUT = 2 * MAX_BYTES + 4 * FRAGMENT
+TRAINER = (2 + 2 + 2) * FRAGMENT  # in the window and in the loop, on their way, and those whose memory is used again
+
+
+class Watched:
+    """Resident memory of a process, shared memory among it, looked at again and again.
+
+    growth    bytes at most since it was first looked at
+    """
+
+    def __init__(self, pid: int | None) -> None:
+        self._memory = psutil.Process(pid)
+        self.growth = 0
+        self._first = self._memory.memory_info().rss
+
+    def look(self) -> None:
+        """Look at it."""
+        self.growth = max(self.growth, self._memory.memory_info().rss - self._first)
+
+
+@pytest.fixture(params=["unix", "shm"])
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    with shared_address() as shared:
+        yield f"{request.param}:{shared.removeprefix('shm:')}"
+
+
+@pytest.mark.slow
+def test_memory_stays_within_its_bound_over_all_faults(address: str, tmp_path: Path) -> None:
+    drawn = random.Random(7)
+    feed = FeedChild(address, [0, 1, 2, 3], env=WideEnv, sink={"max_bytes": MAX_BYTES, "limits": HASTY})
+    rollout: Watched | None = None
+    for life in range(30):
+        child = TrainerChild(address, tmp_path, ack="manual", heartbeat_s=0.3)
+        begun = len(records_of(tmp_path))
+        await_that(lambda begun=begun: len(records_of(tmp_path)) > begun + 2)
+        rollout = rollout or Watched(feed.process.pid)
+        trainer = Watched(child.process.pid)
+        goal = len(records_of(tmp_path)) + drawn.randrange(10, 60)
+        while len(records_of(tmp_path)) < goal:
+            rollout.look()
+            trainer.look()
+            threading.Event().wait(2e-3)
+        if life % 10 == 0:
+            frozen(child, rollout)
+        child.kill()
+        rollout.look()
+        assert trainer.growth <= TRAINER
+    feed.kill()
+    assert rollout is not None
+    assert rollout.growth <= ROLLOUT
+    assert len(records_of(tmp_path)) * FRAGMENT > 20 * (ROLLOUT + TRAINER)
+
+
+def frozen(child: TrainerChild, rollout: Watched) -> None:
+    """The trainer stands still for longer than it may be silent."""
+    assert child.process.pid is not None
+    os.kill(child.process.pid, signal.SIGSTOP)
+    for _ in range(40):
+        threading.Event().wait(0.05)
+        rollout.look()
+    os.kill(child.process.pid, signal.SIGCONT)
