@@ -4,13 +4,16 @@ A batch is three float32 arrays, 80, 15 and 5 per cent of its bytes. The other p
 again; here every byte is summed. Ours go the whole way from a source to a `TrainerStream`, acknowledged one by one.
 Beside shared memory stands a bare ring in it, with two semaphores; beside the sockets, a blocking one of the same kind
 that is received from into arrays that are ready. Lines that stand for themselves: a copy in one process with its sum,
-`multiprocessing.Queue`, and tensors through torch's. Four batches are under way at most, or 2 MiB, wherever they go.
+`multiprocessing.Queue`, tensors through torch's, and Ray's object store where Ray is installed. Four batches are under
+way at most, or 2 MiB, wherever they go.
 
     python -m benchmarks.transport [--quick]
 """
 
+import importlib.util
 import multiprocessing
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -32,6 +35,7 @@ AIMS = {"shm": 0.9, "unix": 1 / 1.2, "tcp": 1 / 1.2}
 LEAST_DEPTH, UNDER_WAY = 4, 2 << 20  # batches that are under way at most, or so many bytes of them
 
 Batch = dict[str, NDArray[np.float32]]
+_RAY_IS_HERE = importlib.util.find_spec("ray") is not None
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -41,6 +45,10 @@ def measure(sizes: Sizes, payloads: Mapping[str, int] = SIZES) -> list[Record]:
     for name, size in payloads.items():
         records += [_ours(scheme, name, size, sizes) for scheme in AIMS]
         records += [_alone(way, make, name, size, sizes) for way, make in _ALONE.items()]
+        if _RAY_IS_HERE:
+            records.append(_alone("Ray's store", _ray_store, name, size, sizes))
+    if not _RAY_IS_HERE:
+        print("Ray's object store: left out, Ray is not installed here", file=sys.stderr)
     return records
 
 
@@ -253,6 +261,14 @@ def put_tensors(queue: Any, size: int) -> None:
     source = {column: torch.from_numpy(values) for column, values in payload(size).items()}
     while True:
         queue.put({column: values.clone().share_memory_() for column, values in source.items()})
+
+
+@contextmanager
+def _ray_store(size: int) -> Iterator[Iterator[Any]]:
+    from benchmarks.peers.ray_store import batches
+
+    with batches(payload(size), _depth(size)) as taken:
+        yield taken
 
 
 _ALONE = {"copied here": _copied, "mp.Queue": _queue, "torch's queue": _torch_queue}
