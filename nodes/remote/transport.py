@@ -12,6 +12,7 @@ from rollflow.stream.wire import Address, Broken, Connection, Event, HostConnect
 _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
 _TLS_BYTES = 1 << 16
+_UNIX_BUFFER = 1 << 20  # bytes that are on their way, as far as the system allows
 # What TLS begins with: a record of type handshake or alert. No frame does: its length and 4 are a multiple of 8.
 TLS_BEGINS = (0x15, 0x16)
 
@@ -29,6 +30,8 @@ class Transport:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:  # which does not grow as that of TCP does, and holds a fifth of this
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         self.connection = connection
         self._sock = sock
         self._unsent: deque[memoryview] = deque()
