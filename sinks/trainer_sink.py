@@ -79,8 +79,8 @@ class TrainerSink:
     trainer sees, in which nothing is written again before the trainer has moved on from a fragment and has no array of
     it any more. What lies elsewhere is copied there once: train batches, fragments that came from other hosts, and in a
     lane's first one what no worker process writes; small train batches that are ready together are copied to one place,
-    which is written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` of what it got is sent
-    copies through the socket, as with 'unix:', until it lets go of some.
+    which is written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` of
+    what it got is sent copies through the socket, as with 'unix:', until it lets go of some.
 
     To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
     secret; what the connection raised, such as another secret, when the graph runs.

@@ -1,6 +1,7 @@
 """Train batches that go to a trainer as one, since they differ in their numbers and their arrays' values alone."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import optree
@@ -58,8 +59,8 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
     row, kinds, spec = _taken_apart(first)
     messages, rows = [first], [row]
     size = sum([array.nbytes for array in row])
-    for other in others:
-        if (len(rows) + 1) * size > most or other.lane != first.lane or other.rest != first.rest:
+    for other in islice(others, max(0, most // max(1, size) - 1)):
+        if other.lane != first.lane or other.rest != first.rest:
             break
         row, *form = _taken_apart(other)
         if form != [kinds, spec]:

@@ -153,9 +153,13 @@ class Door:
         self._wake.ring()
 
     def tell_done(self, sources: Collection[Source]) -> None:
-        """Have these told what is done: at once where they may soon have to wait for it."""
+        """Have these told what is done: at once where they wait for it, or may soon have to."""
         stands_back = monotonic() < self._stands_back_until  # and tells all afterwards
-        if not stands_back or any(source.waits_soon and source.is_connected for source in sources):
+        if (
+            self.ahead is not None
+            or not stands_back
+            or any(source.waits_soon and source.is_connected for source in sources)
+        ):
             self.serve(0)
 
     def serve(self, patience: float) -> bool:
