@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from time import monotonic
+from time import monotonic, sleep
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.alike import MOST_ALIKE
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
 _STANDS_BACK_S = 2e-2  # from the last time that another thread has served
+_GRACE_S = 2e-3  # that it has to see by itself that it is woken, as who publishes and asks for the next
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a source
 _GOODBYE_S = 1.0
@@ -209,10 +210,12 @@ class Door:
         self.bell.ring()
 
     def _stand_back(self) -> None:
-        """Let another thread serve, as long as it does so again and again and has nobody woken."""
+        """Let another thread serve, as long as it does so again and again, and soon where somebody is woken."""
         while not self._is_closing and (left := self._stands_back_until - monotonic()) > 0:
             if self._woken.poll(left * 1e3):
-                return
+                sleep(_GRACE_S)
+                if self._woken.poll(0):
+                    return
 
     def _turn(self, patience: float) -> None:
         """Do what there is to do, once there is something."""

@@ -18,7 +18,7 @@ from trainers import FeedChild, TrainerChild, records_of
 MAX_BYTES = 16 << 20  # of the sink
 FRAGMENT = (9 + 8) * 4 * (32 << 10)  # bytes: rows of 4 slots' observations, and of what a module repeats of them
 ROLLOUT = MAX_BYTES + 2 * FRAGMENT  # what is kept or lent, what is in the making, and the one before it
-TRAINER = 4 * FRAGMENT  # what the loop has, the window of two, and one whose memory is used again
+TRAINER = 6 * FRAGMENT  # what the loop has and had before, and twice the window of two
 
 
 class Watched:
