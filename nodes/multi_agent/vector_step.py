@@ -1,0 +1,43 @@
+"""One vector step of environments with several agents: what a lane records of it.
+
+A *part* is all agents that have the same observation space and the same action space. In N environments a part with A
+agents has S = N * A *agent slots*: slot = environment * A + place of the agent in the part.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.tree import Tree
+
+
+class Observed(NamedTuple):
+    """Observations of one part: K of its S agent slots have one."""
+
+    slots: NDArray[np.int64] | None  # i64[K], ascending: agent slots that got an observation; None: all
+    observations: Tree  # any[K, ...] in the part's space
+
+
+class PartStep(NamedTuple):
+    """What a vector step gave to the agents of one part.
+
+    An agent that ended without ever having had an observation in the episode is in neither flag: it has no episode.
+    """
+
+    observed: Observed  # after the step; of agents that ended with it: their last one, where they got one
+    rewards: NDArray[np.float32]  # f32[S], 0.0 where none came
+    # bool[S]: agents that ended with this step (of an env whose episode ended: all its live agents)
+    terminateds: NDArray[np.bool_]
+    truncateds: NDArray[np.bool_]
+
+
+class VectorStep(NamedTuple):
+    """What a vector step gave."""
+
+    parts: Sequence[PartStep]
+    ended: NDArray[np.int64]  # i64[E] envs whose episode ended with this step; they have been reset
+    first: Sequence[Observed]  # per part, the first observations after that; () where none ended
+    infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env: agent -> info, of the step; () where all are empty
+    first_infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env in `ended`; () likewise
