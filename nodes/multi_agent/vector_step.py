@@ -5,11 +5,13 @@ agents has S = N * A *agent slots*: slot = environment * A + place of the agent 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.multi_agent.agent_part import AgentPart
 from rollflow.stream.tree import Tree
 
 
@@ -41,3 +43,37 @@ class VectorStep(NamedTuple):
     first: Sequence[Observed]  # per part, the first observations after that; () where none ended
     infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env: agent -> info, of the step; () where all are empty
     first_infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env in `ended`; () likewise
+
+
+Actions = Sequence[tuple[NDArray[np.int64] | None, Tree]]
+"""Per part: i64[K], ascending, the agent slots that act (None: all), and their actions, any[K, ...]."""
+
+
+class AgentEnvs(Protocol):
+    """N environments with several agents that step together, here or elsewhere."""
+
+    num_envs: int
+    possible_agents: tuple[Any, ...]
+    observation_spaces: Mapping[Any, gym.Space[Any]]
+    action_spaces: Mapping[Any, gym.Space[Any]]
+    parts: tuple[AgentPart, ...]
+
+    def reset(
+        self, seeds: Sequence[int] | None = None
+    ) -> tuple[Sequence[Observed], Sequence[Mapping[Any, Mapping[str, Any]]]]:
+        """Begin an episode in every environment, each with a seed of its own.
+
+        Returns the first observations per part, and per environment agent -> info; () where all are empty.
+        """
+        ...
+
+    def step(self, actions: Actions) -> VectorStep:
+        """Step every environment; those whose episode ends are reset.
+
+        Arrays that are returned may be written over by the next call.
+        """
+        ...
+
+    def close(self) -> None:
+        """Close the environments."""
+        ...

@@ -1,0 +1,53 @@
+"""The numbers of agents in N environments.
+
+Beside the slots of each part there is one *number* for every agent of every environment: the parts' slots one part
+after the other, `number = first number of the part + environment * A + place in the part`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.multi_agent.agent_part import AgentPart
+
+
+class AgentSlots:
+    """Numbers of `count` agent slots over all parts.
+
+    bounds      first number of each part, and `count`
+    by_env      one dict per environment: agent -> number
+    of_env      i64[N, agents], the same as an array
+    envs        i64[count], the environment of each number
+    agents      the agent of each number
+    """
+
+    def __init__(self, parts: Sequence[AgentPart], num_envs: int) -> None:
+        self.parts = parts
+        self.num_envs = num_envs
+        sizes = [len(part.agents) for part in parts]
+        self.bounds = [0, *np.cumsum([size * num_envs for size in sizes]).tolist()]
+        self.count: int = self.bounds[-1]
+        numbers = [
+            np.arange(first, stop).reshape(num_envs, size)
+            for first, stop, size in zip(self.bounds, self.bounds[1:], sizes, strict=False)
+        ]
+        self.of_env: NDArray[np.int64] = np.concatenate(numbers, axis=1)
+        agents = [agent for part in parts for agent in part.agents]
+        self.by_env: list[dict[Any, int]] = [dict(zip(agents, row, strict=True)) for row in self.of_env.tolist()]
+        self.envs: NDArray[np.int64] = np.empty(self.count, np.int64)
+        self.envs[self.of_env] = np.arange(num_envs)[:, None]
+        self.agents: list[Any] = [agent for part in parts for agent in part.agents * num_envs]
+
+    def split(self, numbers: NDArray[np.int64]) -> list[slice]:
+        """Which of the ascending `numbers` each part has."""
+        cuts = [0, *np.searchsorted(numbers, self.bounds[1:]).tolist()]
+        return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    def slots_of(self, part: int, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
+        """The slots in a part of ascending numbers in it; None: all of the part's."""
+        first, stop = self.bounds[part : part + 2]
+        if len(numbers) == stop - first:
+            return None
+        return numbers - first if first else numbers
