@@ -1,1 +1,1 @@
-"""Environments with several agents: dict environments, PettingZoo's, vectorized ones, and what a lane takes from them."""
+"""Environments with several agents: as dicts, PettingZoo's, vectorized ones; and what a lane takes from them."""

@@ -5,6 +5,8 @@ after the other, `number = first number of the part + environment * A + place in
 """
 
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,6 @@ class AgentSlots:
     """Numbers of `count` agent slots over all parts.
 
     bounds      first number of each part, and `count`
-    by_env      one dict per environment: agent -> number
     of_env      i64[N, agents], the same as an array
     envs        i64[count], the environment of each number
     agents      the agent of each number
@@ -31,19 +32,23 @@ class AgentSlots:
         self.count: int = self.bounds[-1]
         numbers = [
             np.arange(first, stop).reshape(num_envs, size)
-            for first, stop, size in zip(self.bounds, self.bounds[1:], sizes, strict=False)
+            for (first, stop), size in zip(pairwise(self.bounds), sizes, strict=True)
         ]
         self.of_env: NDArray[np.int64] = np.concatenate(numbers, axis=1)
-        agents = [agent for part in parts for agent in part.agents]
-        self.by_env: list[dict[Any, int]] = [dict(zip(agents, row, strict=True)) for row in self.of_env.tolist()]
         self.envs: NDArray[np.int64] = np.empty(self.count, np.int64)
         self.envs[self.of_env] = np.arange(num_envs)[:, None]
         self.agents: list[Any] = [agent for part in parts for agent in part.agents * num_envs]
 
+    @cached_property
+    def by_env(self) -> list[dict[Any, int]]:
+        """One dict per environment: agent -> number."""
+        agents = [agent for part in self.parts for agent in part.agents]
+        return [dict(zip(agents, row, strict=True)) for row in self.of_env.tolist()]
+
     def split(self, numbers: NDArray[np.int64]) -> list[slice]:
         """Which of the ascending `numbers` each part has."""
         cuts = [0, *np.searchsorted(numbers, self.bounds[1:]).tolist()]
-        return [slice(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+        return [slice(start, stop) for start, stop in pairwise(cuts)]
 
     def slots_of(self, part: int, numbers: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """The slots in a part of ascending numbers in it; None: all of the part's."""

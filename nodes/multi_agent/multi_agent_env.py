@@ -30,7 +30,9 @@ class MultiAgentEnv(gym.Env[Any, Any]):
     observation_spaces: Spaces | None = None
     action_spaces: Spaces | None = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[AgentDict, AgentDict]:
+    def reset(  # type: ignore[override]  # of several agents
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[AgentDict, AgentDict]:
         """Begin an episode. Returns observations and infos, agent -> value; here, seeds `np_random`."""
         super().reset(seed=seed, options=options)
         return {}, {}
@@ -59,12 +61,17 @@ class AgentSpaces(NamedTuple):
 def agent_spaces(env: Any) -> AgentSpaces:
     """What an environment says of its agents: a `MultiAgentEnv`, RLlib's, or one that looks like them.
 
-    Without `possible_agents`, its `agents` are taken; where there are no dicts of spaces, `get_observation_space(agent)`
-    and `get_action_space(agent)` are asked. Raises EnvError where that leaves something open.
+    Without `possible_agents`, its `agents` are taken; where there are no dicts of spaces, it is asked for each agent's.
+    Raises EnvError where that leaves something open.
     """
     for method in ("reset", "step"):
         if not callable(getattr(env, method, None)):
             raise EnvError(f"{env!r} has no method '{method}', expected a MultiAgentEnv")
+    return agents_of(env)
+
+
+def agents_of(env: Any) -> AgentSpaces:
+    """The same of anything that has agents and spaces."""
     agents = tuple(getattr(env, "possible_agents", None) or getattr(env, "agents", None) or ())
     if not agents:
         raise EnvError("'possible_agents' is missing or empty, expected every agent that there can be")

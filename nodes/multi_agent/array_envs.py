@@ -1,0 +1,157 @@
+"""What a lane takes from environments that are vectorized already."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import optree
+from numpy.typing import NDArray
+
+from rollflow.nodes.multi_agent.agent_slots import AgentSlots
+from rollflow.nodes.multi_agent.array_vector import AgentInfos, ArrayStep, MultiAgentVectorEnv
+from rollflow.nodes.multi_agent.multi_agent_env import agents_of
+from rollflow.nodes.multi_agent.places import Places
+from rollflow.nodes.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+from rollflow.stream.errors import EnvError
+from rollflow.stream.space import item_of
+from rollflow.stream.tree import Tree, map_tree
+
+
+class ArrayEnvs:
+    """A `MultiAgentVectorEnv`, told in vector steps: views on its arrays, whatever the number of agents.
+
+    first_env    the number of the first environment, in errors
+
+    Raises EnvError for arrays that do not fit the spaces, rewards that are no finite numbers, and actions that are not
+    everybody's.
+    """
+
+    def __init__(self, env: MultiAgentVectorEnv, *, first_env: int = 0) -> None:
+        spaces = agents_of(env)
+        self.env = env
+        self.num_envs = env.num_envs
+        self.parts = env.parts
+        self.possible_agents, self.observation_spaces, self.action_spaces = spaces
+        self._slots = AgentSlots(self.parts, self.num_envs)
+        self._places = Places(self._slots, first_env)
+        self._first_env = first_env
+        self._sizes = [len(part.agents) for part in self.parts]
+        self._items = [item_of(part.observation_space) for part in self.parts]
+
+    def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], AgentInfos]:
+        """Begin an episode in every environment."""
+        if seeds is not None and len(seeds) != self.num_envs:
+            raise EnvError(f"got {len(seeds)} seeds, expected one for each of {self.num_envs} environments")
+        self._places.steps[:] = -1
+        observations, infos = self.env.reset_arrays(seeds)
+        observed = [Observed(None, tree) for tree in self._flat(observations, self.num_envs, "observations")]
+        self._places.steps[:] = 0
+        return observed, infos
+
+    def step(self, actions: Actions) -> VectorStep:
+        """Step every environment with everybody's actions."""
+        told = self.env.step_arrays(self._given(actions))
+        observations = self._flat(told.observations, self.num_envs, "observations")
+        terminateds, truncateds = (
+            self._flags(flags, name)
+            for flags, name in ((told.terminateds, "terminateds"), (told.truncateds, "truncateds"))
+        )
+        if len(told.rewards) != len(self.parts):
+            raise EnvError(f"rewards of {len(told.rewards)} parts, expected {len(self.parts)}")
+        parts = [
+            PartStep(
+                Observed(None, tree),
+                self._rewards(rewards, part),
+                np.repeat(terminateds, self._sizes[part]),
+                np.repeat(truncateds, self._sizes[part]),
+            )
+            for part, (tree, rewards) in enumerate(zip(observations, told.rewards, strict=True))
+        ]
+        ended = np.flatnonzero(terminateds | truncateds)
+        self._places.steps += 1
+        first = self._first(told, ended)
+        return VectorStep(parts, ended, first, told.infos, told.first_infos)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+    # Inside
+
+    def _first(self, told: ArrayStep, ended: NDArray[np.int64]) -> list[Observed]:
+        if not len(ended):
+            return []
+        self._places.steps[ended] = 0
+        trees = self._flat(told.first, len(ended), "first observations")
+        if len(ended) == self.num_envs:
+            return [Observed(None, tree) for tree in trees]
+        return [
+            Observed((ended[:, None] * size + np.arange(size)).reshape(-1), tree)
+            for size, tree in zip(self._sizes, trees, strict=True)
+        ]
+
+    def _given(self, actions: Actions) -> list[Tree]:
+        """Actions any[N * A, ...] as any[N, A, ...]."""
+        if len(actions) != len(self.parts):
+            raise EnvError(f"got actions for {len(actions)} parts, expected {len(self.parts)}")
+        given = []
+        for part, (slots, tree) in enumerate(actions):
+            size = self._sizes[part]
+            everybody = self.num_envs * size
+            if slots is not None and not np.array_equal(slots, np.arange(everybody)):
+                missing = np.setdiff1d(np.arange(everybody), slots)
+                where = self._places.of(self._slots.bounds[part] + int(missing[0])) if len(missing) else "agent slots"
+                raise EnvError(f"{where}: expected an action of every agent, in order, got those of slots {slots!r}")
+            for leaf in optree.tree_leaves(tree, none_is_leaf=True):
+                if np.shape(leaf)[:1] != (everybody,):
+                    raise EnvError(f"{self._of(part)}: actions of shape {np.shape(leaf)}, expected {everybody} of them")
+            given.append(map_tree(lambda leaf, size=size: leaf.reshape(self.num_envs, size, *leaf.shape[1:]), tree))
+        return given
+
+    def _flat(self, trees: Sequence[Tree], num_envs: int, name: str) -> list[Tree]:
+        """Observations any[E, A, ...] as any[E * A, ...]. Raises EnvError where they do not fit the spaces."""
+        if len(trees) != len(self.parts):
+            raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
+        flat = []
+        for part, (tree, item) in enumerate(zip(trees, self._items, strict=True)):
+
+            def check(like: Any, leaf: Any, part: int = part) -> NDArray[Any]:
+                shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
+                expected = (num_envs, self._sizes[part], *like.shape)
+                if dtype is None or shape != expected or not np.can_cast(dtype, like.dtype, "same_kind"):
+                    raise EnvError(
+                        f"{self._of(part)}: {name} are {dtype}{list(shape)}, expected {like.dtype}{list(expected)}"
+                    )
+                rows: NDArray[Any] = leaf.reshape(num_envs * self._sizes[part], *like.shape)
+                return rows
+
+            try:
+                flat.append(map_tree(check, item, tree))
+            except EnvError:
+                raise
+            except ValueError as error:
+                raise EnvError(f"{self._of(part)}: the structure of {name} differs from the space's: {error}") from None
+        return flat
+
+    def _rewards(self, rewards: Any, part: int) -> NDArray[np.float32]:
+        expected = self.num_envs, self._sizes[part]
+        if np.shape(rewards) != expected or not np.can_cast(rewards.dtype, np.float32, "same_kind"):
+            raise EnvError(
+                f"{self._of(part)}: rewards are {getattr(rewards, 'dtype', None)}{list(np.shape(rewards))}, "
+                f"expected float32{list(expected)}"
+            )
+        flat: NDArray[np.float32] = rewards.reshape(-1).astype(np.float32, copy=False)
+        if not np.isfinite(np.add.reduce(flat, dtype=np.float64)):
+            slot = int(np.argmin(np.isfinite(flat)))
+            where = self._places.of(self._slots.bounds[part] + slot)
+            raise EnvError(f"{where}: its reward is {rewards.reshape(-1)[slot]}, expected a finite float32")
+        return flat
+
+    def _flags(self, flags: Any, name: str) -> NDArray[np.bool_]:
+        if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):
+            raise EnvError(f"environments from {self._first_env}: {name} are {flags!r}, expected bool[{self.num_envs}]")
+        return flags
+
+    def _of(self, part: int) -> str:
+        agents = ", ".join(map(repr, self.parts[part].agents))
+        return f"environments from {self._first_env}, agents {agents}"

@@ -1,0 +1,168 @@
+"""Dict environments side by side."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.multi_agent.agent_part import parts_of
+from rollflow.nodes.multi_agent.agent_slots import AgentSlots
+from rollflow.nodes.multi_agent.agent_states import AgentStates
+from rollflow.nodes.multi_agent.given_actions import given_actions
+from rollflow.nodes.multi_agent.multi_agent_env import AgentSpaces, agent_spaces
+from rollflow.nodes.multi_agent.observation_rows import ObservationRows
+from rollflow.nodes.multi_agent.petting_zoo import adapted
+from rollflow.nodes.multi_agent.places import Places
+from rollflow.nodes.multi_agent.told import Told, told_by_resets, told_by_steps
+from rollflow.nodes.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+from rollflow.stream.errors import EnvError, located
+from rollflow.stream.infos import copied
+
+Infos = Sequence[Mapping[Any, Mapping[str, Any]]]
+
+
+class MultiAgentEnvs:
+    """N dict environments that step one after the other, and are reset where their episode ends.
+
+        makers       one callable for each, which makes a `MultiAgentEnv`, one of RLlib's, or one of PettingZoo's
+        first_env    the number of the first of them, in errors
+
+    Observations and rewards are copies; infos are the environments' own. Raises EnvError for environments that can't be
+    stepped together, and, with environment, env step and agent, for whatever breaks the conventions of `MultiAgentEnv`.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], Any]], *, first_env: int = 0) -> None:
+        with ExitStack() as opened:
+            self.envs = _made(makers, first_env, opened)
+            with located(f"environment {first_env}"):
+                spaces = agent_spaces(self.envs[0])
+                self.parts = parts_of(*spaces)
+            for env, each in enumerate(self.envs[1:], first_env + 1):
+                with located(f"environment {env}"):
+                    _check_alike(agent_spaces(each), spaces, first_env)
+            self._opened = opened.pop_all()
+        self.num_envs = len(self.envs)
+        self.possible_agents, self.observation_spaces, self.action_spaces = spaces
+        self._first_env = first_env
+        self._slots = AgentSlots(self.parts, self.num_envs)
+        self._places = Places(self._slots, first_env)
+        self._states = AgentStates(self._slots, self._places)
+        self._rows = [ObservationRows(part.observation_space) for part in self.parts]
+        self._acting: list[NDArray[np.int64] | None] = [np.zeros(0, np.int64) for _ in self.parts]
+
+    def reset(self, seeds: Sequence[int] | None = None) -> tuple[Sequence[Observed], Infos]:
+        """Begin an episode in every environment, each with a seed of its own, or with the generators that there are.
+
+        Returns the first observations per part, and per environment agent -> info; () where all are empty.
+        """
+        if seeds is not None and len(seeds) != self.num_envs:
+            raise EnvError(f"got {len(seeds)} seeds, expected one for each of {self.num_envs} environments")
+        first, infos = self._reset(np.arange(self.num_envs), seeds)
+        self._set_acting()
+        return first, infos
+
+    def step(self, actions: Actions) -> VectorStep:
+        """Step every environment with the actions of all agents that must act, and reset those whose episode ends."""
+        given = given_actions(actions, self._acting, self._slots, self._places)
+        steps = []
+        env = 0
+        try:
+            for each, env_actions in zip(self.envs, given, strict=True):
+                steps.append(each.step(env_actions))
+                env += 1
+        except Exception as error:
+            error.add_note(self._places.at(env))
+            raise
+        told = told_by_steps(steps, self._slots, self._places)
+        ended = self._states.step(told)
+        rewards = np.zeros(self._slots.count, np.float32)
+        rewards[told.rewarded] = told.rewards
+        parts = [
+            PartStep(observed, rewards[first:stop], ended.terminateds[first:stop], ended.truncateds[first:stop])
+            for (first, stop), observed in zip(pairwise(self._slots.bounds), self._observed(told), strict=True)
+        ]
+        infos = told.infos
+        self._places.steps += 1
+        first_observed: Sequence[Observed] = ()
+        first_infos: Infos = ()
+        if len(ended.envs):
+            infos = copied(infos)  # the reset may write over them
+            first_observed, first_infos = self._reset(ended.envs, None)
+        self._set_acting()
+        return VectorStep(parts, ended.envs, first_observed, infos, first_infos)
+
+    def close(self) -> None:
+        """Close the environments."""
+        self._opened.close()
+
+    # Inside
+
+    def _reset(self, envs: NDArray[np.int64], seeds: Sequence[int] | None) -> tuple[list[Observed], Infos]:
+        numbers = envs.tolist()
+        self._places.steps[envs] = -1
+        resets = []
+        for place, env in enumerate(numbers):
+            try:
+                resets.append(self.envs[env].reset(seed=None if seeds is None else seeds[place], options=None))
+            except Exception as error:
+                error.add_note(self._places.at(env))
+                raise
+        told = told_by_resets(numbers, resets, self._slots, self._places)
+        self._states.reset(envs, told)
+        first = self._observed(told)
+        self._places.steps[envs] = 0
+        return first, told.infos
+
+    def _observed(self, told: Told) -> list[Observed]:
+        observed = []
+        for part, (rows, share) in enumerate(zip(self._rows, self._slots.split(told.numbers), strict=True)):
+            numbers = told.numbers[share]
+            items = told.items[share] if len(self.parts) > 1 else told.items
+            observations = rows(items, partial(self._whose, numbers))
+            observed.append(Observed(self._slots.slots_of(part, numbers), observations))
+        return observed
+
+    def _whose(self, numbers: NDArray[np.int64], place: int) -> str:
+        return self._places.of(int(numbers[place]))
+
+    def _set_acting(self) -> None:
+        acting = self._states.acting
+        shares = enumerate(self._slots.split(acting))
+        self._acting = [self._slots.slots_of(part, acting[share]) for part, share in shares]
+
+
+def _made(makers: Sequence[Callable[[], Any]], first_env: int, opened: ExitStack) -> list[Any]:
+    if not len(makers):
+        raise EnvError("there are no makers of environments, expected at least one")
+    made: list[Any] = []
+    for env, make in enumerate(makers, first_env):
+        try:
+            each = adapted(make())
+        except Exception as error:
+            error.add_note(f"in the callable for environment {env}")
+            raise
+        if any(each is other for other in made):
+            raise EnvError(f"the callable for environment {env} gave one that another has already given")
+        made.append(each)
+        close = getattr(each, "close", None)
+        if callable(close):
+            opened.callback(close)
+    return made
+
+
+def _check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:
+    if spaces.agents != first.agents:
+        raise EnvError(
+            f"its agents are {list(spaces.agents)}, expected those of environment {first_env}, {list(first.agents)}"
+        )
+    for kind, own, expected in zip(("observation", "action"), spaces[1:], first[1:], strict=True):
+        for agent, space in own.items():
+            if space != expected[agent]:
+                raise EnvError(
+                    f"agent {agent!r}: its {kind} space is {space}, expected that of environment {first_env}, "
+                    f"{expected[agent]}"
+                )
