@@ -81,8 +81,8 @@ class AgentStates:
 
     def _ended_envs(self, told: Told) -> NDArray[np.int64]:
         """Environments whose episode ended, by "__all__" or with the last agent."""
-        live = self._has_come & ~self._has_ended
-        ended: NDArray[np.bool_] = ~live[self._slots.of_env].any(axis=1)
+        live: NDArray[np.bool_] = self._has_come & ~self._has_ended
+        ended = np.logical_not(np.any(live[self._slots.of_env], axis=1, keepdims=False))
         ended[[*told.terminated.envs, *told.truncated.envs]] = True
         return np.flatnonzero(ended)
 
