@@ -15,6 +15,7 @@ from rollflow.stream.tree import Tree
 COMMON_INFO = "__common__"  # the key of infos that are no agent's; told to nobody
 
 _NAMES = ("observations", "rewards", "terminateds", "truncateds", "infos")
+_FLAGS = ("terminateds", "truncateds")
 _MAPPING_ERRORS = (AttributeError, KeyError, TypeError, ValueError)  # of what is no dict, or has unknown agents
 
 
@@ -31,7 +32,7 @@ class Told(NamedTuple):
     numbers: NDArray[np.int64]  # i64[K], ascending: who has an observation
     items: Sequence[Tree]  # K of them
     rewarded: NDArray[np.int64]  # i64[R]
-    rewards: NDArray[Any]  # number[R]
+    rewards: NDArray[np.float32]  # f32[R]
     terminated: Ends
     truncated: Ends
     infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per environment; () where all are empty
@@ -76,16 +77,19 @@ def told_by_resets(envs: Sequence[int], resets: Sequence[Any], slots: AgentSlots
     numbers: list[int] = []
     items: list[Tree] = []
     infos: list[Any] = []
+    is_telling = False
     try:
         for env, (observations, more) in zip(envs, resets, strict=True):
             numbers.extend(map(slots.by_env[env].__getitem__, observations))
             items.extend(observations.values())
-            infos.append(more or {})
+            infos.append(more)
+            is_telling = is_telling or any(more.values())
     except _MAPPING_ERRORS as error:
         _refuse(resets, ("observations", "infos"), slots, places, error, envs)
-    nobody = np.zeros(0, np.int64)
-    told = _known(infos, slots, places, envs) if any(any(more.values()) for more in infos) else ()
-    return Told(*_ascending(numbers, items), nobody, nobody, Ends([], []), Ends([], []), told)
+    told = _known(infos, slots, places, envs) if is_telling else ()
+    return Told(
+        *_ascending(numbers, items), np.zeros(0, np.int64), np.zeros(0, np.float32), Ends([], []), Ends([], []), told
+    )
 
 
 def _add_ends(ends: Ends, flags: Mapping[Any, Any], env: int, number_of: Any) -> None:
@@ -106,25 +110,31 @@ def _ascending(numbers: list[int], items: list[Tree]) -> tuple[NDArray[np.int64]
     return ordered, items
 
 
-def _numbers(rewards: list[Any], rewarded: list[int], places: Places) -> NDArray[Any]:
-    """The rewards as an array `number[R]`. Raises EnvError for one that is no finite number."""
-    if not rewards:
-        return np.zeros(0)
-    try:
-        values = np.array(rewards)
-        fits = values.ndim == 1 and np.can_cast(values.dtype, np.float32, "same_kind")
-        if fits and np.isfinite(np.add.reduce(values.astype(np.float32), dtype=np.float64)):
-            return values
-    except ValueError:
-        pass
-    for number, reward in zip(rewarded, rewards, strict=True):
-        value = np.asarray(reward)
-        if value.ndim or not np.can_cast(value.dtype, np.float32, "same_kind"):
-            raise EnvError(f"{places.of(number)}: its reward is {reward!r}, expected a number")
-        with np.errstate(over="ignore"):
-            if not np.isfinite(value.astype(np.float32)):
+def _numbers(rewards: list[Any], rewarded: list[int], places: Places) -> NDArray[np.float32]:
+    """The rewards as an array. Raises EnvError for one that is no finite number."""
+    values = _as_float32(rewards) if rewards else np.zeros(0, np.float32)
+    # A sum of float32 can't grow beyond float64: it is finite where all are.
+    if values is None or not np.isfinite(np.add.reduce(values, dtype=np.float64)):
+        for number, reward in zip(rewarded, rewards, strict=True):
+            value = _as_float32(reward)
+            if value is None or value.ndim:
+                raise EnvError(f"{places.of(number)}: its reward is {reward!r}, expected a number")
+            if not np.isfinite(value):
                 raise EnvError(f"{places.of(number)}: its reward is {reward!r}, expected a finite float32")
-    return np.array([float(reward) for reward in rewards])
+        values = np.array([float(reward) for reward in rewards], np.float32)
+    return values
+
+
+def _as_float32(numbers: Any) -> NDArray[np.float32] | None:
+    """A number, or a list of numbers, as an array; None where they are no numbers."""
+    try:
+        values = np.array(numbers)
+    except ValueError:
+        return None
+    if values.ndim > 1 or not np.can_cast(values.dtype, np.float32, "same_kind"):
+        return None
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 def _known(
@@ -149,20 +159,22 @@ def _refuse(
     error: Exception,
     envs: Sequence[int] | None = None,
 ) -> NoReturn:
-    """Raise EnvError for the first thing that is not as it should be."""
+    """Raise EnvError for the first thing that is not as it should be; `error` is what it led to."""
     for env, each in zip(range(len(told)) if envs is None else envs, told, strict=True):
         if not isinstance(each, tuple) or len(each) != len(names):
             raise EnvError(f"{places.at(env)}: it gave {each!r}, expected a tuple of {', '.join(names)}") from None
         for name, values in zip(names, each, strict=True):
-            if not isinstance(values, Mapping) and not (name == "infos" and values is None):
+            if not isinstance(values, Mapping):
                 raise EnvError(f"{places.at(env)}: its {name} are {values!r}, expected a dict by agents") from None
-            for agent, value in (values or {}).items():
-                is_flag = name in ("terminateds", "truncateds")
-                if agent not in slots.by_env[env] and not (is_flag and (agent == ALL_AGENTS or not value)):
-                    if not (name == "infos" and agent == COMMON_INFO):
-                        raise _unknown(env, agent, name, slots, places) from None
-                if is_flag and np.ndim(value):
-                    raise EnvError(f"{places.of_agent(env, agent)}: {name} says {value!r}, expected a bool") from None
+            for agent, value in values.items():
+                if name in _FLAGS:
+                    if np.ndim(value):
+                        where = places.of_agent(env, agent)
+                        raise EnvError(f"{where}: {name} says {value!r}, expected a bool") from None
+                    if agent == ALL_AGENTS or not value:
+                        continue
+                if name != "infos" and agent not in slots.by_env[env]:
+                    raise _unknown(env, agent, name, slots, places) from None
     raise error
 
 

@@ -129,12 +129,12 @@ TURNS = {
     "connect four": connect_four.env,
     "rps": lambda: rps.env(max_cycles=5),
     "spread": lambda: simple_spread_v3.env(max_cycles=4),
-    "zombies": lambda: knights_archers_zombies.env(max_cycles=150, spawn_rate=3),
+    "zombies": lambda: knights_archers_zombies.env(max_cycles=250, max_zombies=60),
 }
 AT_ONCE = {
     "spread": lambda: simple_spread_v3.parallel_env(max_cycles=6),
     "tag": lambda: simple_tag_v3.parallel_env(max_cycles=6),
-    "zombies": lambda: knights_archers_zombies.parallel_env(max_cycles=300, spawn_rate=3),
+    "zombies": lambda: knights_archers_zombies.parallel_env(max_cycles=300, max_zombies=60),
 }
 
 
