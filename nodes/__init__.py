@@ -76,6 +76,10 @@ if TYPE_CHECKING:
     from rollflow.nodes.metrics_logger import MetricsLogger
     from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
     from rollflow.nodes.module_to_env import ModuleToEnv
+    from rollflow.nodes.multi_agent.agent_part import AgentPart
+    from rollflow.nodes.multi_agent.array_vector import ArrayStep, MultiAgentVectorEnv
+    from rollflow.nodes.multi_agent.multi_agent_env import MultiAgentEnv
+    from rollflow.nodes.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
     from rollflow.nodes.policy_weights import PolicyWeights
     from rollflow.nodes.remote.env_host import EnvHost
     from rollflow.nodes.remote.remote_envs import RemoteEnvs, RemoteRollouts
@@ -94,7 +98,9 @@ __all__ = [
     "AddOneTsToEpisodesAndTruncate",
     "AddStatesFromEpisodesToBatch",
     "AddTimeDimToBatchAndZeroPad",
+    "AgentPart",
     "AgentToModuleMapping",
+    "ArrayStep",
     "BatchIndividualItems",
     "Bernoulli",
     "Categorical",
@@ -127,6 +133,8 @@ __all__ = [
     "ModuleToAgentUnmapping",
     "ModuleToEnv",
     "ModuleToEnvPipeline",
+    "MultiAgentEnv",
+    "MultiAgentVectorEnv",
     "MultiCategorical",
     "MultiDistribution",
     "NStepReturns",
@@ -134,6 +142,8 @@ __all__ = [
     "NumpyToTensor",
     "ObservationPreprocessor",
     "OneHotObservations",
+    "ParallelPettingZooEnv",
+    "PettingZooEnv",
     "PolicyWeights",
     "PrevActionsPrevRewards",
     "RLModule",
@@ -162,7 +172,9 @@ _HOMES = {
     "AddOneTsToEpisodesAndTruncate": "connectors.learner.add_one_ts_to_episodes_and_truncate",
     "AddStatesFromEpisodesToBatch": "connectors.common.add_states_from_episodes_to_batch",
     "AddTimeDimToBatchAndZeroPad": "connectors.common.add_time_dim_to_batch_and_zero_pad",
+    "AgentPart": "multi_agent.agent_part",
     "AgentToModuleMapping": "connectors.common.agent_to_module_mapping",
+    "ArrayStep": "multi_agent.array_vector",
     "BatchIndividualItems": "connectors.common.batch_individual_items",
     "Bernoulli": "distribution",
     "Categorical": "distribution",
@@ -198,12 +210,16 @@ _HOMES = {
     "ModuleToEnv": "module_to_env",
     "ModuleToEnvPipeline": "connectors.module_to_env.module_to_env_pipeline",
     "MultiCategorical": "distribution",
+    "MultiAgentEnv": "multi_agent.multi_agent_env",
+    "MultiAgentVectorEnv": "multi_agent.array_vector",
     "MultiDistribution": "distribution",
     "NStepReturns": "connectors.learner.n_step_returns",
     "NormalizeAndClipActions": "connectors.module_to_env.normalize_and_clip_actions",
     "NumpyToTensor": "connectors.common.numpy_to_tensor",
     "ObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
     "OneHotObservations": "connectors.env_to_module.one_hot_observations",
+    "ParallelPettingZooEnv": "multi_agent.petting_zoo",
+    "PettingZooEnv": "multi_agent.petting_zoo",
     "PolicyWeights": "policy_weights",
     "PrevActionsPrevRewards": "connectors.env_to_module.prev_actions_prev_rewards",
     "RLModule": "rl_module",
