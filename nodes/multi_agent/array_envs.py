@@ -1,12 +1,14 @@
 """What a lane takes from environments that are vectorized already."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import optree
 from numpy.typing import NDArray
 
+from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.array_vector import AgentInfos, ArrayStep, MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.multi_agent_env import agents_of
@@ -29,7 +31,9 @@ class ArrayEnvs:
     def __init__(self, env: MultiAgentVectorEnv, *, first_env: int = 0) -> None:
         spaces = agents_of(env)
         self.env = env
-        self.num_envs = env.num_envs
+        if not is_whole(env.num_envs) or env.num_envs < 1:
+            raise EnvError(f"'num_envs' is {env.num_envs!r}, expected a whole number, 1 or more")
+        self.num_envs = int(env.num_envs)
         self.parts = env.parts
         self.possible_agents, self.observation_spaces, self.action_spaces = spaces
         self._slots = AgentSlots(self.parts, self.num_envs)
@@ -52,10 +56,8 @@ class ArrayEnvs:
         """Step every environment with everybody's actions."""
         told = self.env.step_arrays(self._given(actions))
         observations = self._flat(told.observations, self.num_envs, "observations")
-        terminateds, truncateds = (
-            self._flags(flags, name)
-            for flags, name in ((told.terminateds, "terminateds"), (told.truncateds, "truncateds"))
-        )
+        terminateds = self._flags(told.terminateds, "terminateds")
+        truncateds = self._flags(told.truncateds, "truncateds")
         if len(told.rewards) != len(self.parts):
             raise EnvError(f"rewards of {len(told.rewards)} parts, expected {len(self.parts)}")
         parts = [
@@ -114,38 +116,38 @@ class ArrayEnvs:
             raise EnvError(f"{name} of {len(trees)} parts, expected {len(self.parts)}")
         flat = []
         for part, (tree, item) in enumerate(zip(trees, self._items, strict=True)):
-
-            def check(like: Any, leaf: Any, part: int = part) -> NDArray[Any]:
-                shape, dtype = np.shape(leaf), getattr(leaf, "dtype", None)
-                expected = (num_envs, self._sizes[part], *like.shape)
-                if dtype is None or shape != expected or not np.can_cast(dtype, like.dtype, "same_kind"):
-                    raise EnvError(
-                        f"{self._of(part)}: {name} are {dtype}{list(shape)}, expected {like.dtype}{list(expected)}"
-                    )
-                rows: NDArray[Any] = leaf.reshape(num_envs * self._sizes[part], *like.shape)
-                return rows
-
             try:
-                flat.append(map_tree(check, item, tree))
+                flat.append(map_tree(partial(self._rows, part, num_envs, name), item, tree))
             except EnvError:
                 raise
             except ValueError as error:
                 raise EnvError(f"{self._of(part)}: the structure of {name} differs from the space's: {error}") from None
         return flat
 
+    def _rows(self, part: int, num_envs: int, name: str, like: Any, leaf: Any) -> NDArray[Any]:
+        size = self._sizes[part]
+        self._check_array(leaf, (num_envs, size, *like.shape), like.dtype, part, name)
+        rows: NDArray[Any] = leaf.reshape(num_envs * size, *like.shape).astype(like.dtype, copy=False)
+        return rows
+
     def _rewards(self, rewards: Any, part: int) -> NDArray[np.float32]:
-        expected = self.num_envs, self._sizes[part]
-        if np.shape(rewards) != expected or not np.can_cast(rewards.dtype, np.float32, "same_kind"):
-            raise EnvError(
-                f"{self._of(part)}: rewards are {getattr(rewards, 'dtype', None)}{list(np.shape(rewards))}, "
-                f"expected float32{list(expected)}"
-            )
-        flat: NDArray[np.float32] = rewards.reshape(-1).astype(np.float32, copy=False)
+        self._check_array(rewards, (self.num_envs, self._sizes[part]), np.dtype(np.float32), part, "rewards")
+        with np.errstate(over="ignore"):
+            flat: NDArray[np.float32] = rewards.reshape(-1).astype(np.float32, copy=False)
+        # A sum of float32 can't grow beyond float64: it is finite where all are.
         if not np.isfinite(np.add.reduce(flat, dtype=np.float64)):
             slot = int(np.argmin(np.isfinite(flat)))
             where = self._places.of(self._slots.bounds[part] + slot)
             raise EnvError(f"{where}: its reward is {rewards.reshape(-1)[slot]}, expected a finite float32")
         return flat
+
+    def _check_array(self, array: Any, shape: tuple[int, ...], dtype: np.dtype[Any], part: int, name: str) -> None:
+        if not isinstance(array, np.ndarray):
+            raise EnvError(f"{self._of(part)}: {name} are {array!r}, expected {dtype}{list(shape)}")
+        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise EnvError(
+                f"{self._of(part)}: {name} are {array.dtype}{list(array.shape)}, expected {dtype}{list(shape)}"
+            )
 
     def _flags(self, flags: Any, name: str) -> NDArray[np.bool_]:
         if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):

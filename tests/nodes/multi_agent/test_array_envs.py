@@ -109,6 +109,16 @@ def test_where_all_episodes_end_the_first_observations_are_everybodys() -> None:
     assert [observed.slots for observed in step.first] == [None, None]
 
 
+def test_observations_are_in_the_spaces_dtypes() -> None:
+    env = HideAndSeek(2)
+    env.reset_arrays(None)
+    good = env.step_arrays(None)
+    env.changed = {"observations": [good.observations[0], good.observations[1].astype(np.float64)]}
+    envs = ArrayEnvs(env)
+    envs.reset()
+    assert envs.step(everybody(2)).parts[1].observed.observations.dtype == np.float32
+
+
 def calls_in(function: Callable[[], object]) -> int:
     """How many functions are called, Python's and C's."""
     count = 0
@@ -163,6 +173,14 @@ STEPS = {
         lambda good: {"rewards": [good.rewards[0], np.array([[0, 0, 0], [0, np.nan, 0]])]},
         "environment 6, env step 0, agent 'seeker 1': its reward is nan, expected a finite float32",
     ),
+    "a reward beyond float32": (
+        lambda good: {"rewards": [np.full((2, 2), 1e39), good.rewards[1]]},
+        "environment 5, env step 0, agent 'hider 0': its reward is 1e.39, expected a finite float32",
+    ),
+    "rewards in a list": (
+        lambda good: {"rewards": [good.rewards[0].tolist(), good.rewards[1]]},
+        r"agents 'hider 0', 'hider 1': rewards are \[\[.*\]\], expected float32\[2, 2\]",
+    ),
     "flags as numbers": (
         lambda good: {"terminateds": np.zeros(2)},
         r"environments from 5: terminateds are array\(\[0., 0.\]\), expected bool\[2\]",
@@ -212,6 +230,9 @@ def test_seeds_and_agents_are_checked() -> None:
         envs.reset([1])
     envs.close()
     assert env.is_closed
+    env.num_envs = 0
+    with pytest.raises(EnvError, match="'num_envs' is 0, expected a whole number, 1 or more"):
+        ArrayEnvs(env)
     env.possible_agents = ()
     with pytest.raises(EnvError, match="'possible_agents' is missing or empty"):
         ArrayEnvs(env)
