@@ -67,6 +67,8 @@ class MultiAgentEnvs:
 
     def step(self, actions: Actions) -> VectorStep:
         """Step every environment with the actions of all agents that must act, and reset those whose episode ends."""
+        if self._places.steps[0] < 0:
+            raise EnvError("step before the first reset")
         given = given_actions(actions, self._acting, self._slots, self._places)
         steps = []
         env = 0

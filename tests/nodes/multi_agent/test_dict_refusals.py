@@ -183,6 +183,11 @@ def test_actions_of_others_than_those_that_must_act_are_refused(name: str) -> No
         envs.step([(slots, np.zeros(count, np.int64))])
 
 
+def test_a_step_before_the_first_reset_is_refused() -> None:
+    with pytest.raises(EnvError, match="step before the first reset"):
+        MultiAgentEnvs([Scripted]).step([(np.zeros(0, np.int64), np.zeros(0))])
+
+
 def test_actions_of_other_parts_than_there_are_are_refused() -> None:
     envs = MultiAgentEnvs([lambda: Scripted(GOOD)])
     envs.reset()
