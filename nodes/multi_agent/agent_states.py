@@ -65,7 +65,7 @@ class AgentStates:
         for ends in (told.terminated, told.truncated):
             self._has_ended[ends.numbers] = True
         self._has_ended |= terminateds | truncateds
-        envs = self._ended_envs(told)
+        envs = self._ended_envs()
         self.acting = seen[~(self._has_ended[seen] | np.isin(self._slots.envs[seen], envs))]
         self._check_acting(self.acting, envs)
         return Ended(terminateds, truncateds, envs)
@@ -79,12 +79,10 @@ class AgentStates:
         flags[self._slots.of_env[ends.envs]] = True
         return flags
 
-    def _ended_envs(self, told: Told) -> NDArray[np.int64]:
-        """Environments whose episode ended, by "__all__" or with the last agent."""
+    def _ended_envs(self) -> NDArray[np.int64]:
+        """Environments whose last agent has ended, as all do by "__all__"."""
         live: NDArray[np.bool_] = self._has_come & ~self._has_ended
-        ended = np.logical_not(np.any(live[self._slots.of_env], axis=1, keepdims=False))
-        ended[[*told.terminated.envs, *told.truncated.envs]] = True
-        return np.flatnonzero(ended)
+        return np.flatnonzero(np.logical_not(np.any(live[self._slots.of_env], axis=1)))
 
     def _check_truncated(self, lost: NDArray[np.bool_]) -> None:
         if lost.any():

@@ -204,6 +204,17 @@ def test_a_step_that_is_refused(name: str) -> None:
         envs.step(everybody(2))
 
 
+def test_the_step_that_is_named_is_that_of_the_episode() -> None:
+    env = HideAndSeek(2)
+    envs = ArrayEnvs(env)
+    envs.reset()
+    for _ in range(4):
+        envs.step(everybody(2))
+    env.changed = {"rewards": [np.zeros((2, 2)), np.full((2, 3), np.nan)]}
+    with pytest.raises(EnvError, match="environment 0, env step 1, agent 'seeker 0'"):  # its episodes take 3 steps
+        envs.step(everybody(2))
+
+
 ACTING = {
     "one part": ([(None, np.zeros(4))], "got actions for 1 parts, expected 2"),
     "not everybody": (

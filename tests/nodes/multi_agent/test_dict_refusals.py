@@ -326,3 +326,18 @@ def test_seeds_are_the_first_resets_alone() -> None:
     envs.reset([11])
     envs.step([(np.array([0]), np.zeros(1, np.int64))])
     assert env.seeds == [11, None]
+
+
+def test_a_reset_may_write_over_the_infos_of_the_last_step() -> None:
+    info = {"left": 1}
+
+    class Reusing(Scripted):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            info["left"] = 2
+            return {"a": SEEN}, {"a": info}
+
+    envs = MultiAgentEnvs([lambda: Reusing(told(terminateds={"__all__": True}, infos={"a": info}))])
+    envs.reset()
+    info["left"] = 1
+    step = envs.step([(np.array([0]), np.zeros(1, np.int64))])
+    assert ([*step.infos], [*step.first_infos]) == ([{"a": {"left": 1}}], [{"a": {"left": 2}}])
