@@ -6,14 +6,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import anyio
 import anyio.from_thread
 
 from rollflow.nodes.pace import FragmentCredits
 from rollflow.stream.bell import Bell
-from rollflow.stream.fragment import Fragment
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.report import Report
@@ -24,7 +23,7 @@ class Drive(Protocol):
 
     def __init__(self, ring: Graph, credits: FragmentCredits) -> None: ...
 
-    def next(self) -> Fragment | None:
+    def next(self) -> Any:
         """The next fragment; None when no more come. Raises what a node raised."""
         ...
 
@@ -52,11 +51,11 @@ class InlineDrive:
 
     def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
         self._credits = credits
-        self._waiting: list[Fragment] = []
+        self._waiting: list[Any] = []
         self._run = InlineRun(ring)
         self._run.__enter__()
 
-    def next(self) -> Fragment | None:
+    def next(self) -> Any:
         """The next fragment; None when no more come."""
         if not self._waiting:
             self._waiting = [fragment for _, fragment in self._run.next_outputs()]
@@ -88,14 +87,14 @@ class ThreadDrive:
         self._credits = credits
         self._bell = Bell()
         self._run = InlineRun(ring, self._bell)
-        self._fragments: SimpleQueue[Fragment | None] = SimpleQueue()  # None: there are no more
+        self._fragments: SimpleQueue[Any] = SimpleQueue()  # None: there are no more
         self._commands: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
         self._thread.start()
 
-    def next(self) -> Fragment | None:
+    def next(self) -> Any:
         """The next fragment; None when no more come. Raises what a node raised."""
         caller = self._run.caller
         caller.begin_wait()
@@ -172,10 +171,10 @@ class PortalDrive:
             self._stack = opening.pop_all()
         self._is_open = True
 
-    def next(self) -> Fragment | None:
+    def next(self) -> Any:
         """The next fragment; None when no more come. Raises what a node raised."""
         try:
-            fragment: Fragment = self._portal.call(self._run["fragments"].receive)
+            fragment: Any = self._portal.call(self._run["fragments"].receive)
         except anyio.EndOfStream:
             return None
         except Exception:

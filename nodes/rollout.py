@@ -1,13 +1,10 @@
 """Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
 
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any
 
-import anyio
 import gymnasium as gym
 
 from rollflow.nodes.acting import acting_for, compile_options
@@ -15,7 +12,6 @@ from rollflow.nodes.choice import Asked
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.default_module import DefaultModule
-from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.env_to_module import EnvToModule, shapes_of
 from rollflow.nodes.episode_returns import EpisodeReturns
@@ -30,32 +26,28 @@ from rollflow.nodes.lag import LagBound, OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
-from rollflow.nodes.pace import AllOf, FragmentCredits
+from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.remote.remote_envs import RemoteHosts, RemoteRollouts
 from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.ring import ring_of, seed_lane
+from rollflow.nodes.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rollouts_elsewhere import Deal, RolloutsElsewhere, Turns, ring_of_turns
 from rollflow.nodes.rounds import Rounds
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import GraphError, ModuleError, RunError
+from rollflow.stream.errors import ModuleError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
-from rollflow.stream.inline_run import can_run_inline
 from rollflow.stream.lane import Lane
-from rollflow.stream.meter import NodeMeter, clock
-from rollflow.stream.report import CALLER, Report
-from rollflow.stream.run import Run
+from rollflow.stream.report import Report
 from rollflow.stream.seeding import fresh_seed
 
-T = TypeVar("T")
-Batch = dict[str, Any]
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 
 
-class Rollout:
+class Rollout(RolloutLoop[Fragment]):
     """Steps environments with a module and gives what they made, fragment by fragment.
 
         env, num_envs, lanes       what is stepped: see `Environments`; `RemoteEnvs` or `RemoteRollouts` for what is on
@@ -212,7 +204,7 @@ class Rollout:
         if debug:
             self.env_to_module.fuses = self.module_to_env.fuses = False
         self._weights = PolicyWeights(self._acting)
-        self.lag = LagBound(self._weights, max_lag, on_excess)
+        lag = LagBound(self._weights, max_lag, on_excess)
         taught = pieces_given(learner_connector, "learner_connector", *acting.spaces)
         self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, taught, stateful=acting.is_stateful)
         self._lookback_asked, self._stateful = lookback, acting.is_stateful
@@ -220,8 +212,8 @@ class Rollout:
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = self.environments.num_lanes
         self._num_fragments = num_fragments
-        self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
-        self._credits = FragmentCredits(self._lanes_count * self._fragments_per_lane)
+        rounds = Rounds(self._lanes_count, lag, self.returns)
+        super().__init__(self.environments, lag=lag, rounds=rounds, ahead=ahead, in_a_thread=prefetch > 0)
         self.metrics = MetricsLogger() if metrics is None else metrics
         compiled = compile_options(compile_forward)
         flat = type(self._acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
@@ -242,28 +234,6 @@ class Rollout:
         if isinstance(self.environments, RemoteLanes):
             self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
         self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
-        self._runs_ahead = prefetch > 0
-        self._gates: list[Gate] = []  # that hold it back in a graph
-        self._is_in_graph = False
-        self._drive: Drive | None = None
-        self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
-        self._state = "new"
-        self._rounds = Rounds(self._lanes_count, self.lag, self.returns)
-        self._learner_meter = NodeMeter("learner_pipeline")
-
-    # The graph
-
-    def graph(self) -> Graph:
-        """The four stages, joined to a ring, with the output `fragments`; what a `Graph` takes this node apart into.
-
-        As a node of a graph the rollout runs ahead as far as the edges let it.
-        """
-        if self.lag.on_excess == "pace" and self.lag.max_lag is not None:
-            raise GraphError(
-                "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline"
-            )
-        self._is_in_graph = True
-        return self._ring(AllOf(self._gates) if self._gates else None)
 
     def explain(self) -> str:
         """How it runs: what is chained into one task, how much each edge holds, and why it goes where it goes."""
@@ -279,61 +249,6 @@ class Rollout:
                 self._deal.give_back = gate.release
             return ring_of_turns(environments, self._deal, gate)
         return ring_of(environments, self._prepare, self._gathering or self._forward, self._act, gate)
-
-    # The loop
-
-    def __enter__(self) -> Self:
-        self._begin()
-        ring = self._ring(self._credits)
-        drive: type[Drive] = PortalDrive
-        if can_run_inline(ring):
-            drive = ThreadDrive if self._runs_ahead else InlineDrive
-        try:
-            self._drive = drive(ring, self._credits)
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if self._drive is not None:
-                self._drive.close(kind, error, traceback)
-        finally:
-            self._end()
-
-    async def __aenter__(self) -> Self:
-        self._begin()
-        running = self._ring(self._credits).run()
-        self._async_run = running, await running.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None:
-        assert self._async_run is not None
-        try:
-            return await self._async_run[0].__aexit__(kind, error, traceback)
-        finally:
-            self._end()
-
-    def fragments(self) -> "Stream[Fragment]":
-        """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
-
-        Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
-        asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or
-        when every lane has given its `num_fragments`.
-        """
-        return Stream(self, self._rounds.hand_out)
-
-    def batches(self) -> "Stream[Batch]":
-        """Train batches, each of one fragment of every lane, from the learner pipeline: column -> tensor `any[B, ...]`.
-
-        Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
-        """
-        return Stream(self, self._batches)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
@@ -352,71 +267,16 @@ class Rollout:
             self.environments.broadcast(version, weights)
         return is_newer
 
-    def hold_back(self, gate: Gate) -> None:
-        """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.
-
-        Raises GraphError where the graph has it already.
-        """
-        if self._is_in_graph:
-            raise GraphError("the rollout is in a graph already, expected whoever holds it back to come before that")
-        self._gates.append(gate)
-
-    def drain(self) -> None:
-        """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end.
-
-        To be called where the loop is. Raises RunError when the rollout is not running.
-        """
-        if self._state != "running":
-            raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
-        if self._drive is not None:
-            self._drive.drain()
-        elif self._async_run is not None:
-            self._async_run[1].stop()
-
-    def report(self) -> Report:
-        """What every stage has counted so far, and which one holds the others back.
-
-        The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself.
-        """
-        if self._drive is not None:
-            return self._told(self._drive.report())
-        if self._async_run is not None:
-            return self._told(self._async_run[1].report())
-        raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
-
     @property
     def policy_version(self) -> int:
         """The version published last; 0 before any."""
         return self._weights.version
 
-    @property
-    def num_steps(self) -> int:
-        """Transitions that the environments have made."""
-        return self.environments.num_steps
-
-    @property
-    def lost(self) -> dict[str, int]:
-        """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`.
-
-        `workers` counts those that were under way in workers and on hosts that were lost: nobody knows whether they
-        were made. Of hosts that made whole rollouts it counts what they had told of and not sent.
-
-        As a node of a graph: those that were not cut into a fragment when the run was left. What the graph's edges
-        then drop, they count themselves.
-        """
-        lost = {"max_lag": self.lag.dropped_steps, "workers": self.environments.lost_steps}
-        if self._state == "new" and self.environments.is_closed:
-            lost["closed"] = self.environments.uncut_steps
-        if self._state == "closed":
-            lost["closed"] = self.num_steps - self._rounds.handed_steps - self.lag.dropped_steps
-        return {cause: steps for cause, steps in lost.items() if steps}
-
     # Inside
 
-    def _told(self, report: Report) -> Report:
-        report = report.moved(CALLER, self._learner_meter)
+    def _with_parts(self, report: Report) -> Report:
         if isinstance(self.environments, RolloutsElsewhere):
-            report = report.with_parts("rollouts", self.environments.stages(report.elapsed_s))
+            return report.with_parts("rollouts", self.environments.stages(report.elapsed_s))
         return report
 
     def _replica(self) -> dict[str, Any]:
@@ -465,73 +325,18 @@ class Rollout:
         if "metrics" in told:
             self.metrics.merge([told["metrics"]])
 
-    def _not_entered(self, expected: str) -> str:
-        entered = "by 'async with'" if self._drive is None else "by 'with'"
-        told = f"running, entered {entered}" if self._state == "running" else self._state
-        return f"the rollout is {told}; this loop expects: {expected}"
-
-    def _begin(self) -> None:
-        if self._state != "new":
-            raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+    def _check_ready(self) -> None:
         seen = self.env_to_module.observation_space
         if self._makes_module and seen is not None and seen != self.module.observation_space:
             raise ModuleError(
                 f"env_to_module was edited: it leaves observations in {seen}, but the default module was made for "
                 f"{self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
-        self._state = "running"
 
-    def _end(self) -> None:
-        self._state = "closed"
-
-    def _take_rounds(self) -> Iterator[None]:
-        """Have a round ready to be handed out, again and again, until no more fragments come."""
-        drive, rounds = self._drive, self._rounds
-        if drive is None or self._state != "running":
-            raise RunError(self._not_entered("with Rollout(...) as rollout, and for"))
-        while True:
-            if rounds.is_empty:
-                rounds.give_back(drive.release)
-                while not rounds.is_full and (fragment := drive.next()) is not None:
-                    rounds.take(fragment, drive.release)
-                if rounds.is_empty:
-                    return
-            yield
-
-    async def _take_rounds_async(self) -> AsyncIterator[None]:
-        rounds = self._rounds
-        if self._async_run is None or self._state != "running":
-            raise RunError(self._not_entered("async with Rollout(...) as rollout, and async for"))
-        output = self._async_run[1]["fragments"]
-        while True:
-            if rounds.is_empty:
-                rounds.give_back(self._credits.release)
-                while not rounds.is_full:
-                    try:
-                        rounds.take(await output.receive(), self._credits.release)
-                    except anyio.EndOfStream:
-                        break
-                if rounds.is_empty:
-                    return
-            yield
-
-    def _batches(self) -> Iterator[Batch]:
-        """The batch of a round; none where all of it has become too old."""
-        before = self._rounds.handed_steps
-        # In the lanes' order, in whichever they came.
-        fragments = sorted(self._rounds.hand_out(), key=lambda fragment: (fragment.lane, fragment.sequence))
-        if not fragments:
-            return
-        began = clock()
-        try:
-            batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
-        except BaseException:
-            self._rounds.handed_steps = before
-            raise
+    def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
+        batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
         self._compare_observations(batch)
-        self._learner_meter.busy_ns += clock() - began
-        self._learner_meter.items += 1
-        yield batch
+        return batch
 
     def _compare_observations(self, batch: Batch) -> None:
         """Warn, at the first batch, where training and acting are given observations of different shapes."""
@@ -573,20 +378,3 @@ class Rollout:
         return GatheringForward(
             self._forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=forward_in_thread
         )
-
-
-class Stream(Generic[T]):
-    """What `fragments()` and `batches()` give: for `for` or `async for`, as the rollout was entered."""
-
-    def __init__(self, rollout: Rollout, made: Callable[[], Iterator[T]]) -> None:
-        self._rollout = rollout
-        self._made = made
-
-    def __iter__(self) -> Iterator[T]:
-        for _ in self._rollout._take_rounds():
-            yield from self._made()
-
-    async def __aiter__(self) -> AsyncIterator[T]:
-        async for _ in self._rollout._take_rounds_async():
-            for item in self._made():
-                yield item

@@ -2,13 +2,25 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator
-
-from rollflow.nodes.episode_returns import EpisodeReturns
-from rollflow.nodes.lag import LagBound
-from rollflow.stream.fragment import Fragment
+from typing import Any, Generic, Protocol, TypeVar
 
 
-class Rounds:
+class Emitted(Protocol):
+    """A fragment, of one agent or several."""
+
+    lane: int
+    sequence: int
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions in it."""
+        ...
+
+
+F = TypeVar("F", bound=Emitted)
+
+
+class Rounds(Generic[F]):
     """Takes fragments from the ring a round at a time, one for every lane, and hands them out.
 
         size       fragments in a round
@@ -21,12 +33,12 @@ class Rounds:
     to the ring, which may then go on, when the next one is asked for.
     """
 
-    def __init__(self, size: int, lag: LagBound, returns: EpisodeReturns) -> None:
+    def __init__(self, size: int, lag: Any, returns: Callable[[F], None]) -> None:
         self.size = size
         self.handed_steps = 0
         self._lag = lag
         self._returns = returns
-        self._waiting: deque[Fragment] = deque()
+        self._waiting: deque[F] = deque()
         self._taken = 0  # of the ring, and not given back
 
     @property
@@ -45,7 +57,7 @@ class Rounds:
         if taken:
             release(taken)
 
-    def take(self, fragment: Fragment, release: Callable[[int], None]) -> None:
+    def take(self, fragment: F, release: Callable[[int], None]) -> None:
         """Take a fragment of the ring; one without a transition, or too old, is given back at once."""
         self._returns(fragment)
         if fragment.num_steps and self._lag.admits(fragment):
@@ -54,7 +66,7 @@ class Rounds:
         else:
             release(1)
 
-    def hand_out(self) -> Iterator[Fragment]:
+    def hand_out(self) -> Iterator[F]:
         """The fragments of the round, but for those that have become too old meanwhile."""
         while self._waiting:
             fragment = self._waiting.popleft()

@@ -1,0 +1,277 @@
+"""What every rollout is to those who use it: a plain loop, an async one, or a node of a graph."""
+
+import abc
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import anyio
+
+from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
+from rollflow.nodes.lag import LagBound
+from rollflow.nodes.pace import AllOf, FragmentCredits
+from rollflow.nodes.rounds import Emitted, Rounds
+from rollflow.stream.errors import GraphError, RunError
+from rollflow.stream.gate import Gate
+from rollflow.stream.graph import Graph
+from rollflow.stream.inline_run import can_run_inline
+from rollflow.stream.meter import NodeMeter, clock
+from rollflow.stream.report import CALLER, Report
+from rollflow.stream.run import Run
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Emitted)
+Batch = dict[str, Any]
+
+
+class RolloutLoop(abc.ABC, Generic[F]):
+    """Runs a ring of nodes that gives fragments, and hands them out a round at a time, one of every lane.
+
+        environments       the node that steps what there is to step
+        lag                how old a fragment may be
+        rounds             takes fragments and hands them out
+        ahead              fragments of each lane that may be begun beyond the one that is worked on
+        in_a_thread        whether the ring goes on while the reader works
+
+    It runs once.
+    """
+
+    def __init__(self, environments: Any, *, lag: LagBound, rounds: Rounds[F], ahead: int, in_a_thread: bool) -> None:
+        self.environments = environments
+        self.lag = lag
+        self._rounds = rounds
+        self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
+        self._credits = FragmentCredits(environments.num_lanes * self._fragments_per_lane)
+        self._runs_ahead = in_a_thread
+        self._gates: list[Gate] = []  # that hold it back in a graph
+        self._is_in_graph = False
+        self._drive: Drive | None = None
+        self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
+        self._state = "new"
+        self._learner_meter = NodeMeter("learner_pipeline")
+
+    # What a rollout is made of
+
+    @abc.abstractmethod
+    def _ring(self, gate: Gate | None) -> Graph:
+        """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
+
+    @abc.abstractmethod
+    def _batch_of(self, fragments: Sequence[F]) -> Batch:
+        """A train batch of a round."""
+
+    def _check_ready(self) -> None:
+        """Raise where it can't be run as it has been put together."""
+
+    def _with_parts(self, report: Report) -> Report:
+        """The report, with what is counted elsewhere."""
+        return report
+
+    # The graph
+
+    def graph(self) -> Graph:
+        """Its stages, joined to a ring, with the output `fragments`; what a `Graph` takes this node apart into.
+
+        As a node of a graph the rollout runs ahead as far as the edges let it.
+        """
+        if self.lag.on_excess == "pace" and self.lag.max_lag is not None:
+            raise GraphError(
+                "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline"
+            )
+        self._is_in_graph = True
+        return self._ring(AllOf(self._gates) if self._gates else None)
+
+    # The loop
+
+    def __enter__(self) -> Self:
+        self._begin()
+        ring = self._ring(self._credits)
+        drive: type[Drive] = PortalDrive
+        if can_run_inline(ring):
+            drive = ThreadDrive if self._runs_ahead else InlineDrive
+        try:
+            self._drive = drive(ring, self._credits)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._drive is not None:
+                self._drive.close(kind, error, traceback)
+        finally:
+            self._end()
+
+    async def __aenter__(self) -> Self:
+        self._begin()
+        running = self._ring(self._credits).run()
+        self._async_run = running, await running.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None:
+        assert self._async_run is not None
+        try:
+            return await self._async_run[0].__aexit__(kind, error, traceback)
+        finally:
+            self._end()
+
+    def fragments(self) -> "Stream[F]":
+        """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
+
+        Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
+        asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or
+        when every lane has given its `num_fragments`.
+        """
+        return Stream(self, self._rounds.hand_out)
+
+    def batches(self) -> "Stream[Batch]":
+        """Train batches, each of one fragment of every lane, from the learner pipeline: column -> tensor `any[B, ...]`.
+
+        Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
+        """
+        return Stream(self, self._batches)
+
+    def hold_back(self, gate: Gate) -> None:
+        """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.
+
+        Raises GraphError where the graph has it already.
+        """
+        if self._is_in_graph:
+            raise GraphError("the rollout is in a graph already, expected whoever holds it back to come before that")
+        self._gates.append(gate)
+
+    def drain(self) -> None:
+        """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end.
+
+        To be called where the loop is. Raises RunError when the rollout is not running.
+        """
+        if self._state != "running":
+            raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
+        if self._drive is not None:
+            self._drive.drain()
+        elif self._async_run is not None:
+            self._async_run[1].stop()
+
+    def report(self) -> Report:
+        """What every stage has counted so far, and which one holds the others back.
+
+        The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself.
+        """
+        if self._drive is not None:
+            return self._told(self._drive.report())
+        if self._async_run is not None:
+            return self._told(self._async_run[1].report())
+        raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made."""
+        steps: int = self.environments.num_steps
+        return steps
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Transitions made but never handed out, by cause: `max_lag`, and, once it has been left, `closed`.
+
+        `workers` counts those that were under way in workers and on hosts that were lost: nobody knows whether they
+        were made. Of hosts that made whole rollouts it counts what they had told of and not sent.
+
+        As a node of a graph: those that were not cut into a fragment when the run was left. What the graph's edges
+        then drop, they count themselves.
+        """
+        lost = {"max_lag": self.lag.dropped_steps, "workers": self.environments.lost_steps}
+        if self._state == "new" and self.environments.is_closed:
+            lost["closed"] = self.environments.uncut_steps
+        if self._state == "closed":
+            lost["closed"] = self.num_steps - self._rounds.handed_steps - self.lag.dropped_steps
+        return {cause: steps for cause, steps in lost.items() if steps}
+
+    # Inside
+
+    def _told(self, report: Report) -> Report:
+        return self._with_parts(report.moved(CALLER, self._learner_meter))
+
+    def _begin(self) -> None:
+        if self._state != "new":
+            raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+        self._check_ready()
+        self._state = "running"
+
+    def _not_entered(self, expected: str) -> str:
+        entered = "by 'async with'" if self._drive is None else "by 'with'"
+        told = f"running, entered {entered}" if self._state == "running" else self._state
+        return f"the rollout is {told}; this loop expects: {expected}"
+
+    def _end(self) -> None:
+        self._state = "closed"
+
+    def _take_rounds(self) -> Iterator[None]:
+        """Have a round ready to be handed out, again and again, until no more fragments come."""
+        drive, rounds = self._drive, self._rounds
+        if drive is None or self._state != "running":
+            raise RunError(self._not_entered("with Rollout(...) as rollout, and for"))
+        while True:
+            if rounds.is_empty:
+                rounds.give_back(drive.release)
+                while not rounds.is_full and (fragment := drive.next()) is not None:
+                    rounds.take(fragment, drive.release)
+                if rounds.is_empty:
+                    return
+            yield
+
+    async def _take_rounds_async(self) -> AsyncIterator[None]:
+        rounds = self._rounds
+        if self._async_run is None or self._state != "running":
+            raise RunError(self._not_entered("async with Rollout(...) as rollout, and async for"))
+        output = self._async_run[1]["fragments"]
+        while True:
+            if rounds.is_empty:
+                rounds.give_back(self._credits.release)
+                while not rounds.is_full:
+                    try:
+                        rounds.take(await output.receive(), self._credits.release)
+                    except anyio.EndOfStream:
+                        break
+                if rounds.is_empty:
+                    return
+            yield
+
+    def _batches(self) -> Iterator[Batch]:
+        """The batch of a round; none where all of it has become too old."""
+        before = self._rounds.handed_steps
+        # In the lanes' order, in whichever they came.
+        fragments = sorted(self._rounds.hand_out(), key=lambda fragment: (fragment.lane, fragment.sequence))
+        if not fragments:
+            return
+        began = clock()
+        try:
+            batch = self._batch_of(fragments)
+        except BaseException:
+            self._rounds.handed_steps = before
+            raise
+        self._learner_meter.busy_ns += clock() - began
+        self._learner_meter.items += 1
+        yield batch
+
+
+class Stream(Generic[T]):
+    """What `fragments()` and `batches()` give: for `for` or `async for`, as the rollout was entered."""
+
+    def __init__(self, rollout: RolloutLoop[Any], made: Callable[[], Iterator[T]]) -> None:
+        self._rollout = rollout
+        self._made = made
+
+    def __iter__(self) -> Iterator[T]:
+        for _ in self._rollout._take_rounds():
+            yield from self._made()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        async for _ in self._rollout._take_rounds_async():
+            for item in self._made():
+                yield item
