@@ -76,10 +76,12 @@ if TYPE_CHECKING:
     from rollflow.nodes.metrics_logger import MetricsLogger
     from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
     from rollflow.nodes.module_to_env import ModuleToEnv
-    from rollflow.nodes.multi_agent.agent_part import AgentPart
     from rollflow.nodes.multi_agent.array_vector import ArrayStep, MultiAgentVectorEnv
     from rollflow.nodes.multi_agent.multi_agent_env import MultiAgentEnv
+    from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
+    from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
     from rollflow.nodes.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
+    from rollflow.nodes.multi_agent.random_module import RandomModule
     from rollflow.nodes.policy_weights import PolicyWeights
     from rollflow.nodes.remote.env_host import EnvHost
     from rollflow.nodes.remote.remote_envs import RemoteEnvs, RemoteRollouts
@@ -98,7 +100,6 @@ __all__ = [
     "AddOneTsToEpisodesAndTruncate",
     "AddStatesFromEpisodesToBatch",
     "AddTimeDimToBatchAndZeroPad",
-    "AgentPart",
     "AgentToModuleMapping",
     "ArrayStep",
     "BatchIndividualItems",
@@ -134,9 +135,11 @@ __all__ = [
     "ModuleToEnv",
     "ModuleToEnvPipeline",
     "MultiAgentEnv",
+    "MultiAgentRollout",
     "MultiAgentVectorEnv",
     "MultiCategorical",
     "MultiDistribution",
+    "MultiRLModule",
     "NStepReturns",
     "NormalizeAndClipActions",
     "NumpyToTensor",
@@ -147,6 +150,7 @@ __all__ = [
     "PolicyWeights",
     "PrevActionsPrevRewards",
     "RLModule",
+    "RandomModule",
     "ReadyForward",
     "RemoteEnvs",
     "RemoteRollouts",
@@ -162,6 +166,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "DEFAULT_MODULE_ID": "connectors.common.agent_to_module_mapping",
+    "LAST_OBSERVATIONS": "connectors.common.add_observations_from_episodes_to_batch",
     "AddColumnsFromEpisodesToBatch": "connectors.learner.add_columns_from_episodes_to_train_batch",
     "AddColumnsFromEpisodesToTrainBatch": "connectors.learner.add_columns_from_episodes_to_train_batch",
     "AddInfosFromEpisodesToTrainBatch": "connectors.learner.add_infos_from_episodes_to_train_batch",
@@ -172,7 +178,6 @@ _HOMES = {
     "AddOneTsToEpisodesAndTruncate": "connectors.learner.add_one_ts_to_episodes_and_truncate",
     "AddStatesFromEpisodesToBatch": "connectors.common.add_states_from_episodes_to_batch",
     "AddTimeDimToBatchAndZeroPad": "connectors.common.add_time_dim_to_batch_and_zero_pad",
-    "AgentPart": "multi_agent.agent_part",
     "AgentToModuleMapping": "connectors.common.agent_to_module_mapping",
     "ArrayStep": "multi_agent.array_vector",
     "BatchIndividualItems": "connectors.common.batch_individual_items",
@@ -183,7 +188,6 @@ _HOMES = {
     "ComputeReturnsToGo": "connectors.learner.compute_returns_to_go",
     "ConnectorPipelineV2": "connectors.connector_pipeline_v2",
     "ConnectorV2": "connectors.connector_v2",
-    "DEFAULT_MODULE_ID": "connectors.common.agent_to_module_mapping",
     "DefaultModelConfig": "default_model_config",
     "DefaultModule": "default_module",
     "Deterministic": "distribution",
@@ -198,7 +202,6 @@ _HOMES = {
     "GatheringForward": "module_forward",
     "GeneralAdvantageEstimation": "connectors.learner.general_advantage_estimation",
     "GetActions": "connectors.module_to_env.get_actions",
-    "LAST_OBSERVATIONS": "connectors.common.add_observations_from_episodes_to_batch",
     "LagBound": "lag",
     "LambdaConnector": "connectors.lambda_connector",
     "LearnerConnectorPipeline": "connectors.learner.learner_connector_pipeline",
@@ -209,10 +212,12 @@ _HOMES = {
     "ModuleToAgentUnmapping": "connectors.module_to_env.module_to_agent_unmapping",
     "ModuleToEnv": "module_to_env",
     "ModuleToEnvPipeline": "connectors.module_to_env.module_to_env_pipeline",
-    "MultiCategorical": "distribution",
     "MultiAgentEnv": "multi_agent.multi_agent_env",
+    "MultiAgentRollout": "multi_agent.multi_agent_rollout",
     "MultiAgentVectorEnv": "multi_agent.array_vector",
+    "MultiCategorical": "distribution",
     "MultiDistribution": "distribution",
+    "MultiRLModule": "multi_agent.multi_rl_module",
     "NStepReturns": "connectors.learner.n_step_returns",
     "NormalizeAndClipActions": "connectors.module_to_env.normalize_and_clip_actions",
     "NumpyToTensor": "connectors.common.numpy_to_tensor",
@@ -223,10 +228,11 @@ _HOMES = {
     "PolicyWeights": "policy_weights",
     "PrevActionsPrevRewards": "connectors.env_to_module.prev_actions_prev_rewards",
     "RLModule": "rl_module",
+    "RandomModule": "multi_agent.random_module",
+    "ReadyForward": "module_forward",
     "RemoteEnvs": "remote.remote_envs",
     "RemoteRollouts": "remote.remote_envs",
     "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.remove_single_ts_time_rank_from_batch",
-    "ReadyForward": "module_forward",
     "Rollout": "rollout",
     "RolloutHost": "remote.rollout_host",
     "SingleAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",

@@ -12,7 +12,7 @@ OnExcess = Literal["drop", "pace"]
 class LagBound:
     """Refuses fragments that are more than `max_lag` policy versions old.
 
-    weights      whose newest version a fragment's oldest is compared with
+    weights      whose newest version a fragment's oldest is compared with; None: a subclass knows better
     max_lag      versions; None: any age will do
     on_excess    "drop": an older fragment is left out and counted
                  "pace": the rollout is held back so that none gets older, as long as the weights are published
@@ -21,7 +21,7 @@ class LagBound:
     dropped_fragments, dropped_steps    what was left out so far
     """
 
-    def __init__(self, weights: PolicyWeights, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
+    def __init__(self, weights: PolicyWeights | None, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
         if on_excess not in ("drop", "pace"):
             raise ValueError(f"on_excess is {on_excess!r}, expected 'drop' or 'pace'")
         self.max_lag = max_lag
@@ -32,6 +32,7 @@ class LagBound:
 
     def lag(self, fragment: Fragment) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
+        assert self._weights is not None
         return self._weights.version - fragment.policy_version
 
     def admits(self, fragment: Fragment) -> bool:

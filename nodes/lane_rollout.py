@@ -85,7 +85,7 @@ class WeightsFrom(PolicyWeights):
 
         Raises ModuleError when names or shapes are not those of the module.
         """
-        self._check(weights)
+        self.check(weights)
         with self._lock:
             if version > self._version:
                 self._version, self._unused = version, (version, dict(weights))

@@ -63,7 +63,7 @@ class ModuleForward:
         try:
             lane.batch = self.forward(lane.batch)
         except Exception as error:
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, batch: {_told(lane.batch)}")
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, batch: {told_of_batch(lane.batch)}")
             raise
         lane.policy_version = self.policy_version
         return lane
@@ -78,7 +78,7 @@ class ModuleForward:
         try:
             output = self.forward(batch)
         except Exception as error:
-            error.add_note(f"lanes {', '.join(str(lane.index) for lane in lanes)}, batch: {_told(batch)}")
+            error.add_note(f"lanes {', '.join(str(lane.index) for lane in lanes)}, batch: {told_of_batch(batch)}")
             raise
         begin = 0
         for lane, size in zip(lanes, sizes, strict=True):
@@ -234,7 +234,7 @@ def _versions(batch: dict[str, Any]) -> list[int]:
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
-def _told(batch: dict[str, Any]) -> str:
+def told_of_batch(batch: dict[str, Any]) -> str:
     """The shapes of a batch's columns, for a note on an error."""
     shapes = {name: map_tree(lambda leaf: list(leaf.shape), column) for name, column in batch.items()}
     return ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())

@@ -61,11 +61,12 @@ class PolicyWeights:
         return unused
 
     def _copied(self, weights: Weights) -> dict[str, Any]:
-        self._check(weights)
+        self.check(weights)
         copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
         return {**weights, **copied}
 
-    def _check(self, weights: Weights) -> None:
+    def check(self, weights: Weights) -> None:
+        """Raise ModuleError when names or shapes are not those of the acting module."""
         check_shapes(shapes_of(weights), self._shapes, self._owner)
 
 

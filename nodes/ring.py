@@ -1,5 +1,7 @@
 """The four stages of a rollout, joined to a ring."""
 
+from typing import Any
+
 import torch
 
 from rollflow.nodes.connectors.module_to_env.get_actions import RACES
@@ -8,6 +10,10 @@ from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
+from rollflow.nodes.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.multi_agent.agent_forward import AgentForward
+from rollflow.nodes.multi_agent.agents_to_module import AgentsToModule
+from rollflow.nodes.multi_agent.module_to_agents import ModuleToAgents
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.lane import Lane
@@ -15,10 +21,10 @@ from rollflow.stream.seeding import generator_for, seed_for
 
 
 def ring_of(
-    environments: Environments,
-    prepare: EnvToModule,
-    forward: ModuleForward | ReadyForward | GatheringForward,
-    act: ModuleToEnv,
+    environments: Environments | AgentEnvironments,
+    prepare: EnvToModule | AgentsToModule,
+    forward: ModuleForward | ReadyForward | GatheringForward | AgentForward,
+    act: ModuleToEnv | ModuleToAgents,
     gate: Gate | None,
 ) -> Graph:
     """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
@@ -43,9 +49,16 @@ def ring_of(
 
 def seed_lane(lane: Lane, seed: int) -> None:
     """Give a lane what its actions are sampled with."""
-    lane.shared_data["lane"] = lane.index
-    lane.shared_data["generator"] = torch.Generator().manual_seed(seed_for(seed, "module", lane.index))
-    lane.shared_data[RACES] = Races(generator_for(seed, "module", lane.index))
+    lane.shared_data |= sampling_data(lane.index, seed, "module")
+
+
+def sampling_data(lane: int, seed: int, name: str) -> dict[str, Any]:
+    """What a lane's actions are sampled with, by a module of this name, for `shared_data`."""
+    return {
+        "lane": lane,
+        "generator": torch.Generator().manual_seed(seed_for(seed, name, lane)),
+        RACES: Races(generator_for(seed, name, lane)),
+    }
 
 
 def _passed_on(batches: Lane) -> Lane:

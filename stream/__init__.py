@@ -23,6 +23,8 @@ from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 from rollflow.stream.one_hot import one_hot
 from rollflow.stream.report import Report
@@ -30,6 +32,7 @@ from rollflow.stream.run import Run
 from rollflow.stream.seeding import generator_for, seed_for
 
 __all__ = [
+    "AgentPart",
     "ColumnError",
     "Columns",
     "ConnectorError",
@@ -49,6 +52,7 @@ __all__ = [
     "MetricsError",
     "ModuleError",
     "MultiAgentEpisode",
+    "MultiAgentFragment",
     "Outlet",
     "Report",
     "RollflowError",

@@ -67,6 +67,18 @@ class Column:
         for leaf, value in zip(self._leaves, self._matched(item, ()), strict=True):
             leaf[row, slot] = value
 
+    def write_items(self, rows: NDArray[np.int64], slots: NDArray[np.int64], items: Tree) -> None:
+        """Copy `items`, a tree of arrays `any[K, ...]`, each into a row and a slot of its own, i64[K] both.
+
+        Raises ColumnError as `write` does.
+        """
+        for leaf, value in zip(self._leaves, self._matched(items, (len(slots),)), strict=True):
+            leaf[rows, slots] = value
+
+    def items(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Tree:
+        """What stands in such places: a tree of new arrays `any[K, ...]`, of indices that broadcast to `any[K]`."""
+        return map_tree(lambda leaf: leaf[rows, slots], self.tree)
+
     def try_write_slot(self, row: int, slot: int, item: Tree) -> bool:
         """Copy one slot's item into row `row` if it fits; whether it does."""
         array = self._array
@@ -89,6 +101,10 @@ class Column:
     def fits_row(self, values: Tree) -> bool:
         """Whether `write` would take these values."""
         return self._mismatch(values, self._slots) is None
+
+    def fits_items(self, items: Tree, count: int) -> bool:
+        """Whether `write_items` would take these, `any[count, ...]`."""
+        return self._mismatch(items, (count,)) is None
 
     def copy_rows(self, source: "Column", start: int, stop: int) -> None:
         """Copy rows `start` to `stop` of `source` into the first rows of this column."""

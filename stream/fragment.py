@@ -130,6 +130,11 @@ class Fragment:
         return self.layout.lookback + self.num_rows
 
     @property
+    def stops(self) -> NDArray[np.int64]:
+        """i64[N]: the row after the last transition of every slot."""
+        return np.full(self.layout.num_slots, self.last_row)
+
+    @property
     def num_steps(self) -> int:
         """Transitions held, dead rows and lookback left out."""
         return int((self.chunks.stop - self.chunks.start).sum())
@@ -232,7 +237,7 @@ class Fragment:
         slot = slot[order]
         start = np.concatenate([begin, ended_row + gap])[order]
         stop_order = np.argsort(np.concatenate([ended_slot, everyone]), kind="stable")
-        stop = np.concatenate([ended_row + 1, np.full(layout.num_slots, last)])[stop_order]
+        stop = np.concatenate([ended_row + 1, self.stops])[stop_order]
         ended = np.concatenate([np.ones(len(ended_row), bool), np.zeros(layout.num_slots, bool)])[stop_order]
         nth = np.arange(len(slot)) - np.searchsorted(slot, slot)
         t_started = np.where(nth == 0, np.maximum(first - self.episode_start[slot], 0), 0)
@@ -268,8 +273,16 @@ class Fragment:
     def chunk(self, index: int) -> SingleAgentEpisode:
         """Chunk number `index` of `chunks`, as an episode over views of the columns."""
         chunks = self.chunks
-        slot, start, stop = int(chunks.slot[index]), int(chunks.start[index]), int(chunks.stop[index])
-        number, lookback = int(chunks.number[index]), int(chunks.lookback[index])
+        return self._episode(
+            *(int(each[index]) for each in (chunks.slot, chunks.number, chunks.start, chunks.stop, chunks.lookback)),
+            terminated=bool(chunks.terminated[index]),
+            truncated=bool(chunks.truncated[index]),
+            t_started=int(chunks.t_started[index]),
+        )
+
+    def _episode(
+        self, slot: int, number: int, start: int, stop: int, lookback: int, **flags: Any
+    ) -> SingleAgentEpisode:
         final = self._final_items.get((stop - 1, slot))
         begin = start - lookback
 
@@ -284,9 +297,7 @@ class Fragment:
             actions=buffer(Columns.ACTIONS, self.layout.action_space),
             rewards=buffer(Columns.REWARDS, REWARD_SPACE),
             extra_model_outputs={name: buffer(name) for name in self.extra_columns},
-            terminated=bool(chunks.terminated[index]),
-            truncated=bool(chunks.truncated[index]),
-            t_started=int(chunks.t_started[index]),
+            **flags,
         )
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
         return episode

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
 class AgentSlots:

@@ -13,8 +13,8 @@ from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.array_vector import AgentInfos, ArrayStep, MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.multi_agent.places import Places
-from rollflow.nodes.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
 from rollflow.stream.errors import EnvError
+from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
 from rollflow.stream.space import item_of
 from rollflow.stream.tree import Tree, map_tree
 

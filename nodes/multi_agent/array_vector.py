@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.multi_agent.agent_part import AgentPart, Spaces, parts_of
+from rollflow.stream.multi_agent.agent_part import AgentPart, Spaces, parts_of
 from rollflow.stream.tree import Tree
 
 AgentInfos = Sequence[Mapping[Any, Mapping[str, Any]]]

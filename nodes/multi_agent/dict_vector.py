@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.multi_agent.agent_part import parts_of
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.agent_states import AgentStates
 from rollflow.nodes.multi_agent.given_actions import given_actions
@@ -18,9 +17,10 @@ from rollflow.nodes.multi_agent.observation_rows import ObservationRows
 from rollflow.nodes.multi_agent.petting_zoo import adapted
 from rollflow.nodes.multi_agent.places import Places
 from rollflow.nodes.multi_agent.told import Told, told_by_resets, told_by_steps
-from rollflow.nodes.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
 from rollflow.stream.errors import EnvError, located
 from rollflow.stream.infos import copied
+from rollflow.stream.multi_agent.agent_part import parts_of
+from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
 
 Infos = Sequence[Mapping[Any, Mapping[str, Any]]]
 

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.places import Places
-from rollflow.nodes.multi_agent.vector_step import Actions
 from rollflow.stream.errors import EnvError
+from rollflow.stream.multi_agent.vector_step import Actions
 from rollflow.stream.tree import Tree
 
 

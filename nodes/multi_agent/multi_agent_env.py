@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
-from rollflow.nodes.multi_agent.agent_part import Spaces
 from rollflow.stream.agent_share import ALL_AGENTS
 from rollflow.stream.errors import EnvError
+from rollflow.stream.multi_agent.agent_part import Spaces
 
 AgentDict = Mapping[Any, Any]  # agent -> value
 Told = tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]

@@ -11,7 +11,7 @@ from numbered_agents import NUM_ACTIONS, AgentsTold, NumberedAgents, numbered_ag
 from numpy.typing import NDArray
 
 from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
-from rollflow.nodes.multi_agent.vector_step import Observed, VectorStep
+from rollflow.stream.multi_agent.vector_step import Observed, VectorStep
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 
 

@@ -11,7 +11,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.tree import Tree
 
 

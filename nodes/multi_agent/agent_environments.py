@@ -1,0 +1,158 @@
+"""The environments of a multi-agent rollout, stepped in this process by whoever asks for the next step."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from rollflow.nodes.env_source import sizes_of
+from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
+from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.nodes.stepping import seeds_for
+from rollflow.stream.errors import EnvError, RunError
+from rollflow.stream.multi_agent.multi_agent_lane import ModuleOf, MultiAgentLane
+from rollflow.stream.multi_agent.vector_step import AgentEnvs
+
+AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
+
+
+class AgentEnvironments:
+    """A node that steps environments with several agents: takes a lane's actions, gives its observations.
+
+        env                a callable that makes an environment, or a list of callables that make one each: of a
+                           `MultiAgentEnv`, or of what PettingZoo has; or a `MultiAgentVectorEnv`
+        num_envs           environments in all; taken from `env` where that is a list or a vector environment
+        lanes              groups of environments that step on their own; None: one
+        fragment_length    vector steps in a fragment (T)
+        seed               of every environment
+        name               what the episode ids are derived from, beside the seed
+
+    Raises EnvError when an environment can't be made, or breaks the conventions.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        fragment_length: int = 128,
+        seed: int = 0,
+        name: str = "rollout",
+    ) -> None:
+        self.seed, self.fragment_length = seed, fragment_length
+        self.is_started = self.is_closed = False
+        self.lost_steps = 0
+        self.lanes: list[MultiAgentLane] = []
+        self._name = name
+        self.envs = _lanes_of(env, num_envs, lanes)
+        self.parts = self.envs[0].parts
+        self.num_envs = sum(envs.num_envs for envs in self.envs)
+
+    def make_lanes(self, lookback: int, module_of: ModuleOf, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
+        """Have lanes that look back so many agent steps (H). Before the first step only.
+
+        module_of, shared_data    as `MultiAgentLane` has them, `shared_data` of a lane's number and a module's id
+        """
+        if self.is_started:
+            raise RunError("these environments have been started: their lookback stays as it is")
+        self.lanes = [
+            MultiAgentLane(
+                index,
+                envs.parts,
+                envs.num_envs,
+                num_rows=self.fragment_length,
+                lookback=lookback,
+                name=f"{self.seed}/{self._name}/{index}",
+                module_of=module_of,
+                shared_data=partial(shared_data, index),
+            )
+            for index, envs in enumerate(self.envs)
+        ]
+
+    def start(self) -> Iterator[MultiAgentLane]:
+        """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
+        if self.is_started:
+            raise RunError("these environments have been run before: a rollout runs once, make another one")
+        self.is_started = True
+        first_env = 0
+        for lane, envs in zip(self.lanes, self.envs, strict=True):
+            try:
+                lane.reset(*envs.reset(seeds_for(self.seed, first_env, envs.num_envs)))
+            except Exception as error:
+                error.add_note(f"lane {lane.index}, the first reset")
+                raise
+            first_env += envs.num_envs
+            yield lane
+
+    def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
+        """Step the lane's environments with the actions that it brings."""
+        lane = actions
+        try:
+            lane.record_step(self.envs[lane.index].step(lane.actions))
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+        return lane
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes there are."""
+        return len(self.envs)
+
+    @property
+    def most_lanes(self) -> int:
+        """How many there may come to be."""
+        return self.num_lanes
+
+    @property
+    def num_steps(self) -> int:
+        """Agent steps that the environments have made."""
+        return sum(lane.num_steps for lane in self.lanes)
+
+    @property
+    def uncut_steps(self) -> int:
+        """Those of them that are in no fragment yet."""
+        return sum(lane.uncut_steps for lane in self.lanes)
+
+    def describe(self) -> str:
+        """Lanes, environments and agents, for `explain()`."""
+        count, sizes = len(self.envs), sorted({envs.num_envs for envs in self.envs})
+        agents = sum(len(part.agents) for part in self.parts)
+        told = " or ".join(map(str, sizes))
+        names = f"lane{'s' if count > 1 else ''}", f"environment{'s' if sizes != [1] else ''}"
+        return f"{count} {names[0]} × {told} {names[1]} × {agents} agents"
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.is_closed = True
+        for envs in self.envs:
+            envs.close()
+
+
+def _lanes_of(env: Any, num_envs: int | None, lanes: int | None) -> list[Any]:
+    """The environments of every lane. Raises EnvError for what is no source of them."""
+    if isinstance(env, MultiAgentVectorEnv):
+        if num_envs not in (None, env.num_envs) or lanes not in (None, 1):
+            raise EnvError(
+                f"the vector environment has {env.num_envs} environments in one lane, but num_envs is {num_envs} and "
+                f"lanes is {lanes}; expected them to be left out"
+            )
+        return [ArrayEnvs(env)]
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        if num_envs not in (None, len(env)):
+            raise EnvError(f"num_envs is {num_envs}, but there are {len(env)} callables; expected it to be left out")
+        makers = list(env)
+    else:
+        makers = [env] * (1 if num_envs is None else num_envs)
+    for each in makers:
+        if not callable(each) or hasattr(each, "step"):
+            raise EnvError(
+                f"env is {each!r:.200}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
+                "list of those, or a MultiAgentVectorEnv"
+            )
+    made, first = [], 0
+    for size in sizes_of(len(makers), lanes or 1):
+        made.append(MultiAgentEnvs(makers[first : first + size], first_env=first))
+        first += size
+    return made

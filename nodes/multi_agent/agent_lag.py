@@ -1,0 +1,30 @@
+"""How old a multi-agent fragment may be, in policy versions of the modules that acted in it."""
+
+from typing import Any
+
+from rollflow.nodes.lag import LagBound, OnExcess
+from rollflow.nodes.multi_agent.module_set import ModuleSet
+
+
+class AgentLagBound(LagBound):
+    """A `LagBound` for fragments of several modules: the oldest counts, each beside the newest of its own.
+
+    modules    those that act
+    learnt     ids of those whose age counts; None: all
+    """
+
+    def __init__(
+        self, modules: ModuleSet, learnt: frozenset[Any] | None, max_lag: int | None, on_excess: OnExcess = "drop"
+    ) -> None:
+        super().__init__(None, max_lag, on_excess)
+        self._modules, self._learnt = modules, learnt
+
+    def lag(self, fragment: Any) -> int:
+        """Versions published since the oldest that an action of the fragment was computed with."""
+        newest = self._modules.versions()
+        lags = [
+            newest[module_id] - version
+            for module_id, version in fragment.policy_versions().items()
+            if module_id in newest and (self._learnt is None or module_id in self._learnt)
+        ]
+        return max(lags, default=0)

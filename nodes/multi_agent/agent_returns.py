@@ -1,0 +1,80 @@
+"""Returns and lengths of finished multi-agent episodes, in all and by module."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from rollflow.nodes.episode_returns import EpisodeReturns
+from rollflow.stream.columns import Columns
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+
+
+class AgentReturns:
+    """Adds up rewards over the fragments that episodes lie in, and keeps the last `window` finished ones.
+
+        count        episodes of environments that have finished so far
+        returns      undiscounted sums of all their agents' rewards, of the last `window`, oldest first
+        lengths      their env steps
+        by_module    module id -> the returns of the agents that it served, each agent's episode by itself
+
+    An episode counts from its reset on. One of which a fragment is missing is left out.
+    """
+
+    def __init__(self, window: int = 100) -> None:
+        self.count = 0
+        self.returns: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+        self.by_module: dict[Any, EpisodeReturns] = {}
+        self._window = window
+        self._open: dict[int, tuple[int, np.ndarray[Any, np.dtype[np.float64]]]] = {}  # lane -> last fragment, so far
+
+    def __call__(self, fragments: MultiAgentFragment) -> None:
+        """Add one fragment."""
+        self._add_agents(fragments)
+        clock, num_envs = fragments.clock, fragments.num_envs
+        last, so_far = self._open.get(fragments.lane, (-1, np.full(num_envs, np.nan)))
+        if fragments.sequence != last + 1:
+            so_far = np.full(num_envs, np.nan)
+        begun_here = clock.started >= clock.first
+        sums = np.zeros((num_envs, 1 + max((clock.count(env) for env in range(num_envs)), default=1)))
+        sums[:, 0] = np.where(begun_here, 0.0, so_far)
+        for part in fragments.parts:
+            _add_chunks(sums, part, clock)
+        for end, env, _ in clock.ends:
+            nth = clock.nth(env, end) - 1
+            if not np.isnan(sums[env, nth]):
+                self.count += 1
+                self.returns.append(float(sums[env, nth]))
+                self.lengths.append(end - clock.start(env, nth))
+        going = np.array([clock.count(env) - 1 for env in range(num_envs)])
+        self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), going]
+
+    @property
+    def mean(self) -> float:
+        """Mean return of the last `window` finished episodes, all agents added up; NaN before the first."""
+        return float(np.mean(self.returns)) if self.returns else float("nan")
+
+    def _add_agents(self, fragments: MultiAgentFragment) -> None:
+        for place, part in enumerate(fragments.parts):
+            for module_id in part.outputs:
+                mine = part.of_module(module_id)
+                if len(mine.chunks.slot):
+                    returns = self.by_module.setdefault(module_id, EpisodeReturns(self._window))
+                    returns.add(mine, place)
+
+
+def _add_chunks(sums: Any, part: AgentFragment, clock: EnvClock) -> None:
+    """Add the rewards of a part's chunks to the sums of their environments' episodes."""
+    chunks = part.chunks
+    if not len(chunks.slot):
+        return
+    lengths = chunks.stop - chunks.start
+    rewards = np.add.reduceat(part.gather(Columns.REWARDS), np.cumsum(lengths) - lengths, dtype=np.float64)
+    envs = chunks.slot // len(part.part.agents)
+    nth = np.zeros(len(envs), np.int64)
+    if clock.ends:
+        began = part.clock[chunks.start, chunks.slot].tolist()
+        nth[:] = [clock.nth(env, step) for env, step in zip(envs.tolist(), began, strict=True)]
+    np.add.at(sums, (envs, nth), rewards)

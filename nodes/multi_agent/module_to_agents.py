@@ -1,0 +1,69 @@
+"""The stage after the forward passes: connector pieces turn the modules' outputs into actions of agents."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.multi_agent.module_set import ModuleSet
+from rollflow.stream.columns import Columns
+from rollflow.stream.multi_agent.agent_lane import AgentLane
+from rollflow.stream.multi_agent.ended_agents import Slots
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+from rollflow.stream.tree import Tree, concatenate_trees, map_tree, stack_trees
+
+
+class ModuleToAgents:
+    """A node that runs a module-to-env pipeline over every module's output and records the actions that come out.
+
+    pipelines    of each part: make `actions` (and maybe `actions_for_env`) out of outputs
+    modules      what the pieces see as `rl_module`: each the one whose output they are given
+    explore      what the pieces see as `explore`
+    metrics      what the pieces see as `metrics`
+    """
+
+    def __init__(
+        self, pipelines: Sequence[ModuleToEnvPipeline], modules: ModuleSet, *, explore: bool = True, metrics: Any = None
+    ) -> None:
+        self.pipelines = pipelines
+        self._modules, self._explore, self._metrics = modules, explore, metrics
+
+    def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
+        """Work out the actions of all agents that are to act."""
+        lane = outputs
+        lane.actions = []
+        for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
+            try:
+                made = [self._act(lane, part, pipeline, *group) for group in part.by_module(part.acting)]
+            except Exception as error:
+                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, agents {list(part.part.agents)}")
+                raise
+            lane.actions.append(_in_order(part, made))
+        return lane
+
+    def _act(
+        self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
+    ) -> tuple[Slots, Tree]:
+        module = self._modules.acting[lane.module_ids[place]].module
+        batch = pipeline.run(
+            module, lane.batches[place], lane.shown[place], self._explore, lane.shared_data_of(place), self._metrics
+        )
+        if not pipeline.columnar:
+            batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+        actions = batch.get(Columns.ACTIONS_FOR_ENV, batch[Columns.ACTIONS])
+        part.record_actions(slots, batch, place, lane.policy_versions[place])
+        return slots, actions
+
+
+def _in_order(part: AgentLane, made: list[tuple[Slots, Tree]]) -> tuple[Slots | None, Tree]:
+    """The actions of several modules' agents in the order of their slots."""
+    if not made:
+        return part.acting, None
+    if len(made) == 1:
+        slots, actions = made[0]
+        return (None if len(slots) == part.layout.num_slots else slots), actions
+    slots = np.concatenate([slots for slots, _ in made])
+    order = np.argsort(slots, kind="stable")
+    actions = map_tree(lambda leaf: leaf[order], concatenate_trees([each for _, each in made]))
+    return (None if len(slots) == part.layout.num_slots else slots[order]), actions

@@ -1,0 +1,261 @@
+"""Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.given import check_numbers, pieces_given
+from rollflow.nodes.lag import OnExcess
+from rollflow.nodes.metrics_logger import MetricsLogger
+from rollflow.nodes.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.multi_agent.agent_forward import AgentForward
+from rollflow.nodes.multi_agent.agent_lag import AgentLagBound
+from rollflow.nodes.multi_agent.agent_returns import AgentReturns
+from rollflow.nodes.multi_agent.agents_to_module import AgentsToModule
+from rollflow.nodes.multi_agent.module_set import AgentToModule, ModuleSet
+from rollflow.nodes.multi_agent.module_to_agents import ModuleToAgents
+from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
+from rollflow.nodes.policy_weights import Weights
+from rollflow.nodes.ring import ring_of, sampling_data
+from rollflow.nodes.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.rounds import Rounds
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.gate import Gate
+from rollflow.stream.graph import Graph
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.seeding import fresh_seed
+
+Pieces = ConnectorV2 | Sequence[ConnectorV2]
+
+
+class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
+    """Steps environments with several agents each, with modules, and gives what they made, fragment by fragment.
+
+        env, num_envs, lanes          what is stepped: see `AgentEnvironments`
+        module                        a module, or a dict of them by id, each as `Rollout` takes them: an instance, a
+                                      class or function of (observation space, action space), None for a
+                                      `DefaultModule`. Copies of them act, which learn of new weights by `publish`
+                                      alone. To be trained as `rollout.module[id]`. One by itself has the id
+                                      "default_policy"
+        agent_to_module_mapping_fn    agent id -> module id: a dict, or a function of the agent's id and its episode,
+                                      asked whenever an agent begins an episode. None: the agent's own module where
+                                      there is one with its id, else "default_policy". All agents that a module serves
+                                      have the same spaces
+        modules_to_train              ids of the modules that batches are made for; None: all
+        model_config                  of default modules
+        fragment_length               vector steps in a fragment (T)
+        lookback                      agent steps that a chunk can look back (H); None: as many as pieces need, and at
+                                      least 1
+        seed                          of environments and sampling; None: a fresh one, to be read from `seed`
+        explore                       whether actions are sampled
+        env_to_module_connector       `lambda part: piece or list of pieces`, put before the default ones; called for
+                                      every `AgentPart`, the agents that have the same spaces. A piece is given the
+                                      episodes of one module's agents that are to act, each agent's own
+        module_to_env_connector       `lambda part: piece or list of pieces`, put among the default ones; likewise
+        learner_connector             `lambda obs_space, act_space: piece or list of pieces`, called for every module
+        num_fragments                 after so many fragments a lane stops; None: it never does
+        prefetch                      batches that the rollout may run ahead of its reader
+        max_lag, on_excess            how many policy versions old a batch may be: see `LagBound`; of the modules that
+                                      are trained, each beside its own
+        flat_forward, forward_threads, device, metrics    as `Rollout` has them
+
+    In every vector step each module does one forward pass over all the agents that it serves and that are to act.
+    Batches are dicts: module id -> train batch. Otherwise it is used as a `Rollout` is.
+
+    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        module: Any = None,
+        agent_to_module_mapping_fn: AgentToModule = None,
+        modules_to_train: Sequence[Any] | None = None,
+        model_config: Any = None,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        fragment_length: int = 128,
+        lookback: int | None = None,
+        seed: int | None = None,
+        explore: bool = True,
+        env_to_module_connector: Callable[[AgentPart], Pieces] | None = None,
+        module_to_env_connector: Callable[[AgentPart], Pieces] | None = None,
+        learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None,
+        num_fragments: int | None = None,
+        prefetch: int = 0,
+        max_lag: int | None = None,
+        on_excess: OnExcess = "drop",
+        flat_forward: bool | None = None,
+        forward_threads: int | None = 1,
+        device: Any = None,
+        metrics: Any = None,
+    ) -> None:
+        check_numbers(
+            num_envs=(num_envs, 1),
+            lanes=(lanes, 1),
+            fragment_length=(fragment_length, 1),
+            lookback=(lookback, 0),
+            seed=(seed, 0),
+            num_fragments=(num_fragments, 1),
+            prefetch=(prefetch, 0),
+            max_lag=(max_lag, 0),
+            forward_threads=(forward_threads, 1),
+        )
+        self.seed = fresh_seed() if seed is None else seed
+        self.metrics = MetricsLogger() if metrics is None else metrics
+        environments = AgentEnvironments(
+            env, num_envs=num_envs, lanes=lanes, fragment_length=fragment_length, seed=self.seed
+        )
+        parts = environments.parts
+        before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in parts]
+        after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in parts]
+        self._modules = ModuleSet(
+            module,
+            agent_to_module_mapping_fn,
+            parts,
+            tuple(_seen(part, pieces) for part, pieces in zip(parts, before, strict=True)),
+            model_config=model_config,
+            device=device,
+            seed=self.seed,
+            acting={"explore": explore, "flat": flat_forward, "threads": forward_threads, "compiled": None},
+        )
+        self.module: MultiRLModule = self._modules.modules
+        self._learnt = _learnt(modules_to_train, self.module)
+        stateful = any(is_stateful(acting.module) for acting in self._modules.acting.values())
+        self.env_to_module = [
+            EnvToModulePipeline.default(*_spaces(part), pieces, stateful=stateful, device=device)
+            for part, pieces in zip(parts, before, strict=True)
+        ]
+        self.module_to_env = [
+            ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=stateful)
+            for part, pieces in zip(parts, after, strict=True)
+        ]
+        self._taught, self._stateful, self._lookback_asked = learner_connector, stateful, lookback
+        self.learner_pipelines: dict[Any, LearnerConnectorPipeline] = {}
+        self.returns = AgentReturns()
+        lag = AgentLagBound(self._modules, self._learnt, max_lag, on_excess)
+        ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
+        rounds: Rounds[MultiAgentFragment] = Rounds(environments.num_lanes, lag, self.returns)
+        super().__init__(environments, lag=lag, rounds=rounds, ahead=ahead, in_a_thread=prefetch > 0)
+        context: dict[str, Any] = {"explore": explore, "metrics": self.metrics}
+        self._prepare = AgentsToModule(
+            self.env_to_module,
+            self._modules,
+            num_lanes=environments.num_lanes,
+            num_fragments=num_fragments,
+            **context,
+        )
+        self._forward = AgentForward(self._modules)
+        self._act = ModuleToAgents(self.module_to_env, self._modules, **context)
+
+    def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
+        """Have the next passes use weights, module id -> `state_dict()`, which are copied; the versions that they get.
+
+        Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
+        exist, and for weights that are not its own; then nothing is published.
+        """
+        return self._modules.publish(weights)
+
+    def add_module(self, module_id: Any, module: Any) -> None:
+        """Have a module act from now on, for agents that are mapped to it when they begin. From any thread.
+
+        It is not trained where `modules_to_train` was given. Raises ModuleError for an id that is taken.
+        """
+        self._modules.add(module_id, module)
+
+    def remove_module(self, module_id: Any) -> None:
+        """Have a module serve no agent that begins; those that it serves keep it until their episodes end.
+
+        Raises ModuleError for one that there is not.
+        """
+        self._modules.remove(module_id)
+
+    @property
+    def policy_versions(self) -> dict[Any, int]:
+        """Module id -> the version published last; 0 before any."""
+        return self._modules.versions()
+
+    def explain(self) -> str:
+        """How it runs: what is chained into one task, and how much each edge holds."""
+        return self._ring(self._credits).explain()
+
+    # What every rollout has
+
+    def _ring(self, gate: Gate | None) -> Graph:
+        if not self.environments.is_started:
+            self._make_lanes()  # the pipelines may have been edited
+        return ring_of(self.environments, self._prepare, self._forward, self._act, gate)
+
+    def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
+        batches = {}
+        for module_id in dict.fromkeys(module_id for each in fragments for module_id in each.module_ids):
+            if module_id not in self.module or (self._learnt is not None and module_id not in self._learnt):
+                continue
+            mine = [each.of_module(module_id) for each in fragments if module_id in each.module_ids]
+            mine = [each for each in mine if len(each.chunks.slot)]
+            if mine:
+                batches[module_id] = self._pipeline_of(module_id).of_fragments(
+                    mine, self.module[module_id], self.metrics
+                )
+        return batches
+
+    # Inside
+
+    def _pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
+        made = self.learner_pipelines.get(module_id)
+        if made is None:
+            module = self.module[module_id]
+            spaces = module.observation_space, module.action_space
+            taught = pieces_given(self._taught, "learner_connector", *spaces)
+            made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
+            self.learner_pipelines[module_id] = made
+        return made
+
+    def _make_lanes(self) -> None:
+        """Lanes with the lookback that was asked for, or is needed. Raises ValueError where the one is too little."""
+        needed = {"a stateful module": int(self._stateful)}
+        learning = [self._pipeline_of(module_id) for module_id in self.module if self._is_learnt(module_id)]
+        for pipeline in (*self.env_to_module, *self.module_to_env, *learning):
+            needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
+        most, asked = max(needed, key=lambda name: needed[name]), self._lookback_asked
+        if asked is not None and asked < needed[most]:
+            raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
+        self.environments.make_lanes(
+            max(1, needed[most]) if asked is None else asked,
+            self._modules.module_of,
+            lambda lane, module_id: sampling_data(lane, self.seed, f"module/{module_id}"),
+        )
+
+    def _is_learnt(self, module_id: Any) -> bool:
+        return self._learnt is None or module_id in self._learnt
+
+
+def _spaces(part: AgentPart) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    return part.observation_space, part.action_space
+
+
+def _pieces(connector: Any, name: str, part: AgentPart) -> list[ConnectorV2]:
+    return pieces_given(connector, name, part, spaces=_spaces(part))
+
+
+def _seen(part: AgentPart, pieces: Sequence[ConnectorV2]) -> gym.Space[Any]:
+    """The space that modules see a part's observations in."""
+    seen = EnvToModulePipeline(*_spaces(part), connectors=list(pieces)).observation_space
+    return part.observation_space if seen is None else seen
+
+
+def _learnt(asked: Sequence[Any] | None, modules: MultiRLModule) -> frozenset[Any] | None:
+    if asked is None:
+        return None
+    unknown = [module_id for module_id in asked if module_id not in modules]
+    if unknown or isinstance(asked, str):
+        raise ModuleError(f"modules_to_train is {asked!r}, expected a list of ids among {list(modules)}")
+    return frozenset(asked)

@@ -1,0 +1,1 @@
+"""Several agents in each environment: their columns, fragment by fragment."""

@@ -1,0 +1,451 @@
+"""The agents of one part in the environments of a lane, and the fragment that they are filling.
+
+Every agent slot stands at a row of its own: its newest observation is in row `at[slot]`, and so is the action that
+answers it. A vector step is, for those that act and for those that hear of it,
+
+    record_actions(...)    what modules chose, into the rows of those that act
+    record_step(...)       what the environments answered: who has an observation moves on by one row
+    begin(...)             first observations, where environments were reset
+    show(...), settle(...) connector pieces read the newest observations and may write them back
+
+An agent that acted and has no observation yet stays in its row, and what it receives is added up there. As long as all
+agents of the part act in every step, they stand in one row, and a step is a handful of writes of whole rows.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ColumnError
+from rollflow.stream.fragment import Final, FragmentLayout
+from rollflow.stream.infos import copied
+from rollflow.stream.lane_columns import LaneColumns
+from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots
+from rollflow.stream.multi_agent.vector_step import Observed, PartStep
+from rollflow.stream.space import row_of
+from rollflow.stream.tree import Tree, leaves_of, map_tree
+
+
+class AgentLane:
+    """The agent slots of one part, S in all.
+
+        lane        number of the lane
+        layout      of its fragments, slots being agent slots
+        part        the agents and their spaces
+
+        at                   i64[S] row of each slot's newest observation
+        acting               i64[K] ascending: slots whose newest observation is to be answered by an action
+        module               i16[S] which module serves each slot
+        episode_start        i64[S] row of the first observation of the slot's episode
+        episode_number       i64[S] how many episodes with a step the slot had before
+        lives                bool[S] whether the slot has an episode
+        observation_spaces   that observations may be in where pieces rewrite them, the environments' first
+        num_steps            agent steps recorded so far
+        ended                slots whose episodes have ended with the last step, until pieces have seen it
+
+    Raises ColumnError whenever an array does not fit its column.
+    """
+
+    def __init__(self, lane: int, layout: FragmentLayout, part: AgentPart) -> None:
+        self.lane, self.layout, self.part = lane, layout, part
+        slots = layout.num_slots
+        self.everyone: Slots = np.arange(slots)
+        self.at: Slots = np.full(slots, layout.lookback)
+        self.acting: Slots = self.everyone[:0]
+        self.module = np.zeros(slots, np.int16)
+        self._is_assigned = np.zeros(slots, np.bool_)
+        self.episode_start = self.at.copy()
+        self.episode_number = np.zeros(slots, np.int64)
+        self.lives = np.zeros(slots, np.bool_)
+        self.observation_spaces: Sequence[Any] = (part.observation_space,)
+        self.num_steps = 0
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self.ended: EndedAgents | None = None
+        self.live = LiveAgents(self)
+        self._row: int | None = layout.lookback  # of all slots, where it is the same
+        self._waits = np.zeros(slots, np.bool_)  # acted, and has no observation since
+        self._received = np.zeros(slots, np.float32)  # by those that wait
+        self._fresh = np.zeros(slots, np.bool_)  # acting, as a mask
+        self._columns = LaneColumns(layout, None)
+        self._space = part.observation_space
+        self._raw: Column | None = None  # newest observations, where the column's are of another type; one row
+        self._edited: tuple[Slots, Tree] | None = None  # newest ones that pieces have written before others look
+        self._typing = True  # until the first observations are settled the obs column may take another type
+        self._outputs: dict[Any, tuple[str, ...]] = {}  # by module
+        self._has_infos = False
+        self._begun: list[Slots] = []
+        self._groups: list[tuple[int, Slots]] | None = None  # where all act, and nobody has begun since
+        self.module_ids: Sequence[Any] = ()
+        self.fragment = self._fragment(0, self._columns.first(self._space))
+
+    # What the environments and the modules say
+
+    def begin(self, observed: Observed, vector_step: int) -> None:
+        """Take the first observations of episodes."""
+        slots, observations = observed
+        slots = self.everyone if slots is None else slots
+        self._begin(slots)
+        self._take(slots, observations, vector_step)
+        self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
+
+    def record_actions(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
+        """Write what a module gave for these slots: `actions` and every extra output, trees of arrays `any[K, ...]`.
+
+        module     which of `module_ids`
+        version    of its weights
+        """
+        if self._outputs.get(self.module_ids[module]) is None:
+            self._add_outputs(self.module_ids[module], outputs)
+        names = self._outputs[self.module_ids[module]]
+        if (
+            len(outputs) != len(names) + 1
+            or Columns.ACTIONS not in outputs
+            or any(name not in outputs for name in names)
+        ):
+            self._refuse_outputs(module, names, outputs)
+        columns = self.fragment.columns
+        self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
+        for name in names:
+            self._write(columns[name], slots, outputs[name])
+        versions, module_of = columns[Columns.POLICY_VERSION].tree, self.fragment.module_of
+        if self._row is not None and len(slots) == self.layout.num_slots:
+            versions[self._row], module_of[self._row] = version, module
+        else:
+            rows = self.at[slots]
+            versions[rows, slots], module_of[rows, slots] = version, module
+        self._waits[slots] = True
+
+    def record_step(self, step: PartStep, vector_step: int) -> None:
+        """Take what the vector step with this number, counted from 1, gave the agents of the part."""
+        self._fresh[:] = False
+        self._edited = None
+        done = np.logical_or(step.terminateds, step.truncateds)
+        if step.observed.slots is None and self._row is not None and self._waits.all():
+            self._record_all(step, done, vector_step)
+        else:
+            self._record_some(step, done, vector_step)
+        self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
+
+    def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
+        """Keep what came with the step, slot -> info, or with first observations after it; before `settle_ended`."""
+        self._has_infos = self._has_infos or bool(infos)
+        for slot, info in infos.items():
+            if not are_first and self.ended is not None and self.ended.has(slot):
+                self.ended.infos.of_slots[slot] = copied(dict(info))
+            else:
+                self._infos_in(self.fragment, int(self.at[slot])).of_slots[slot] = copied(dict(info))
+
+    def take_begun(self) -> list[int]:
+        """The slots whose episodes have begun since this was asked last."""
+        begun, self._begun = self._begun, []
+        return [slot for slots in begun for slot in slots.tolist()]
+
+    def assign(self, slot: int, module: int) -> None:
+        """Have a module serve a slot."""
+        if self.module[slot] != module or not self._is_assigned[slot]:
+            self.module[slot], self._is_assigned[slot], self._groups = module, True, None
+
+    def ended_by_module(self) -> list[tuple[int, Slots]]:
+        """The slots whose episodes have ended with the last step, by the modules that served them."""
+        assert self.ended is not None
+        served = self.fragment.module_of[self.ended.rows, self.ended.slots]
+        return [(module, self.ended.slots[served == module]) for module in np.unique(served).tolist()]
+
+    def by_module(self, slots: Slots) -> list[tuple[int, Slots]]:
+        """Slots by the modules that serve them."""
+        if slots is self.everyone and self._groups is not None:
+            return self._groups
+        serves = self.module[slots]
+        groups = [(module, slots[serves == module]) for module in np.unique(serves).tolist()]
+        if len(groups) == 1:
+            groups = [(groups[0][0], slots)]
+        if slots is self.everyone:
+            self._groups = groups
+        return groups
+
+    # What connector pieces read and write
+
+    def show(self, slots: Slots) -> AgentEpisodes:
+        """The episodes of some of those that act, for pieces; what they make of them is taken by `settle`."""
+        return self.live.show(slots, self._newest(slots), is_rewritten=self._edited is not None)
+
+    def show_ended(self, slots: Slots) -> AgentEpisodes:
+        """The episodes of some of `ended`, each with its last observation."""
+        assert self.ended is not None
+        return self.live.show(slots, self.ended.of(slots), is_rewritten=False)
+
+    def edit(self, shown: AgentEpisodes) -> None:
+        """Have others see the newest observations as pieces have left them."""
+        if shown.is_rewritten:
+            self._edited = shown.slots, shown.observations()
+
+    def edit_ended(self, shown: AgentEpisodes) -> None:
+        """The same for the last observations of episodes that have ended."""
+        assert self.ended is not None
+        self.ended.put(shown.slots, shown.observations())
+
+    def settle(self, shown: AgentEpisodes) -> None:
+        """Record the newest observations as the pieces have left them.
+
+        The first time this settles the type of the `obs` column, with the matching one of `observation_spaces`.
+        """
+        if shown.is_rewritten and self._typing:
+            self._settle_type(shown.observations(), len(shown))
+        self._typing = False
+        if not shown.is_rewritten and self._raw is None:
+            return
+        try:
+            self._write(self.fragment.columns[Columns.OBS], shown.slots, shown.observations())
+        except ColumnError as error:
+            error.add_note(
+                "connector pieces wrote these observations into the episodes; a piece that changes their shape or "
+                "dtype says so by recompute_output_observation_space"
+            )
+            raise
+        finally:
+            self.live.hide()
+
+    def settle_ended(self) -> None:
+        """Record the last observations of the episodes that ended in the last step."""
+        ended, self.ended = self.ended, None
+        self.live.hide()
+        if ended is None:
+            return
+        column = self.fragment.columns[Columns.OBS]
+        observations = column.cast(ended.left_as(), len(ended.slots))
+        for row in np.unique(ended.rows).tolist():
+            at = np.flatnonzero(ended.rows == row)
+            last = map_tree(lambda leaf, at=at: leaf[at], observations)
+            self.fragment.finals.append(Final(row, ended.slots[at], last, ended.infos))
+
+    def newest_of(self, slot: int) -> Tree:
+        """The newest observation of one slot, as it has been recorded."""
+        row = int(self.at[slot])
+        return map_tree(lambda leaf: leaf[row, slot], self.fragment.columns[Columns.OBS].tree)
+
+    @property
+    def observation_space(self) -> Any:
+        """The space of the `obs` column."""
+        return self._space
+
+    # Fragments
+
+    @property
+    def uncut_steps(self) -> int:
+        """Agent steps in the fragment in the making."""
+        return int(self.at.sum()) - self.layout.lookback * self.layout.num_slots
+
+    def cut(self) -> AgentFragment:
+        """Give the fragment away, read-only, and begin the next one with the last H steps of every slot."""
+        old, lookback = self.fragment, self.layout.lookback
+        new = self._fragment(old.sequence + 1, self._columns.like(old.columns, are_written=self._raw is None))
+        # Not only the lookback: a slot that waits has its action in the row of its newest observation.
+        rows = self.at + np.arange(-lookback, 1)[:, None]
+        for name, column in new.columns.items():
+            _copy(column.tree, old.columns[name].tree, rows, self.everyone)
+        _copy(new.clock, old.clock, rows, self.everyone)
+        _copy(new.module_of, old.module_of, rows, self.everyone)
+        self.episode_start -= self.at - lookback
+        new.episode_start[:] = self.episode_start
+        if self._has_infos:
+            self._hand_infos_on(old, new)
+        old.observation_space = new.observation_space = self._space
+        old.custom_data = copy.deepcopy(self.custom_data)
+        old.acts, old.waits, old.received = self._fresh.copy(), self._waits.copy(), self._received.copy()
+        old.serves = self.module.copy()
+        old.module_ids, old.outputs = tuple(self.module_ids), dict(self._outputs)
+        old.seal_at(self.at.copy())
+        number = self.episode_number
+        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
+        self.fragment = new
+        self.at[:] = self._row = lookback
+        return old
+
+    # Inside
+
+    def _fragment(self, sequence: int, columns: dict[str, Column]) -> AgentFragment:
+        return AgentFragment(
+            self.layout,
+            self.lane,
+            sequence,
+            columns,
+            part=self.part,
+            episode_start=self.episode_start.copy(),
+            episode_number=self.episode_number.copy(),
+        )
+
+    def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
+        """All have acted, and all have an observation."""
+        assert self._row is not None
+        row, columns, observations = self._row, self.fragment.columns, step.observed.observations
+        columns[Columns.REWARDS].write(row, step.rewards + self._received)
+        columns[Columns.TERMINATEDS].write(row, step.terminateds)
+        columns[Columns.TRUNCATEDS].write(row, step.truncateds)
+        self._received[:] = 0.0
+        self._waits[:] = False
+        self._row = row + 1
+        self.at += 1
+        self.num_steps += self.layout.num_slots
+        if not np.count_nonzero(done):
+            self._take(self.everyone, observations, vector_step)
+            return
+        ended, going = np.flatnonzero(done), np.flatnonzero(~done)
+        self._end(ended, map_tree(lambda leaf: leaf[ended], observations), vector_step)
+        self._take(going, map_tree(lambda leaf: leaf[going], observations), vector_step)
+
+    def _record_some(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
+        """Whoever acted and has an observation, or has ended, has made a step; whoever is new begins."""
+        slots, observations = step.observed
+        slots = self.everyone if slots is None else slots
+        place = np.full(self.layout.num_slots, -1)  # of each slot among those with an observation
+        place[slots] = np.arange(len(slots))
+        np.add(self._received, step.rewards, out=self._received, where=self._waits)
+        closed = np.flatnonzero(self._waits & ((place >= 0) | done))
+        self._close(closed, step)
+        ended = closed[done[closed]]
+        last = self._last_of(ended, place[ended], observations) if len(ended) else None
+        self._row = None
+        self.at[closed] += 1
+        if len(ended):
+            self._end(ended, last, vector_step)
+        self.lives[done] = False
+        going = slots[~done[slots]]
+        if len(going) < len(slots):
+            observations = map_tree(lambda leaf: leaf[place[going]], observations)
+        new = going[~self.lives[going]]
+        if len(new):
+            self._begin(new)
+        self._take(going, observations, vector_step)
+
+    def _close(self, slots: Slots, step: PartStep) -> None:
+        """Write what the steps of these slots came to, in the rows where they stand."""
+        rows, columns = self.at[slots], self.fragment.columns
+        columns[Columns.REWARDS].tree[rows, slots] = self._received[slots]
+        columns[Columns.TERMINATEDS].tree[rows, slots] = step.terminateds[slots]
+        columns[Columns.TRUNCATEDS].tree[rows, slots] = step.truncateds[slots]
+        self._received[slots] = 0.0
+        self._waits[slots] = False
+        self.num_steps += len(slots)
+
+    def _last_of(self, ended: Slots, places: Slots, observations: Tree) -> Tree:
+        """The last observations of slots: those that came, or where none did, the ones before once more."""
+        came = places >= 0
+        if came.all():
+            return map_tree(lambda leaf: leaf[places], observations)
+        last = map_tree(np.array, self._newest(ended))
+        if came.any():
+            map_tree(lambda leaf, new: leaf.__setitem__(came, new[places[came]]), last, observations)
+        return last
+
+    def _end(self, slots: Slots, observations: Tree, vector_step: int) -> None:
+        """The episodes of these slots have ended, in the rows before those where they stand now."""
+        starts, numbers = self.episode_start.copy(), self.episode_number.copy()
+        self.ended = EndedAgents(slots, observations, self.at[slots] - 1, starts, numbers)
+        self.fragment.ends.update(
+            dict.fromkeys(zip((self.at[slots] - 1).tolist(), slots.tolist(), strict=True), vector_step)
+        )
+        self.episode_number[slots] += 1
+        self.lives[slots] = False
+
+    def _begin(self, slots: Slots) -> None:
+        """Episodes of these slots begin where they stand."""
+        self.lives[slots] = True
+        self.episode_start[slots] = self.at[slots]
+        new = slots[self.at[slots] == self.layout.lookback]
+        self.fragment.episode_start[new] = self.layout.lookback  # in which these had no episode so far
+        self._begun.append(slots)
+
+    def _take(self, slots: Slots, observations: Tree, vector_step: int) -> None:
+        if not len(slots):
+            return
+        if self._raw is None:
+            self._write(self.fragment.columns[Columns.OBS], slots, observations)
+        else:
+            self._raw.write_items(np.zeros_like(slots), slots, observations)
+        if self._row is not None and len(slots) == self.layout.num_slots:
+            self.fragment.clock[self._row] = vector_step
+        else:
+            self.fragment.clock[self.at[slots], slots] = vector_step
+        self._fresh[slots] = True
+
+    def _write(self, column: Column, slots: Slots, values: Tree) -> None:
+        if self._row is not None and len(slots) == self.layout.num_slots:
+            column.write(self._row, values)
+        else:
+            column.write_items(self.at[slots], slots, values)
+
+    def _newest(self, slots: Slots) -> Tree:
+        """The newest observations of slots, `any[K, ...]`, as they came or as pieces have left them so far."""
+        if self._edited is not None:
+            known, values = self._edited
+            places = np.searchsorted(known, slots)
+            return map_tree(lambda leaf: leaf[places], values)
+        if self._raw is not None:
+            return self._raw.items(np.zeros_like(slots), slots)
+        column = self.fragment.columns[Columns.OBS]
+        if self._row is not None and len(slots) == self.layout.num_slots:
+            return column.row(self._row)
+        return column.items(self.at[slots], slots)
+
+    def _settle_type(self, observations: Tree, count: int) -> None:
+        """Give the column the type that pieces have left observations in, the last of the spaces that they fit."""
+        for space in reversed(self.observation_spaces):
+            column = self._columns.observations(space)
+            if space is not self._space and column.fits_items(observations, count):
+                old = self.fragment.columns[Columns.OBS]
+                self._raw = Column.empty(Columns.OBS, row_of(self._space, self.layout.num_slots), 1)
+                self._raw.write(0, old.row(self.layout.lookback))
+                self._space, self.fragment.columns[Columns.OBS] = space, column
+                return
+
+    def _add_outputs(self, module_id: Any, outputs: Mapping[str, Tree]) -> None:
+        """The columns for what a module gives, zeros until it does."""
+        names = tuple(name for name in outputs if name != Columns.ACTIONS)
+        for name in names:
+            if name not in self.fragment.columns:
+                row = map_tree(
+                    lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
+                    outputs[name],
+                )
+                column = self._columns.extra(name, row)
+                for leaf in leaves_of(column.tree):
+                    leaf[:] = 0
+                self.fragment.columns[name] = column
+        self._outputs[module_id] = names
+
+    def _refuse_outputs(self, module: int, names: Sequence[str], outputs: Mapping[str, Tree]) -> None:
+        expected = {Columns.ACTIONS, *names}
+        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
+        raise ColumnError(
+            f"lane {self.lane}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
+            f"{missing}, new {new}; every step must give {sorted(expected)}"
+        )
+
+    def _infos_in(self, fragment: AgentFragment, row: int) -> AgentInfos:
+        there = fragment.infos[row]
+        if not isinstance(there, AgentInfos):
+            there = fragment.infos[row] = AgentInfos()
+        return there
+
+    def _hand_infos_on(self, old: AgentFragment, new: AgentFragment) -> None:
+        moved = self.at - self.layout.lookback
+        for row, infos in enumerate(old.infos):
+            if isinstance(infos, AgentInfos):
+                for slot, info in infos.of_slots.items():
+                    to = row - int(moved[slot])
+                    if 0 <= to <= self.layout.lookback:
+                        self._infos_in(new, to).of_slots[slot] = info
+
+
+def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
+    """Into the first rows of each leaf, what stands in certain rows of every slot."""
+    for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
+        leaf[: len(rows)] = source[np.minimum(rows, len(source) - 1), slots]

@@ -1,0 +1,141 @@
+"""A fragment of a lane of environments with several agents each."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.multi_agent.agent_chunks import episode_of
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, ModuleFragment
+from rollflow.stream.multi_agent_episode import MultiAgentEpisode
+
+
+class EnvClock:
+    """When the episodes of N environments began and ended in one fragment, in vector steps since the first reset.
+
+    first      vector step at which the fragment began
+    started    i64[N] at which the episode began that was going on then
+    numbers    i64[N] how many episodes the environment had before that one
+    ends       in their order: (vector step, environment, whether it was truncated)
+    """
+
+    def __init__(self, first: int, started: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
+        self.first, self.started, self.numbers = first, started, numbers
+        self.ends: list[tuple[int, int, bool]] = []
+        self._ends_of: dict[int, list[int]] = {}
+
+    def end(self, envs: NDArray[np.int64], vector_step: int, truncated: NDArray[np.bool_]) -> None:
+        """The episodes of these environments have ended with a vector step, and others have begun."""
+        for env, is_truncated in zip(envs.tolist(), truncated.tolist(), strict=True):
+            self.ends.append((vector_step, env, is_truncated))
+            self._ends_of.setdefault(env, []).append(vector_step)
+
+    def nth(self, env: int, vector_step: int) -> int:
+        """How many episodes of the environment had ended in the fragment when a vector step began."""
+        return sum(end <= vector_step for end in self._ends_of.get(env, ()))
+
+    def number(self, env: int, vector_step: int) -> int:
+        """The number of the episode that the environment was in then."""
+        return int(self.numbers[env]) + self.nth(env, vector_step)
+
+    def start(self, env: int, nth: int) -> int:
+        """The vector step at which an episode began."""
+        return self._ends_of[env][nth - 1] if nth else int(self.started[env])
+
+    def count(self, env: int) -> int:
+        """How many episodes of the environment there are in the fragment, one of them going on at its end."""
+        return 1 + len(self._ends_of.get(env, ()))
+
+    def end_of(self, env: int, nth: int) -> tuple[int, bool] | None:
+        """The vector step that ended an episode, and whether it was truncated; None: it goes on."""
+        mine = [(step, is_truncated) for step, of, is_truncated in self.ends if of == env]
+        return mine[nth] if nth < len(mine) else None
+
+    def next(self, vector_step: int) -> "EnvClock":
+        """Of the fragment that begins now."""
+        started, numbers = self.started.copy(), self.numbers.copy()
+        for end, env, _ in self.ends:
+            started[env], numbers[env] = end, numbers[env] + 1
+        return EnvClock(vector_step, started, numbers)
+
+
+class MultiAgentFragment:
+    """T vector steps of N environments with several agents each; read-only.
+
+    lane, sequence    number of the lane, and of the fragment in it
+    parts             the agents' steps, by their spaces
+    num_envs          N
+    num_rows          T
+    clock             when episodes began and ended
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        sequence: int,
+        parts: Sequence[AgentFragment],
+        *,
+        num_envs: int,
+        num_rows: int,
+        clock: EnvClock,
+        episode_id: Callable[[int, int], str],
+    ) -> None:
+        self.lane, self.sequence, self.parts = lane, sequence, tuple(parts)
+        self.num_envs, self.num_rows, self.clock = num_envs, num_rows, clock
+        self.episode_id = episode_id
+
+    @property
+    def num_steps(self) -> int:
+        """Agent steps held, lookback left out."""
+        return sum(part.num_steps for part in self.parts)
+
+    @property
+    def num_env_steps(self) -> int:
+        """Environment steps held."""
+        return self.num_rows * self.num_envs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in columns."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def module_ids(self) -> list[Any]:
+        """The modules that have acted so far, part by part."""
+        return [module_id for part in self.parts for module_id in part.outputs]
+
+    def of_module(self, module_id: Any) -> ModuleFragment:
+        """The agents' chunks in which a module acted. Raises KeyError for one that has not acted so far."""
+        for part in self.parts:
+            if module_id in part.outputs:
+                return part.of_module(module_id)
+        raise KeyError(f"module '{module_id}' has not acted in {self!r}, expected one of {self.module_ids}")
+
+    def policy_versions(self) -> dict[Any, int]:
+        """Module id -> the oldest version that an action was computed with, for those that acted."""
+        mine = {module_id: self.of_module(module_id) for module_id in self.module_ids}
+        return {module_id: part.policy_version for module_id, part in mine.items() if len(part.chunks.slot)}
+
+    def agent_episodes(self, module_id: Any) -> FragmentEpisodes:
+        """The chunks of one module's agents as a sequence of `SingleAgentEpisode`, made when asked for."""
+        return FragmentEpisodes([self.of_module(module_id)])
+
+    def episodes(self) -> Iterator[MultiAgentEpisode]:
+        """The chunks of the environments' episodes, environment by environment, in the order of time.
+
+        Of an agent that waits for its next observation, what it received since the last one counts as received in
+        the last env step.
+        """
+        for env in range(self.num_envs):
+            for nth in range(self.clock.count(env)):
+                episode = episode_of(self, env, nth)
+                if len(episode):
+                    yield episode
+
+    def __repr__(self) -> str:
+        return (
+            f"<MultiAgentFragment {self.sequence} of lane {self.lane}: {self.num_rows} vector steps x {self.num_envs} "
+            "environments>"
+        )

@@ -1,0 +1,193 @@
+"""A lane of environments with several agents each: what circulates in the ring, and the fragment in the making."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.episode_ids import EpisodeIds
+from rollflow.stream.errors import EnvError
+from rollflow.stream.fragment import FragmentLayout
+from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
+from rollflow.stream.multi_agent.agent_lane import AgentLane
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+from rollflow.stream.multi_agent.vector_step import Observed, VectorStep
+
+Infos = Mapping[Any, Mapping[str, Any]]
+ModuleOf = Callable[[Any, str], Any]
+"""Agent id, id of the multi-agent episode -> module id."""
+
+
+class MultiAgentLane:
+    """N environments that step together, with several agents each.
+
+    index         number of this lane
+    parts         the agents by their spaces
+    num_envs      N
+    num_rows      vector steps in a fragment (T)
+    lookback      agent steps of the fragment before that each begins with (H)
+    name          what episode ids are derived from; of this lane alone
+    module_of     which module serves an agent in an episode: asked when the agent begins
+
+    module_ids      modules that there are, or have been; lanes refer to them by place
+    vector_steps    since the first reset
+    batches         (part, module) by places -> what flows between the stages: column -> tree of arrays any[K, ...]
+    shared_data     module place -> what connector pieces tell each other
+    is_set_aside    whether its environments are gone for good
+    """
+
+    def __init__(
+        self,
+        index: int,
+        parts: Sequence[AgentPart],
+        num_envs: int,
+        *,
+        num_rows: int,
+        lookback: int,
+        name: str,
+        module_of: ModuleOf,
+        shared_data: Callable[[Any], dict[str, Any]],
+    ) -> None:
+        self.index, self.num_envs, self.num_rows = index, num_envs, num_rows
+        self.lookback = lookback
+        self.module_ids: list[Any] = []
+        self.vector_steps = 0
+        self.batches: dict[int, dict[str, Any]] = {}
+        self.shown: dict[int, AgentEpisodes] = {}
+        self.policy_versions: dict[int, int] = {}
+        self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
+        self._shared_data: dict[int, dict[str, Any]] = {}
+        self._module_of, self._make_shared_data = module_of, shared_data
+        self._part_of: dict[Any, int] = {}  # module id -> its part
+        self._place = {agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)}
+        self._ids = EpisodeIds(name)
+        self._clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64))
+        self.parts = [self._part(i, part, name) for i, part in enumerate(parts)]
+        self.sequence = 0
+
+    def reset(self, observed: Sequence[Observed], infos: Sequence[Infos]) -> None:
+        """Take the first observations of every environment, part by part, and what came with them by environment."""
+        self._begin(observed, infos, range(self.num_envs))
+
+    def record_step(self, step: VectorStep) -> None:
+        """Take what one vector step gave."""
+        self.vector_steps += 1
+        for lane, part in zip(self.parts, step.parts, strict=True):
+            lane.record_step(part, self.vector_steps)
+            self._assign(lane)
+        if len(step.infos):
+            self._record_infos(step.infos, range(self.num_envs))
+        if len(step.ended):
+            self._clock.end(step.ended, self.vector_steps, self._has_truncated(step))
+            self._begin(step.first, step.first_infos, step.ended.tolist())
+
+    def shared_data_of(self, module: int) -> dict[str, Any]:
+        """What the connector pieces of a module tell each other."""
+        made = self._shared_data.get(module)
+        if made is None:
+            made = self._shared_data[module] = self._make_shared_data(self.module_ids[module])
+        return made
+
+    def episode_id(self, env: int, vector_step: int) -> str:
+        """The id of the episode that an environment was in when a vector step began."""
+        return self._ids(env, self._clock.number(env, vector_step))
+
+    # Fragments
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the fragment has its T vector steps."""
+        return self.vector_steps - self._clock.first == self.num_rows
+
+    @property
+    def at_start(self) -> bool:
+        """Whether the next step is the first of a fragment."""
+        return self.vector_steps == self._clock.first
+
+    @property
+    def num_steps(self) -> int:
+        """Agent steps recorded since the first reset."""
+        return sum(lane.num_steps for lane in self.parts)
+
+    @property
+    def uncut_steps(self) -> int:
+        """Agent steps in the fragment in the making."""
+        return sum(lane.uncut_steps for lane in self.parts)
+
+    def cut(self) -> MultiAgentFragment:
+        """Give the fragment away, read-only, and begin the next one."""
+        clock, self._clock = self._clock, self._clock.next(self.vector_steps)
+        self.sequence += 1
+        return MultiAgentFragment(
+            self.index,
+            self.sequence - 1,
+            [lane.cut() for lane in self.parts],
+            num_envs=self.num_envs,
+            num_rows=self.vector_steps - clock.first,
+            clock=clock,
+            episode_id=self._ids,
+        )
+
+    # Inside
+
+    def _part(self, index: int, part: AgentPart, name: str) -> AgentLane:
+        layout = FragmentLayout(
+            num_slots=self.num_envs * len(part.agents),
+            num_rows=self.num_rows,
+            lookback=self.lookback,
+            action_space=part.action_space,
+            resets_next_step=False,
+            episode_id=EpisodeIds(f"{name}/agents/{index}"),
+        )
+        lane = AgentLane(self.index, layout, part)
+        lane.module_ids = self.module_ids
+        return lane
+
+    def _begin(self, observed: Sequence[Observed], infos: Sequence[Infos], envs: Sequence[int]) -> None:
+        for lane, first in zip(self.parts, observed, strict=True):
+            lane.begin(first, self.vector_steps)
+            self._assign(lane)
+        if len(infos):
+            self._record_infos(infos, envs, are_first=True)
+
+    def _assign(self, lane: AgentLane) -> None:
+        """Find out which module serves the agents that have begun."""
+        agents, part = lane.part.agents, self.parts.index(lane)
+        for slot in lane.take_begun():
+            env, place = divmod(slot, len(agents))
+            agent = agents[place]
+            try:
+                module_id = self._module_of(agent, self._ids(env, self._clock.number(env, self.vector_steps + 1)))
+            except Exception as error:
+                error.add_note(f"environment {env}, agent '{agent}', vector step {self.vector_steps}")
+                raise
+            if self._part_of.setdefault(module_id, part) != part:
+                other = self.parts[self._part_of[module_id]].part
+                raise EnvError(
+                    f"environment {env}, agent '{agent}', vector step {self.vector_steps}: module '{module_id}' serves "
+                    f"agent '{other.agents[0]}' with observations in {other.observation_space} and actions in "
+                    f"{other.action_space}, but this one's are in {lane.part.observation_space} and "
+                    f"{lane.part.action_space}: expected the same spaces under one module"
+                )
+            if module_id not in self.module_ids:
+                self.module_ids.append(module_id)
+            lane.assign(slot, self.module_ids.index(module_id))
+
+    def _record_infos(self, infos: Sequence[Infos], envs: Sequence[int], *, are_first: bool = False) -> None:
+        of_parts: list[dict[int, Mapping[str, Any]]] = [{} for _ in self.parts]
+        for env, of_agents in zip(envs, infos, strict=True):
+            for agent, info in of_agents.items():
+                if info and agent in self._place:
+                    part, place = self._place[agent]
+                    of_parts[part][env * len(self.parts[part].part.agents) + place] = info
+        for lane, of_slots in zip(self.parts, of_parts, strict=True):
+            lane.record_infos(of_slots, are_first=are_first)
+
+    def _has_truncated(self, step: VectorStep) -> NDArray[np.bool_]:
+        """bool[E]: whether an agent of each environment that has ended was truncated."""
+        truncated = np.zeros(self.num_envs, np.bool_)
+        for part in step.parts:
+            truncated |= part.truncateds.reshape(self.num_envs, -1).any(axis=1)
+        return truncated[step.ended]
