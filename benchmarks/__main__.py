@@ -18,6 +18,7 @@ PROGRAMS = (
     "stragglers",
     "placement",
     "connector",
+    "multi_agent",
     "remote",
     "transport",
     "beside_peers",

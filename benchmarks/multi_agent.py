@@ -137,7 +137,7 @@ def _beside_loop(name: str, make: Callable[[], RLModule], sizes: Sizes) -> Recor
     with _rollout(NoopAgents(), make) as rollout:
         batches = iter(rollout.batches())
         return paired(
-            f"several agents, {name}", ENVS, lambda: _count(next(batches)), loop.fragment, aim=1.0, sizes=sizes
+            f"several agents, {name}", ENVS, lambda: _count(next(batches)), loop.fragment, aim=None, sizes=sizes
         )
 
 

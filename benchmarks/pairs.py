@@ -39,7 +39,9 @@ def steps_per_s(run: Run, at_least_s: float) -> float:
     return steps / taken
 
 
-def paired(workload: str, slots: int, ours: Run, beside: Run, *, aim: float, sizes: Sizes, **told: Any) -> Record:
+def paired(
+    workload: str, slots: int, ours: Run, beside: Run, *, aim: float | None, sizes: Sizes, **told: Any
+) -> Record:
     """Medians over pairs. Only for what stands still while the other is measured: see `in_turns`."""
     for run in (ours, beside):
         steps_per_s(run, sizes.seconds / 2)  # warm up

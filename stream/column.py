@@ -67,16 +67,26 @@ class Column:
         for leaf, value in zip(self._leaves, self._matched(item, ()), strict=True):
             leaf[row, slot] = value
 
-    def write_items(self, rows: NDArray[np.int64], slots: NDArray[np.int64], items: Tree) -> None:
-        """Copy `items`, a tree of arrays `any[K, ...]`, each into a row and a slot of its own, i64[K] both.
+    def write_items(self, rows: NDArray[np.int64] | int, slots: NDArray[np.int64], items: Tree) -> None:
+        """Copy `items`, a tree of arrays `any[K, ...]`, each to a slot, i64[K], and a row of its own, or all to one.
 
         Raises ColumnError as `write` does.
         """
+        array = self._array
+        if array is not None and type(items) is np.ndarray and items.dtype is array.dtype:
+            if items.shape == (len(slots), *self._shape[1:]):
+                if type(rows) is int:
+                    array[rows][slots] = items
+                else:
+                    array[rows, slots] = items
+                return
         for leaf, value in zip(self._leaves, self._matched(items, (len(slots),)), strict=True):
             leaf[rows, slots] = value
 
-    def items(self, rows: NDArray[np.int64], slots: NDArray[np.int64]) -> Tree:
+    def items(self, rows: NDArray[np.int64] | int, slots: NDArray[np.int64]) -> Tree:
         """What stands in such places: a tree of new arrays `any[K, ...]`, of indices that broadcast to `any[K]`."""
+        if type(rows) is int:
+            return map_tree(lambda leaf: leaf[rows].take(slots, axis=0), self.tree)
         return map_tree(lambda leaf: leaf[rows, slots], self.tree)
 
     def try_write_slot(self, row: int, slot: int, item: Tree) -> bool:

@@ -39,7 +39,7 @@ class ModuleToAgents:
             except Exception as error:
                 error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, agents {list(part.part.agents)}")
                 raise
-            lane.actions.append(_in_order(part, made))
+            lane.actions.append(_for_envs(part, made))
         return lane
 
     def _act(
@@ -51,18 +51,14 @@ class ModuleToAgents:
         )
         if not pipeline.columnar:
             batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
-        actions = batch.get(Columns.ACTIONS_FOR_ENV, batch[Columns.ACTIONS])
         part.record_actions(slots, batch, place, lane.policy_versions[place])
-        return slots, actions
+        return slots, batch.get(Columns.ACTIONS_FOR_ENV)
 
 
-def _in_order(part: AgentLane, made: list[tuple[Slots, Tree]]) -> tuple[Slots | None, Tree]:
-    """The actions of several modules' agents in the order of their slots."""
-    if not made:
-        return part.acting, None
-    if len(made) == 1:
-        slots, actions = made[0]
-        return (None if len(slots) == part.layout.num_slots else slots), actions
+def _for_envs(part: AgentLane, made: list[tuple[Slots, Tree]]) -> tuple[Slots | None, Tree]:
+    """What the environments are to be stepped with: the actions, or what a piece made of them, in the slots' order."""
+    if all(actions is None for _, actions in made):
+        return part.recorded_actions()
     slots = np.concatenate([slots for slots, _ in made])
     order = np.argsort(slots, kind="stable")
     actions = map_tree(lambda leaf: leaf[order], concatenate_trees([each for _, each in made]))

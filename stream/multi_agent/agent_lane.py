@@ -102,25 +102,20 @@ class AgentLane:
         module     which of `module_ids`
         version    of its weights
         """
-        if self._outputs.get(self.module_ids[module]) is None:
-            self._add_outputs(self.module_ids[module], outputs)
-        names = self._outputs[self.module_ids[module]]
-        if (
-            len(outputs) != len(names) + 1
-            or Columns.ACTIONS not in outputs
-            or any(name not in outputs for name in names)
-        ):
-            self._refuse_outputs(module, names, outputs)
+        names = self._outputs.get(self.module_ids[module])
+        if names is None:
+            names = self._add_outputs(self.module_ids[module], outputs)
         columns = self.fragment.columns
-        self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
-        for name in names:
-            self._write(columns[name], slots, outputs[name])
-        versions, module_of = columns[Columns.POLICY_VERSION].tree, self.fragment.module_of
-        if self._row is not None and len(slots) == self.layout.num_slots:
-            versions[self._row], module_of[self._row] = version, module
-        else:
-            rows = self.at[slots]
-            versions[rows, slots], module_of[rows, slots] = version, module
+        try:
+            self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
+            for name in names:
+                self._write(columns[name], slots, outputs[name])
+        except KeyError:
+            self._refuse_outputs(module, names, outputs)
+        if len(outputs) != len(names) + 1:
+            self._refuse_outputs(module, names, outputs)
+        versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
+        versions[rows, slots] = version
         self._waits[slots] = True
 
     def record_step(self, step: PartStep, vector_step: int) -> None:
@@ -152,12 +147,20 @@ class AgentLane:
         """Have a module serve a slot."""
         if self.module[slot] != module or not self._is_assigned[slot]:
             self.module[slot], self._is_assigned[slot], self._groups = module, True, None
+            self.fragment.module_of[self.at[slot] :, slot] = module
 
     def ended_by_module(self) -> list[tuple[int, Slots]]:
         """The slots whose episodes have ended with the last step, by the modules that served them."""
         assert self.ended is not None
         served = self.fragment.module_of[self.ended.rows, self.ended.slots]
         return [(module, self.ended.slots[served == module]) for module in np.unique(served).tolist()]
+
+    def recorded_actions(self) -> tuple[Slots | None, Tree]:
+        """What those that act have been given to do, as it was recorded: their slots (None: all), any[K, ...]."""
+        column, slots = self.fragment.columns[Columns.ACTIONS], self.acting
+        # Copies: what an environment does with them is its own affair.
+        actions = column.items(self._rows_of(slots), slots)
+        return (None if len(slots) == self.layout.num_slots else slots), actions
 
     def by_module(self, slots: Slots) -> list[tuple[int, Slots]]:
         """Slots by the modules that serve them."""
@@ -252,7 +255,7 @@ class AgentLane:
         for name, column in new.columns.items():
             _copy(column.tree, old.columns[name].tree, rows, self.everyone)
         _copy(new.clock, old.clock, rows, self.everyone)
-        _copy(new.module_of, old.module_of, rows, self.everyone)
+        new.module_of[:] = self.module
         self.episode_start -= self.at - lookback
         new.episode_start[:] = self.episode_start
         if self._has_infos:
@@ -369,7 +372,7 @@ class AgentLane:
         if self._raw is None:
             self._write(self.fragment.columns[Columns.OBS], slots, observations)
         else:
-            self._raw.write_items(np.zeros_like(slots), slots, observations)
+            self._raw.write_items(0, slots, observations)
         if self._row is not None and len(slots) == self.layout.num_slots:
             self.fragment.clock[self._row] = vector_step
         else:
@@ -380,7 +383,11 @@ class AgentLane:
         if self._row is not None and len(slots) == self.layout.num_slots:
             column.write(self._row, values)
         else:
-            column.write_items(self.at[slots], slots, values)
+            column.write_items(self._rows_of(slots), slots, values)
+
+    def _rows_of(self, slots: Slots) -> Slots | int:
+        """The rows where slots stand, or the one where all do."""
+        return self.at[slots] if self._row is None else self._row
 
     def _newest(self, slots: Slots) -> Tree:
         """The newest observations of slots, `any[K, ...]`, as they came or as pieces have left them so far."""
@@ -389,11 +396,11 @@ class AgentLane:
             places = np.searchsorted(known, slots)
             return map_tree(lambda leaf: leaf[places], values)
         if self._raw is not None:
-            return self._raw.items(np.zeros_like(slots), slots)
+            return self._raw.items(0, slots)
         column = self.fragment.columns[Columns.OBS]
         if self._row is not None and len(slots) == self.layout.num_slots:
             return column.row(self._row)
-        return column.items(self.at[slots], slots)
+        return column.items(self._rows_of(slots), slots)
 
     def _settle_type(self, observations: Tree, count: int) -> None:
         """Give the column the type that pieces have left observations in, the last of the spaces that they fit."""
@@ -406,7 +413,7 @@ class AgentLane:
                 self._space, self.fragment.columns[Columns.OBS] = space, column
                 return
 
-    def _add_outputs(self, module_id: Any, outputs: Mapping[str, Tree]) -> None:
+    def _add_outputs(self, module_id: Any, outputs: Mapping[str, Tree]) -> tuple[str, ...]:
         """The columns for what a module gives, zeros until it does."""
         names = tuple(name for name in outputs if name != Columns.ACTIONS)
         for name in names:
@@ -420,6 +427,7 @@ class AgentLane:
                     leaf[:] = 0
                 self.fragment.columns[name] = column
         self._outputs[module_id] = names
+        return names
 
     def _refuse_outputs(self, module: int, names: Sequence[str], outputs: Mapping[str, Tree]) -> None:
         expected = {Columns.ACTIONS, *names}

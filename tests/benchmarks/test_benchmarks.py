@@ -15,6 +15,7 @@ from benchmarks import (
     beside_peers,
     cartpole,
     memory,
+    multi_agent,
     overhead,
     pairs,
     pixels,
@@ -43,8 +44,9 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
         lambda: scaling.measure(TINY, axes={"lanes": (1, 2), "pieces": (1,), "sinks": (2,)}),
         lambda: placement.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 2, 16, ("inline", "threads")),)),
         lambda: beside_peers.measure(TINY),
+        lambda: multi_agent.measure(TINY),
     ],
-    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "placement", "beside_peers"],
+    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "placement", "beside_peers", "multi_agent"],
 )
 def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = measure()
