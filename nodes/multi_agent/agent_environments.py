@@ -146,7 +146,7 @@ def _lanes_of(env: Any, num_envs: int | None, lanes: int | None) -> list[Any]:
     else:
         makers = [env] * (1 if num_envs is None else num_envs)
     for each in makers:
-        if not callable(each) or hasattr(each, "step"):
+        if not callable(each) or (hasattr(each, "step") and not isinstance(each, type)):
             raise EnvError(
                 f"env is {each!r:.200}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
                 "list of those, or a MultiAgentVectorEnv"
