@@ -283,7 +283,8 @@ class Fragment:
     def _episode(
         self, slot: int, number: int, start: int, stop: int, lookback: int, **flags: Any
     ) -> SingleAgentEpisode:
-        final = self._final_items.get((stop - 1, slot))
+        # The step before a chunk without one may have been another episode's last.
+        final = self._final_items.get((stop - 1, slot)) if start < stop else None
         begin = start - lookback
 
         def buffer(name: str, space: gym.Space[Any] | None = None) -> LookbackBuffer:
@@ -292,7 +293,7 @@ class Fragment:
 
         episode = SealedEpisode(
             self.layout.episode_id(slot, number),
-            observations=self._observations(slot, begin, stop, lookback),
+            observations=self._observations(slot, begin, stop, lookback, final),
             infos=InfosWindow(self.infos[begin : stop + 1], slot, lookback, None if final is None else final[1]),
             actions=buffer(Columns.ACTIONS, self.layout.action_space),
             rewards=buffer(Columns.REWARDS, REWARD_SPACE),
@@ -349,12 +350,8 @@ class Fragment:
             f"{self.num_rows} vector steps x {self.layout.num_slots} slots>"
         )
 
-    def _observations(self, slot: int, begin: int, stop: int, lookback: int) -> LookbackBuffer:
-        final, obs, space = (
-            self._final_items.get((stop - 1, slot)),
-            self.columns[Columns.OBS],
-            self.observation_space,
-        )
+    def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:
+        obs, space = self.columns[Columns.OBS], self.observation_space
         if final is not None:
             views = map_tree(lambda leaf: leaf[begin:stop, slot], obs.tree)
             return EndedWindow(views, final[0], lookback, space)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.multi_agent.joint_pieces import JointPieces
 from rollflow.nodes.multi_agent.module_set import ModuleSet
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.multi_agent.agent_lane import AgentLane
@@ -34,12 +35,13 @@ class AgentsToModule:
         pipelines: Sequence[EnvToModulePipeline],
         modules: ModuleSet,
         *,
+        joint: JointPieces | None = None,
         num_lanes: int = 1,
         explore: bool = True,
         num_fragments: int | None = None,
         metrics: Any = None,
     ) -> None:
-        self.pipelines = pipelines
+        self.pipelines, self._joint = pipelines, joint
         self._modules, self._explore, self._metrics = modules, explore, metrics
         self._num_fragments, self._going = num_fragments, num_lanes
         self._lanes: dict[int, MultiAgentLane] = {}
@@ -50,6 +52,8 @@ class AgentsToModule:
         if lane.index not in self._lanes:
             self._take_in(lane)
         lane.batches = {}
+        if self._joint is not None:
+            self._see_jointly(lane, self._joint)
         for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
             try:
                 self._prepare(lane, part, pipeline)
@@ -84,7 +88,18 @@ class AgentsToModule:
                 )
         self._lanes[lane.index] = lane
         for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
-            part.observation_spaces = (part.observation_spaces[0], *pipeline.observation_spaces)
+            part.observation_spaces = (
+                part.observation_spaces[0],
+                *(space for space in (pipeline.input_observation_space,) if space is not None),
+                *pipeline.observation_spaces,
+            )
+
+    def _see_jointly(self, lane: MultiAgentLane, joint: JointPieces) -> None:
+        try:
+            joint(lane, self._modules, self._explore, self._metrics)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
 
     def _prepare(self, lane: MultiAgentLane, part: AgentLane, pipeline: EnvToModulePipeline) -> None:
         if part.ended is not None:

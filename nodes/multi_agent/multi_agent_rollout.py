@@ -18,6 +18,7 @@ from rollflow.nodes.multi_agent.agent_forward import AgentForward
 from rollflow.nodes.multi_agent.agent_lag import AgentLagBound
 from rollflow.nodes.multi_agent.agent_returns import AgentReturns
 from rollflow.nodes.multi_agent.agents_to_module import AgentsToModule
+from rollflow.nodes.multi_agent.joint_pieces import JointPieces
 from rollflow.nodes.multi_agent.module_set import AgentToModule, ModuleSet
 from rollflow.nodes.multi_agent.module_to_agents import ModuleToAgents
 from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
@@ -55,6 +56,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                       least 1
         seed                          of environments and sampling; None: a fresh one, to be read from `seed`
         explore                       whether actions are sampled
+        joint_connector               `lambda env: piece or list of pieces` that see all agents of an environment
+                                      together, as `MultiAgentEpisode`s, before all others; they may rewrite the newest
+                                      observations. `env` is the environments of the first lane
         env_to_module_connector       `lambda part: piece or list of pieces`, put before the default ones; called for
                                       every `AgentPart`, the agents that have the same spaces. A piece is given the
                                       episodes of one module's agents that are to act, each agent's own
@@ -86,6 +90,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         lookback: int | None = None,
         seed: int | None = None,
         explore: bool = True,
+        joint_connector: Callable[[Any], Pieces] | None = None,
         env_to_module_connector: Callable[[AgentPart], Pieces] | None = None,
         module_to_env_connector: Callable[[AgentPart], Pieces] | None = None,
         learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None,
@@ -114,7 +119,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         environments = AgentEnvironments(
             env, num_envs=num_envs, lanes=lanes, fragment_length=fragment_length, seed=self.seed
         )
-        parts = environments.parts
+        joint = pieces_given(joint_connector, "joint_connector", environments.envs[0])
+        self.joint = JointPieces(environments.parts, joint) if joint else None
+        parts = environments.parts if self.joint is None else self.joint.parts_left()
         before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in parts]
         after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in parts]
         self._modules = ModuleSet(
@@ -149,6 +156,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         self._prepare = AgentsToModule(
             self.env_to_module,
             self._modules,
+            joint=self.joint,
             num_lanes=environments.num_lanes,
             num_fragments=num_fragments,
             **context,

@@ -32,7 +32,8 @@ def episode_of(fragment: "MultiAgentFragment", env: int, nth: int) -> SealedMult
     started, end = clock.start(env, nth), clock.end_of(env, nth)
     stop = clock.first + fragment.num_rows if end is None else end[0]
     begin = max(clock.first, started)
-    id_ = fragment.episode_id(env, int(clock.numbers[env]) + nth)
+    number = int(clock.numbers[env]) + nth
+    id_ = fragment.episode_id(env, number)
     timelines = {}
     for part in fragment.parts:
         for agent, timeline in _timelines(fragment, part, env, nth, started, stop):
@@ -48,6 +49,7 @@ def episode_of(fragment: "MultiAgentFragment", env: int, nth: int) -> SealedMult
         agent_episode_ids={agent: timeline.episode.id_ for agent, timeline in timelines.items()},
         agent_module_ids={agent: timeline.episode.module_id for agent, timeline in timelines.items()},
     )
+    episode.custom_data.update(fragment.custom_data.get((env, number), {}))
     if end is not None:
         episode.is_truncated, episode.is_terminated = end[1], not end[1]
     return episode

@@ -31,7 +31,7 @@ from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots
 from rollflow.stream.multi_agent.vector_step import Observed, PartStep
 from rollflow.stream.space import row_of
-from rollflow.stream.tree import Tree, leaves_of, map_tree
+from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree
 
 
 class AgentLane:
@@ -185,15 +185,41 @@ class AgentLane:
         assert self.ended is not None
         return self.live.show(slots, self.ended.of(slots), is_rewritten=False)
 
-    def edit(self, shown: AgentEpisodes) -> None:
-        """Have others see the newest observations as pieces have left them."""
-        if shown.is_rewritten:
-            self._edited = shown.slots, shown.observations()
-
     def edit_ended(self, shown: AgentEpisodes) -> None:
-        """The same for the last observations of episodes that have ended."""
+        """Have the last observations of episodes that have ended recorded as pieces have left them."""
         assert self.ended is not None
         self.ended.put(shown.slots, shown.observations())
+
+    def reveal_ended(self, envs: Slots | None, *, of_these: bool = True) -> None:
+        """Have pieces see as ended only agents of these environments, or only those of others; None: all."""
+        if self.ended is not None:
+            slots = self.ended.slots
+            is_theirs = np.isin(slots // len(self.part.agents), envs) if envs is not None else None
+            self.ended.show(None if is_theirs is None else slots[is_theirs == of_these])
+
+    def show_jointly(self, *, with_those_that_act: bool) -> AgentEpisodes:
+        """The episodes that are seen as ended, and of those that act: what pieces make of them goes on to others."""
+        shown = [(self.acting, self._newest(self.acting))] if with_those_that_act else []
+        if self.ended is not None and (self.ended.shown or not shown):
+            ended = np.array(sorted(self.ended.shown), np.int64)
+            shown.append((ended, self.ended.of(ended)))
+        if not shown:
+            shown = [(self.everyone[:0], self._newest(self.everyone[:0]))]
+        slots = np.concatenate([each for each, _ in shown])
+        order = np.argsort(slots)
+        joined = map_tree(lambda leaf: leaf[order], concatenate_trees([observations for _, observations in shown]))
+        return self.live.show(slots[order], joined, is_rewritten=False)
+
+    def take_jointly(self, shown: AgentEpisodes) -> None:
+        """Have others see the observations as pieces have left them."""
+        self.live.hide()
+        acts = np.isin(shown.slots, self.acting)
+        if self.ended is not None:
+            ended = np.array([self.ended.has(slot) for slot in shown.slots.tolist()], np.bool_)
+            acts &= ~ended
+            self.ended.put(shown.slots[ended], map_tree(lambda leaf: leaf[ended], shown.observations()))
+        if shown.is_rewritten and acts.any():
+            self._edited = shown.slots[acts], map_tree(lambda leaf: leaf[acts], shown.observations())
 
     def settle(self, shown: AgentEpisodes) -> None:
         """Record the newest observations as the pieces have left them.
@@ -223,7 +249,7 @@ class AgentLane:
         if ended is None:
             return
         column = self.fragment.columns[Columns.OBS]
-        observations = column.cast(ended.left_as(), len(ended.slots))
+        observations = column.cast(ended.observations, len(ended.slots))
         for row in np.unique(ended.rows).tolist():
             at = np.flatnonzero(ended.rows == row)
             last = map_tree(lambda leaf, at=at: leaf[at], observations)
@@ -233,6 +259,14 @@ class AgentLane:
         """The newest observation of one slot, as it has been recorded."""
         row = int(self.at[slot])
         return map_tree(lambda leaf: leaf[row, slot], self.fragment.columns[Columns.OBS].tree)
+
+    def waits(self, slot: int) -> bool:
+        """Whether a slot has acted and has no observation since."""
+        return bool(self._waits[slot])
+
+    def received(self, slot: int) -> np.float32:
+        """What a slot that waits has received since it acted."""
+        return np.float32(self._received[slot])
 
     @property
     def observation_space(self) -> Any:

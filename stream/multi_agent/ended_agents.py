@@ -18,17 +18,22 @@ class EndedAgents:
     starts          i64[S] `episode_start` as it was
     numbers         i64[S] likewise
     infos           that came with it
+    shown           the slots that pieces are to see as having ended; all at first
     """
 
     def __init__(self, slots: Slots, observations: Tree, rows: Slots, starts: Slots, numbers: Slots) -> None:
         self.slots, self.observations, self.rows, self.starts, self.numbers = slots, observations, rows, starts, numbers
         self.infos = AgentInfos()
-        self._known = set(slots.tolist())
+        self.shown = self._known = frozenset(slots.tolist())
         self._put: list[tuple[Slots, Tree]] = []
 
     def has(self, slot: int) -> bool:
-        """Whether it is one of them."""
-        return slot in self._known
+        """Whether it is one of those that are shown."""
+        return slot in self.shown
+
+    def show(self, slots: Slots | None) -> None:
+        """Have pieces see some of them as having ended; None: all."""
+        self.shown = self._known if slots is None else frozenset(slots.tolist())
 
     def of(self, slots: Slots) -> Tree:
         """The last observations of some of them, `any[K, ...]`."""
@@ -36,16 +41,10 @@ class EndedAgents:
         return map_tree(lambda leaf: leaf[places], self.observations)
 
     def put(self, slots: Slots, observations: Tree) -> None:
-        """Take the last observations of some of them as pieces have left them."""
-        if len(slots) == len(self.slots):
-            self.observations = observations
-        else:
+        """Take the last observations of some of them as pieces have left them; once all have been put they are seen."""
+        if len(slots):
             self._put.append((slots, observations))
-
-    def left_as(self) -> Tree:
-        """The last observations of all, as pieces have left them, where they have seen any."""
-        if not self._put:
-            return self.observations
-        order = np.argsort(np.concatenate([slots for slots, _ in self._put]))
-        joined = concatenate_trees([observations for _, observations in self._put])
-        return map_tree(lambda leaf: leaf[order], joined)
+        if sum(len(each) for each, _ in self._put) == len(self.slots):
+            order = np.argsort(np.concatenate([each for each, _ in self._put]))
+            joined = concatenate_trees([observations for _, observations in self._put])
+            self.observations, self._put = map_tree(lambda leaf: leaf[order], joined), []

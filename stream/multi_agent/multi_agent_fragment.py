@@ -1,6 +1,6 @@
 """A fragment of a lane of environments with several agents each."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class MultiAgentFragment:
     num_envs          N
     num_rows          T
     clock             when episodes began and ended
+    custom_data       (environment, number of its episode) -> what pieces keep with the episode
     """
 
     def __init__(
@@ -81,10 +82,11 @@ class MultiAgentFragment:
         num_rows: int,
         clock: EnvClock,
         episode_id: Callable[[int, int], str],
+        custom_data: Mapping[tuple[int, int], Mapping[Any, Any]],
     ) -> None:
         self.lane, self.sequence, self.parts = lane, sequence, tuple(parts)
         self.num_envs, self.num_rows, self.clock = num_envs, num_rows, clock
-        self.episode_id = episode_id
+        self.episode_id, self.custom_data = episode_id, custom_data
 
     @property
     def num_steps(self) -> int:

@@ -1,5 +1,6 @@
 """A lane of environments with several agents each: what circulates in the ring, and the fragment in the making."""
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -58,12 +59,14 @@ class MultiAgentLane:
         self.shown: dict[int, AgentEpisodes] = {}
         self.policy_versions: dict[int, int] = {}
         self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self.just_ended = np.zeros(0, np.int64)
         self._shared_data: dict[int, dict[str, Any]] = {}
         self._module_of, self._make_shared_data = module_of, shared_data
         self._part_of: dict[Any, int] = {}  # module id -> its part
         self._place = {agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)}
-        self._ids = EpisodeIds(name)
-        self._clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64))
+        self.episode_ids = EpisodeIds(name)
+        self.clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64))
         self.parts = [self._part(i, part, name) for i, part in enumerate(parts)]
         self.sequence = 0
 
@@ -74,13 +77,14 @@ class MultiAgentLane:
     def record_step(self, step: VectorStep) -> None:
         """Take what one vector step gave."""
         self.vector_steps += 1
+        self.just_ended = step.ended
         for lane, part in zip(self.parts, step.parts, strict=True):
             lane.record_step(part, self.vector_steps)
             self._assign(lane)
         if len(step.infos):
             self._record_infos(step.infos, range(self.num_envs))
         if len(step.ended):
-            self._clock.end(step.ended, self.vector_steps, self._has_truncated(step))
+            self.clock.end(step.ended, self.vector_steps, self._has_truncated(step))
             self._begin(step.first, step.first_infos, step.ended.tolist())
 
     def shared_data_of(self, module: int) -> dict[str, Any]:
@@ -90,21 +94,17 @@ class MultiAgentLane:
             made = self._shared_data[module] = self._make_shared_data(self.module_ids[module])
         return made
 
-    def episode_id(self, env: int, vector_step: int) -> str:
-        """The id of the episode that an environment was in when a vector step began."""
-        return self._ids(env, self._clock.number(env, vector_step))
-
     # Fragments
 
     @property
     def is_full(self) -> bool:
         """Whether the fragment has its T vector steps."""
-        return self.vector_steps - self._clock.first == self.num_rows
+        return self.vector_steps - self.clock.first == self.num_rows
 
     @property
     def at_start(self) -> bool:
         """Whether the next step is the first of a fragment."""
-        return self.vector_steps == self._clock.first
+        return self.vector_steps == self.clock.first
 
     @property
     def num_steps(self) -> int:
@@ -118,7 +118,9 @@ class MultiAgentLane:
 
     def cut(self) -> MultiAgentFragment:
         """Give the fragment away, read-only, and begin the next one."""
-        clock, self._clock = self._clock, self._clock.next(self.vector_steps)
+        clock, self.clock = self.clock, self.clock.next(self.vector_steps)
+        custom_data, going = copy.deepcopy(self.custom_data), set(enumerate(self.clock.numbers.tolist()))
+        self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
         self.sequence += 1
         return MultiAgentFragment(
             self.index,
@@ -127,7 +129,8 @@ class MultiAgentLane:
             num_envs=self.num_envs,
             num_rows=self.vector_steps - clock.first,
             clock=clock,
-            episode_id=self._ids,
+            custom_data=custom_data,
+            episode_id=self.episode_ids,
         )
 
     # Inside
@@ -159,7 +162,7 @@ class MultiAgentLane:
             env, place = divmod(slot, len(agents))
             agent = agents[place]
             try:
-                module_id = self._module_of(agent, self._ids(env, self._clock.number(env, self.vector_steps + 1)))
+                module_id = self._module_of(agent, self.episode_ids(env, self.clock.number(env, self.vector_steps + 1)))
             except Exception as error:
                 error.add_note(f"environment {env}, agent '{agent}', vector step {self.vector_steps}")
                 raise

@@ -1,0 +1,105 @@
+"""Connector pieces that look at all agents of an environment together."""
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_agents import NUM_ACTIONS, NumberedAgents
+
+from rollflow.nodes import ConnectorV2, MultiAgentRollout, RLModule
+from rollflow.stream import ConnectorError
+
+SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
+
+
+class Counting(RLModule):
+    """Acts by what it sees."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": batch["obs"].sum(1).long() % NUM_ACTIONS}
+
+
+class Together(ConnectorV2):
+    """Each agent sees its own number, how many observations there were at the step, and how often it was asked."""
+
+    def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
+        return gym.spaces.Dict(dict.fromkeys(seen.spaces, SPACE))
+
+    def __init__(self, *args: Any, told: list[Any], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.told = told
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in episodes:
+            seen = episode.get_observations(-1)
+            episode.custom_data["asked"] = episode.custom_data.get("asked", 0) + 1
+            self.told.append((episode.id_, episode.env_t, {a: np.array(o) for a, o in seen.items()}, episode.is_done))
+            made = {
+                agent: np.array([int(agent[-1]), len(seen), episode.custom_data["asked"]], np.float32) for agent in seen
+            }
+            episode.set_observations(new_data=made, at_indices=-1)
+        return batch
+
+
+def rollout_of(told: list[Any], envs: int, length: int, at_once: bool = False, **options: Any) -> MultiAgentRollout:
+    makers = [partial(NumberedAgents, env, nested=0, length=length, at_once=at_once) for env in range(envs)]
+    given = {"module": Counting(), "seed": 3, "num_fragments": 4, **options}
+    return MultiAgentRollout(makers, joint_connector=lambda env: Together(told=told), **given)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@given(envs=st.integers(1, 3), length=st.integers(1, 9), rows=st.integers(1, 7), lookback=st.integers(0, 2))
+@settings(max_examples=30)
+def test_every_observation_is_what_a_piece_made_of_all_agents_together(
+    at_once: bool, envs: int, length: int, rows: int, lookback: int
+) -> None:
+    told: list[Any] = []
+    with rollout_of(told, envs, length, at_once, fragment_length=rows, lookback=lookback) as rollout:
+        seen = [episode for fragment in rollout.fragments() for episode in fragment.episodes()]
+    asked = {(id_, env_t): observations for id_, env_t, observations, _ in told}
+    assert len(asked) == len(told)  # each step of each episode once
+    assert any(is_done for *_, is_done in told) == any(episode.is_done for episode in seen)
+    for episode in seen:
+        for env_t in range(episode.env_t_started, episode.env_t + 1):
+            left = episode.get_observations(env_t - episode.env_t_started)
+            there = asked[episode.id_, env_t]
+            assert left.keys() <= there.keys()
+            for agent, observation in left.items():
+                assert observation.tolist() == [int(agent[-1]), len(there), env_t + 1]
+                assert there[agent].shape == (5,)  # it saw what the environment gave
+
+
+def test_what_pieces_keep_with_an_episode_goes_with_its_chunks() -> None:
+    with rollout_of([], 1, 9, True, fragment_length=2) as rollout:
+        asked = [episode.custom_data["asked"] for fragment in rollout.fragments() for episode in fragment.episodes()]
+    assert asked[0] == 3  # the reset and two steps
+    assert len(asked) >= 4
+
+
+def test_a_batch_that_is_not_left_empty_is_refused() -> None:
+    class Adds(Together):
+        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+            return {"obs": [1]}
+
+    makers = [partial(NumberedAgents, 0, nested=0)]
+    with (
+        pytest.raises(ConnectorError, match=r"put \['obs'\] into the batch, expected it to be left empty") as refused,
+        MultiAgentRollout(makers, module=Counting(), joint_connector=lambda env: Adds(told=[])) as rollout,
+    ):
+        next(iter(rollout.fragments()))
+    assert any("lane 0, vector step 0" in note for note in refused.value.__notes__)
+
+
+def test_agents_with_the_same_spaces_are_left_with_the_same() -> None:
+    class Uneven(Together):
+        def recompute_output_observation_space(self, seen: Any, done: Any) -> Any:
+            return gym.spaces.Dict({**seen.spaces, "agent 1": SPACE})
+
+    with pytest.raises(ConnectorError, match=r"leaves observations of agent 'agent 1' in .* and those of 'agent 0'"):
+        MultiAgentRollout(
+            [partial(NumberedAgents, 0, nested=0)], module=Counting(), joint_connector=lambda env: Uneven(told=[])
+        )
