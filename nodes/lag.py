@@ -1,10 +1,9 @@
 """How old a fragment may be, in policy versions, when a learner gets it."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from rollflow.nodes.policy_weights import PolicyWeights
 from rollflow.stream.errors import LagError
-from rollflow.stream.fragment import Fragment
 
 OnExcess = Literal["drop", "pace"]
 
@@ -30,12 +29,13 @@ class LagBound:
         self.dropped_steps = 0
         self._weights = weights
 
-    def lag(self, fragment: Fragment) -> int:
+    def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
         assert self._weights is not None
-        return self._weights.version - fragment.policy_version
+        version: int = fragment.policy_version
+        return self._weights.version - version
 
-    def admits(self, fragment: Fragment) -> bool:
+    def admits(self, fragment: Any) -> bool:
         """Whether a learner may have the fragment; one it may not have is counted. Raises LagError under "pace"."""
         if self.max_lag is None:
             return True

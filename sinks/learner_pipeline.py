@@ -1,12 +1,17 @@
 """Fragments in, train batches out."""
 
-from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+import abc
+from collections.abc import Iterator, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.lag import LagBound
+from rollflow.nodes.multi_agent.agent_learner import AgentLearner
+from rollflow.nodes.rounds import Emitted
 from rollflow.stream.fragment import Fragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
+F = TypeVar("F", bound=Emitted)
 Batch = dict[str, Any]
 
 
@@ -16,7 +21,37 @@ class Learned(NamedTuple):
     batches: Batch | None
 
 
-class LearnerPipeline:
+class _Gathering(abc.ABC, Generic[F]):
+    """Gathers so many fragments for each batch; a last batch of fewer comes when the stream ends."""
+
+    where: Literal["inline", "thread"] = "thread"
+
+    def __init__(self, fragments_per_batch: int, lag: LagBound | None) -> None:
+        self._fragments_per_batch = fragments_per_batch
+        self._lag = lag
+        self._waiting: list[F] = []
+
+    @abc.abstractmethod
+    def _batch_of(self, fragments: Sequence[F]) -> Batch: ...
+
+    def finish(self) -> Iterator[Learned]:
+        """The batch of the fragments that are left."""
+        if self._waiting:
+            yield Learned(self._batch())
+
+    def _take(self, fragment: F) -> Learned:
+        if fragment.num_steps and (self._lag is None or self._lag.admits(fragment)):
+            self._waiting.append(fragment)
+        if len(self._waiting) < self._fragments_per_batch:
+            return Learned(None)
+        return Learned(self._batch())
+
+    def _batch(self) -> Batch:
+        fragments, self._waiting = self._waiting, []
+        return self._batch_of(fragments)
+
+
+class LearnerPipeline(_Gathering[Fragment]):
     """A node that turns fragments into train batches, in a worker thread, off the rollout's path.
 
         pipeline               makes the batch: column name -> tensor `any[B, ...]`
@@ -30,8 +65,6 @@ class LearnerPipeline:
     batch's fragments, fragment by fragment.
     """
 
-    where: Literal["inline", "thread"] = "thread"
-
     def __init__(
         self,
         pipeline: LearnerConnectorPipeline,
@@ -41,26 +74,34 @@ class LearnerPipeline:
         lag: LagBound | None = None,
         metrics: Any = None,
     ) -> None:
+        super().__init__(fragments_per_batch, lag)
         self.pipeline = pipeline
         self._module = module
         self._metrics = metrics
-        self._fragments_per_batch = fragments_per_batch
-        self._lag = lag
-        self._waiting: list[Fragment] = []
 
     def __call__(self, fragments: Fragment) -> Learned:
         """Take one fragment; a batch when enough of them are there."""
-        if fragments.num_steps and (self._lag is None or self._lag.admits(fragments)):
-            self._waiting.append(fragments)
-        if len(self._waiting) < self._fragments_per_batch:
-            return Learned(None)
-        return Learned(self._batch())
+        return self._take(fragments)
 
-    def finish(self) -> Iterator[Learned]:
-        """The batch of the fragments that are left."""
-        if self._waiting:
-            yield Learned(self._batch())
-
-    def _batch(self) -> Batch:
-        fragments, self._waiting = self._waiting, []
+    def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         return self.pipeline.of_fragments(fragments, self._module, self._metrics)
+
+
+class MultiAgentLearnerPipeline(_Gathering[MultiAgentFragment]):
+    """The same for fragments of a `MultiAgentRollout`: a batch is a dict, module id -> train batch.
+
+    learner                makes the batches, as `rollout.learner` does
+    fragments_per_batch    how many fragments make one batch; a rollout of several lanes wants as many
+    lag                    how old a fragment may be: `rollout.lag`
+    """
+
+    def __init__(self, learner: AgentLearner, *, fragments_per_batch: int = 1, lag: LagBound | None = None) -> None:
+        super().__init__(fragments_per_batch, lag)
+        self.learner = learner
+
+    def __call__(self, fragments: MultiAgentFragment) -> Learned:
+        """Take one fragment; a batch when enough of them are there."""
+        return self._take(fragments)
+
+    def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
+        return self.learner.batch_of(fragments)

@@ -10,14 +10,14 @@ class AgentLagBound(LagBound):
     """A `LagBound` for fragments of several modules: the oldest counts, each beside the newest of its own.
 
     modules    those that act
-    learnt     ids of those whose age counts; None: all
+    trained    ids of those whose age counts; None: all
     """
 
     def __init__(
-        self, modules: ModuleSet, learnt: frozenset[Any] | None, max_lag: int | None, on_excess: OnExcess = "drop"
+        self, modules: ModuleSet, trained: frozenset[Any] | None, max_lag: int | None, on_excess: OnExcess = "drop"
     ) -> None:
         super().__init__(None, max_lag, on_excess)
-        self._modules, self._learnt = modules, learnt
+        self._modules, self._trained = modules, trained
 
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
@@ -25,6 +25,6 @@ class AgentLagBound(LagBound):
         lags = [
             newest[module_id] - version
             for module_id, version in fragment.policy_versions().items()
-            if module_id in newest and (self._learnt is None or module_id in self._learnt)
+            if module_id in newest and (self._trained is None or module_id in self._trained)
         ]
         return max(lags, default=0)

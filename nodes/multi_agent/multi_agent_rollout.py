@@ -7,7 +7,6 @@ import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
-from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import check_numbers, pieces_given
@@ -16,6 +15,7 @@ from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.multi_agent.agent_forward import AgentForward
 from rollflow.nodes.multi_agent.agent_lag import AgentLagBound
+from rollflow.nodes.multi_agent.agent_learner import AgentLearner
 from rollflow.nodes.multi_agent.agent_returns import AgentReturns
 from rollflow.nodes.multi_agent.agents_to_module import AgentsToModule
 from rollflow.nodes.multi_agent.joint_pieces import JointPieces
@@ -26,7 +26,6 @@ from rollflow.nodes.policy_weights import Weights
 from rollflow.nodes.ring import ring_of, sampling_data
 from rollflow.nodes.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rounds import Rounds
-from rollflow.stream.errors import ModuleError
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -71,7 +70,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         flat_forward, forward_threads, device, metrics    as `Rollout` has them
 
     In every vector step each module does one forward pass over all the agents that it serves and that are to act.
-    Batches are dicts: module id -> train batch. Otherwise it is used as a `Rollout` is.
+    Batches are dicts: module id -> train batch. Otherwise it is used as a `Rollout` is. In a graph, a
+    `MultiAgentLearnerPipeline` makes batches of its fragments.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -135,7 +135,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             acting={"explore": explore, "flat": flat_forward, "threads": forward_threads, "compiled": None},
         )
         self.module: MultiRLModule = self._modules.modules
-        self._learnt = _learnt(modules_to_train, self.module)
+        self.learner = AgentLearner(self.module, modules_to_train, learner_connector, self.metrics)
         stateful = any(is_stateful(acting.module) for acting in self._modules.acting.values())
         self.env_to_module = [
             EnvToModulePipeline.default(*_spaces(part), pieces, stateful=stateful, device=device)
@@ -145,10 +145,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=stateful)
             for part, pieces in zip(parts, after, strict=True)
         ]
-        self._taught, self._stateful, self._lookback_asked = learner_connector, stateful, lookback
-        self.learner_pipelines: dict[Any, LearnerConnectorPipeline] = {}
+        self._stateful, self._lookback_asked = stateful, lookback
         self.returns = AgentReturns()
-        lag = AgentLagBound(self._modules, self._learnt, max_lag, on_excess)
+        lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
         ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         rounds: Rounds[MultiAgentFragment] = Rounds(environments.num_lanes, lag, self.returns)
         super().__init__(environments, lag=lag, rounds=rounds, ahead=ahead, in_a_thread=prefetch > 0)
@@ -203,34 +202,14 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         return ring_of(self.environments, self._prepare, self._forward, self._act, gate)
 
     def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
-        batches = {}
-        for module_id in dict.fromkeys(module_id for each in fragments for module_id in each.module_ids):
-            if module_id not in self.module or (self._learnt is not None and module_id not in self._learnt):
-                continue
-            mine = [each.of_module(module_id) for each in fragments if module_id in each.module_ids]
-            mine = [each for each in mine if len(each.chunks.slot)]
-            if mine:
-                batches[module_id] = self._pipeline_of(module_id).of_fragments(
-                    mine, self.module[module_id], self.metrics
-                )
-        return batches
+        return self.learner.batch_of(fragments)
 
     # Inside
-
-    def _pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
-        made = self.learner_pipelines.get(module_id)
-        if made is None:
-            module = self.module[module_id]
-            spaces = module.observation_space, module.action_space
-            taught = pieces_given(self._taught, "learner_connector", *spaces)
-            made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
-            self.learner_pipelines[module_id] = made
-        return made
 
     def _make_lanes(self) -> None:
         """Lanes with the lookback that was asked for, or is needed. Raises ValueError where the one is too little."""
         needed = {"a stateful module": int(self._stateful)}
-        learning = [self._pipeline_of(module_id) for module_id in self.module if self._is_learnt(module_id)]
+        learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
         for pipeline in (*self.env_to_module, *self.module_to_env, *learning):
             needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
         most, asked = max(needed, key=lambda name: needed[name]), self._lookback_asked
@@ -241,9 +220,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self._modules.module_of,
             lambda lane, module_id: sampling_data(lane, self.seed, f"module/{module_id}"),
         )
-
-    def _is_learnt(self, module_id: Any) -> bool:
-        return self._learnt is None or module_id in self._learnt
 
 
 def _spaces(part: AgentPart) -> tuple[gym.Space[Any], gym.Space[Any]]:
@@ -258,12 +234,3 @@ def _seen(part: AgentPart, pieces: Sequence[ConnectorV2]) -> gym.Space[Any]:
     """The space that modules see a part's observations in."""
     seen = EnvToModulePipeline(*_spaces(part), connectors=list(pieces)).observation_space
     return part.observation_space if seen is None else seen
-
-
-def _learnt(asked: Sequence[Any] | None, modules: MultiRLModule) -> frozenset[Any] | None:
-    if asked is None:
-        return None
-    unknown = [module_id for module_id in asked if module_id not in modules]
-    if unknown or isinstance(asked, str):
-        raise ModuleError(f"modules_to_train is {asked!r}, expected a list of ids among {list(modules)}")
-    return frozenset(asked)

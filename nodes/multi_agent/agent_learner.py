@@ -1,0 +1,61 @@
+"""Train batches out of multi-agent fragments, a learner pipeline for each module."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.given import pieces_given
+from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+Batch = dict[str, Any]
+
+
+class AgentLearner:
+    """Makes a batch for every module that is trained.
+
+        modules      by id; what pieces see as `rl_module`
+        to_train     ids of those that batches are made for; None: all that there are
+        connector    `lambda obs_space, act_space: piece or list of pieces`, called for every module
+        metrics      what the pieces see as `metrics`
+
+    Raises ModuleError where there is no module of an id that is to be trained.
+    """
+
+    def __init__(self, modules: MultiRLModule, to_train: Sequence[Any] | None, connector: Any, metrics: Any) -> None:
+        unknown = [] if to_train is None else [module_id for module_id in to_train if module_id not in modules]
+        if unknown or isinstance(to_train, str):
+            raise ModuleError(f"modules_to_train is {to_train!r}, expected a list of ids among {list(modules)}")
+        self.to_train = None if to_train is None else frozenset(to_train)
+        self._modules, self._connector, self._metrics = modules, connector, metrics
+        self._pipelines: dict[Any, LearnerConnectorPipeline] = {}
+
+    def trains(self, module_id: Any) -> bool:
+        """Whether batches are made for a module."""
+        return module_id in self._modules and (self.to_train is None or module_id in self.to_train)
+
+    def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
+        """The pipeline of one module, made when first asked for."""
+        made = self._pipelines.get(module_id)
+        if made is None:
+            module = self._modules[module_id]
+            spaces = module.observation_space, module.action_space
+            taught = pieces_given(self._connector, "learner_connector", *spaces)
+            made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
+            self._pipelines[module_id] = made
+        return made
+
+    def batch_of(self, fragments: Sequence[MultiAgentFragment]) -> dict[Any, Batch]:
+        """Module id -> its train batch, for those that are trained and have made steps in these fragments."""
+        batches = {}
+        for module_id in dict.fromkeys(module_id for fragment in fragments for module_id in fragment.module_ids):
+            if not self.trains(module_id):
+                continue
+            parts = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
+            parts = [part for part in parts if len(part.chunks.slot)]
+            if parts:
+                module = self._modules[module_id]
+                batches[module_id] = self.pipeline_of(module_id).of_fragments(parts, module, self._metrics)
+        return batches
