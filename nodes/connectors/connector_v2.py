@@ -1,18 +1,26 @@
 """One piece of a connector pipeline: the interface of RLlib's `ConnectorV2`."""
 
 import abc
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, ClassVar, Self
 
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.agents import (
+    Episodes as Episodes,
+)
+from rollflow.nodes.connectors.agents import (
+    episode_key,
+    is_keyed_by_episode,
+    paired_with_items,
+    single_agent_episodes,
+)
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.tree import leaves_of, map_tree
 
 Batch = dict[str, Any]
-Episodes = Sequence[SingleAgentEpisode]
 
 
 class ConnectorV2(abc.ABC):
@@ -87,8 +95,9 @@ class ConnectorV2(abc.ABC):
 
         rl_module      the module that the pipeline stands before or after
         batch          column -> items; becomes the module's input, or the environments'
-        episodes       one per slot of the vector environment, or, before a learner, the chunks of a train batch;
-                       what is to last beyond this batch is written here
+        episodes       one per slot of the vector environment, or, before a learner, the chunks of a train batch; each
+                       a `SingleAgentEpisode` or a `MultiAgentEpisode`; what is to last beyond this batch is written
+                       here
         explore        whether actions are to be sampled
         shared_data    what pieces tell each other, also from env-to-module to module-to-env
         metrics        where custom figures may be logged
@@ -232,34 +241,21 @@ class ConnectorV2(abc.ABC):
         agents_that_stepped_only: bool = True,
         zip_with_batch_column: list[Any] | dict[tuple[Any, ...], list[Any]] | None = None,
     ) -> Iterator[Any]:
-        """All single-agent episodes of a list, one after the other.
+        """All single-agent episodes of a list, and those of the agents of its multi-agent ones, one after the other.
 
-        With `zip_with_batch_column`, pairs of an episode and its item: from a list as long as the episodes, or from a
-        dict `(episode id,) -> items` whose items are taken in order. Raises ValueError where those do not fit.
-        `agents_that_stepped_only` makes no difference to single-agent episodes: their agent acts in every step.
+            agents_that_stepped_only    of multi-agent episodes, without the agents that have no observation at the
+                                        last env step; a single agent acts in every step
+            zip_with_batch_column       makes it pairs of an episode and its item: from a list with one for each of
+                                        them, or from a dict whose items are taken in order: `(episode id,) -> items`,
+                                        `(multi-agent episode's id, agent id, module id) -> items`
+
+        Agents come in the order of their first observations. Raises ValueError where the column does not fit.
         """
+        alone = single_agent_episodes(episodes, agents_that_stepped_only)
         if zip_with_batch_column is None:
-            yield from episodes
-            return
-        if isinstance(zip_with_batch_column, Mapping):
-            taken: dict[tuple[Any, ...], int] = {}
-            for episode in episodes:
-                key = episode_key(episode)
-                items, place = zip_with_batch_column.get(key, []), taken.get(key, 0)
-                if place >= len(items):
-                    raise ValueError(
-                        f"zip_with_batch_column has {len(items)} items for episode {key}, expected one for each time "
-                        f"it is in the list of episodes; keys: {list(zip_with_batch_column)}"
-                    )
-                taken[key] = place + 1
-                yield episode, items[place]
-            return
-        if len(zip_with_batch_column) != len(episodes):
-            raise ValueError(
-                f"zip_with_batch_column has {len(zip_with_batch_column)} items, expected one for each of "
-                f"{len(episodes)} episodes"
-            )
-        yield from zip(episodes, zip_with_batch_column, strict=True)
+            yield from alone
+        else:
+            yield from paired_with_items(list(alone), zip_with_batch_column)
 
     # Batches in list form
 
@@ -343,22 +339,6 @@ class ConnectorV2(abc.ABC):
 
 class BatchedArray(np.ndarray[Any, Any]):
     """An array whose first axis runs over several items: what `add_n_batch_items` was given as one."""
-
-
-def episode_key(episode: SingleAgentEpisode) -> tuple[Any, ...]:
-    """The key of an episode's items in a batch in list form."""
-    if episode.agent_id is None and episode.module_id is None:
-        return (episode.id_,)
-    return (episode.multi_agent_episode_id, episode.agent_id, episode.module_id)
-
-
-def is_keyed_by_episode(data: Any) -> bool:
-    """Whether a column is in list form, `(episode id, …) -> [items]`, and no tree of arrays."""
-    return (
-        isinstance(data, dict)
-        and bool(data)
-        and all(isinstance(key, tuple) and isinstance(items, list) for key, items in data.items())
-    )
 
 
 def _check_lists(columns: list[str], key: Any, lists: list[Any]) -> None:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 
 from rollflow import nodes
-from rollflow.nodes.connectors.connector_v2 import BatchedArray, is_keyed_by_episode
+from rollflow.nodes.connectors.agents import is_keyed_by_episode
+from rollflow.nodes.connectors.connector_v2 import BatchedArray
 from rollflow.stream.tree import leaves_of, map_tree
 
 LENGTH = 3

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import num_rows
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
@@ -46,6 +47,7 @@ class AddStatesFromEpisodesToBatch(ConnectorV2):
         super().__init__(input_observation_space, input_action_space)
         self.as_learner_connector = as_learner_connector
 
+    @module_by_module
     def __call__(
         self,
         *,

@@ -6,14 +6,9 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.connector_v2 import (
-    Batch,
-    BatchedArray,
-    ConnectorV2,
-    Episodes,
-    episode_key,
-    is_keyed_by_episode,
-)
+from rollflow.nodes.connectors.agents import episode_key, is_keyed_by_episode, single_agent_episodes
+from rollflow.nodes.connectors.by_module import module_by_module
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes
 from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
@@ -51,6 +46,7 @@ class AddTimeDimToBatchAndZeroPad(ConnectorV2):
         super().__init__(input_observation_space, input_action_space)
         self.as_learner_connector = as_learner_connector
 
+    @module_by_module
     def __call__(
         self,
         *,
@@ -93,9 +89,10 @@ class AddTimeDimToBatchAndZeroPad(ConnectorV2):
         if not columnar:
             rows = num_rows(lengths, length)
             ends = np.cumsum(rows)
+            alone = list(single_agent_episodes(episodes, stepped_only=False))
             for column in added:
                 whole = batch.pop(column)
-                for episode, begin, end in zip(episodes, ends - rows, ends, strict=True):
+                for episode, begin, end in zip(alone, ends - rows, ends, strict=True):
                     self.add_n_batch_items(batch, column, whole[begin:end], int(end - begin), episode)
         return batch
 
@@ -142,7 +139,7 @@ def _keyed_rows(column: str, data: dict[Any, list[Any]], episodes: Episodes, len
     joined = {key: concatenate_trees([_as_array(item) for item in items]) for key, items in data.items() if items}
     taken = dict.fromkeys(joined, 0)
     rows: dict[Any, list[Any]] = {key: [] for key in data}
-    for episode in episodes:
+    for episode in single_agent_episodes(episodes, stepped_only=False):
         key, count = episode_key(episode), len(episode)
         if key not in joined or not count:
             continue

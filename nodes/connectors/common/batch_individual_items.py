@@ -7,14 +7,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.connector_v2 import (
-    Batch,
-    BatchedArray,
-    ConnectorV2,
-    Episodes,
-    episode_key,
-    is_keyed_by_episode,
-)
+from rollflow.nodes.connectors.agents import episode_key, is_keyed_by_episode, single_agent_episodes
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes
 from rollflow.nodes.connectors.stateful import max_seq_len_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
@@ -82,7 +76,7 @@ def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Epi
 
     length    steps that an item, a row, is made of
     """
-    chunks = list(episodes or ())
+    chunks = list(single_agent_episodes(episodes or (), stepped_only=False))
     keys = [episode_key(chunk) for chunk in chunks]
     if data.keys() - set(keys) or any(len(chunk) and key not in data for key, chunk in zip(keys, chunks, strict=True)):
         return _items(data)  # not a column over these episodes

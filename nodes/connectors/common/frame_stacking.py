@@ -6,6 +6,8 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from rollflow.nodes.connectors.agents import single_agent_episodes
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
@@ -21,7 +23,8 @@ class FrameStacking(ConnectorV2):
     """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.
 
         num_frames              how many, 1 or more
-        multi_agent             as in RLlib; it makes no difference, since episodes say themselves whose they are
+        multi_agent             as in RLlib; it makes no difference, since episodes say themselves whose they are, and
+                                a Dict space by agent ids is like any other
         as_learner_connector    whether the batch is for training: a stack for every step. The same piece has to stand
                                 in both pipelines, since stacks are never written into the episodes
 
@@ -56,6 +59,7 @@ class FrameStacking(ConnectorV2):
     ) -> gym.Space[Any]:
         return _stacked_space(input_observation_space, self.num_frames)
 
+    @module_by_module
     def __call__(
         self,
         *,
@@ -77,7 +81,8 @@ class FrameStacking(ConnectorV2):
             batch[Columns.OBS], shared_data[LAST_OBSERVATIONS] = _of_fragments(episodes, count)
         else:
             if self.as_learner_connector and len(episodes):
-                shared_data[LAST_OBSERVATIONS] = stack_trees([_stack(each, len(each), count) for each in episodes])
+                alone = single_agent_episodes(episodes, stepped_only=False)
+                shared_data[LAST_OBSERVATIONS] = stack_trees([_stack(each, len(each), count) for each in alone])
             for episode in self.single_agent_episode_iterator(
                 episodes, agents_that_stepped_only=not self.as_learner_connector
             ):

@@ -6,6 +6,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from rollflow.nodes.connectors.by_module import module_of
+from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
@@ -19,7 +21,8 @@ class NumpyToTensor(ConnectorV2):
         device        where the tensors are to be; None leaves them in main memory
 
     Infos stay as they are, and the whole batch does without an `rl_module` or when that has another `framework` than
-    "torch". Raises ConnectorError, naming the column, for an array that has no numbers in it.
+    "torch"; and so it is for each module's part of a batch by module ids. Raises ConnectorError, naming the column, for
+    an array that has no numbers in it.
     """
 
     columnar = True
@@ -53,7 +56,17 @@ class NumpyToTensor(ConnectorV2):
         metrics: Any = None,
         **kwargs: Any,
     ) -> Batch:
-        if rl_module is None or getattr(rl_module, "framework", "torch") != "torch":
+        if rl_module is None:
+            return batch
+        memorized = shared_data.get(MEMORIZED) if shared_data else None
+        if memorized is not None and batch.keys() <= memorized.keys():  # by module ids
+            for module, columns in batch.items():
+                self._convert(columns, module_of(rl_module, module))
+            return batch
+        return self._convert(batch, rl_module)
+
+    def _convert(self, batch: Batch, rl_module: Any) -> Batch:
+        if getattr(rl_module, "framework", "torch") != "torch":
             return batch
         for column, data in batch.items():
             try:

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
+from rollflow.nodes.connectors.agents import space_of_agent
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
@@ -16,7 +17,8 @@ from rollflow.stream.tree import Tree
 class OneHotObservations(ConnectorV2):
     """Rewrites Discrete and MultiDiscrete parts of every episode's last observation as one-hot vectors, f32[n].
 
-    A MultiDiscrete's vectors are joined end to end; all other parts stay.
+    A MultiDiscrete's vectors are joined end to end; all other parts stay. Of several agents the space is a Dict by
+    agent ids, or the same for all.
     """
 
     columnar = True
@@ -42,15 +44,15 @@ class OneHotObservations(ConnectorV2):
             episodes.set_observations(self._vectors(episodes.observations()))
             return batch
         for episode in self.single_agent_episode_iterator(episodes):
-            vectors = self._vectors(episode.get_observations(-1))
+            vectors = self._vectors(episode.get_observations(-1), episode.agent_id)
             episode.set_observations(new_data=vectors, at_indices=-1)
-            episode.observation_space = self.observation_space
+            episode.observation_space = space_of_agent(self.observation_space, episode.agent_id)
         return batch
 
-    def _vectors(self, observations: Tree) -> Tree:
+    def _vectors(self, observations: Tree, agent_id: Any = None) -> Tree:
         if self.input_observation_space is None:
             raise ConnectorError("OneHotObservations has no input observation space: give it one, or a pipeline")
-        return one_hot(self.input_observation_space, observations)
+        return one_hot(space_of_agent(self.input_observation_space, agent_id), observations)
 
 
 def _one_hot_space(space: gym.Space[Any]) -> gym.Space[Any]:

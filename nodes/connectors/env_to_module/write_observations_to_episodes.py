@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
+from rollflow.nodes.connectors.agents import is_keyed_by_episode, space_of_agent
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
@@ -12,7 +13,8 @@ from rollflow.stream.tree import leaves_of, map_tree
 class WriteObservationsToEpisodes(ConnectorV2):
     """Writes the batch's `obs` into the episodes, each item over its episode's last observation.
 
-    What pieces before it did to the batch then lasts. Raises ConnectorError, a ValueError, for a batch without `obs`,
+    What pieces before it did to the batch then lasts. Of several agents the space is a Dict by agent ids, or the same
+    for all. Raises ConnectorError, a ValueError, for a batch without `obs`,
     and where that has not one item for each episode.
     """
 
@@ -44,13 +46,15 @@ class WriteObservationsToEpisodes(ConnectorV2):
             count = len(leaves_of(observations)[0])
             observations = [map_tree(lambda leaf, i=i: leaf[i], observations) for i in range(count)]
         count = len(observations) if isinstance(observations, list) else sum(map(len, observations.values()))
-        if count != len(episodes):
+        expected = len(list(self.single_agent_episode_iterator(episodes)))
+        if count != expected:
             raise ConnectorError(
-                f"{self.name}: column '{Columns.OBS}' has {count} items, expected {len(episodes)}: one for each episode"
+                f"{self.name}: column '{Columns.OBS}' has {count} items, expected {expected}: one for each episode, "
+                "or for each agent that has an observation at its env step"
             )
         pairs = list(self.single_agent_episode_iterator(episodes, zip_with_batch_column=observations))
         for episode, observation in pairs:
             episode.set_observations(new_data=observation, at_indices=-1)
             if self.observation_space is not None:
-                episode.observation_space = self.observation_space
+                episode.observation_space = space_of_agent(self.observation_space, episode.agent_id)
         return batch

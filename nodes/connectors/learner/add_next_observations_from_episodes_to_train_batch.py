@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.train_steps import TrainSteps, is_in_list_form
@@ -19,6 +20,7 @@ class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
     columnar = True
     changes_episodes = False
 
+    @module_by_module
     def __call__(
         self,
         *,

@@ -4,11 +4,13 @@ from typing import Any
 
 import numpy as np
 
+from rollflow.nodes.connectors.agents import single_agent_episodes
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import SealedEpisode
+from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 
 STEP_ADDED = "_added_loss_mask_for_valid_episode_ts"
 """Where `shared_data` says that every episode has one step that it did not take."""
@@ -23,8 +25,9 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
         terminateds, truncateds    bool[B]  True at the last real step of an episode that had ended so
 
     where B counts the added steps. Columns that the batch has already stay as they are. Episodes are extended in
-    place; a read-only one makes way, in the list, for a copy. One without a step has nothing to repeat, and stays as
-    it is. Raises ConnectorError where a read-only episode is in no list.
+    place, those of the agents of a multi-agent episode each by itself: that has then nothing to say of env steps any
+    more. A read-only one makes way, in the list, for a copy. One without a step has nothing to repeat, and stays as it
+    is. Raises ConnectorError where a read-only episode is in no list.
     """
 
     columnar = False
@@ -47,15 +50,17 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
         there = set(batch)
         if shared_data is not None:
             shared_data[STEP_ADDED] = True
-        sealed = any(isinstance(episode, SealedEpisode) for episode in episodes)
+        sealed = [place for place, episode in enumerate(episodes) if _is_sealed(episode)]
         if sealed and not isinstance(episodes, list):
             raise ConnectorError(
                 f"{self.name} puts copies in the place of read-only episodes, but they come as "
                 f"{type(episodes).__name__}, expected a list"
             )
-        for place, episode in enumerate(episodes):
-            if isinstance(episode, SealedEpisode) and isinstance(episodes, list):
-                episode = episodes[place] = SingleAgentEpisode.from_state(episode.get_state())
+        if isinstance(episodes, list):
+            for place in sealed:
+                made = MultiAgentEpisode if isinstance(episodes[place], MultiAgentEpisode) else SingleAgentEpisode
+                episodes[place] = made.from_state(episodes[place].get_state())
+        for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
             steps = len(episode)
             last = np.arange(steps + 1 if steps else 0) == steps - 1
             columns = {
@@ -69,6 +74,10 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
                 if column not in there:
                     self.add_n_batch_items(batch, column, items, len(items), episode)
         return batch
+
+
+def _is_sealed(episode: SingleAgentEpisode | MultiAgentEpisode) -> bool:
+    return any(isinstance(each, SealedEpisode) for each in single_agent_episodes([episode], stepped_only=False))
 
 
 def _extend(episode: SingleAgentEpisode) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.train_steps import TrainSteps
 from rollflow.stream.columns import Columns
@@ -43,6 +44,7 @@ class ClipRewards(ConnectorV2):
         self.high = high
         self.sign = sign
 
+    @module_by_module
     def __call__(
         self,
         *,

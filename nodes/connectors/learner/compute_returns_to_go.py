@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.discount import discounted_sums
@@ -34,6 +35,7 @@ class ComputeReturnsToGo(ConnectorV2):
         super().__init__(input_observation_space, input_action_space)
         self.gamma = checked_gamma(gamma)
 
+    @module_by_module
     def __call__(
         self,
         *,

@@ -6,6 +6,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.discount import discounted_sums
@@ -58,6 +59,7 @@ class GeneralAdvantageEstimation(ConnectorV2):
         self.lambda_ = lambda_
         self.normalize_advantages = normalize_advantages
 
+    @module_by_module
     def __call__(
         self,
         *,

@@ -1,5 +1,6 @@
 """From episodes to a train batch."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -7,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from rollflow.nodes.connectors.agents import single_agent_episodes
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
 from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
@@ -21,6 +23,7 @@ from rollflow.nodes.connectors.learner.add_columns_from_episodes_to_train_batch 
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 from rollflow.stream.tree import leaves_of
 
 
@@ -95,12 +98,22 @@ class LearnerConnectorPipeline(ConnectorPipelineV2):
             metrics=metrics,
             **kwargs,
         )
-        _check_lengths(batch, len(episodes))
+        _check_lengths(batch, episodes)
         return batch
 
 
-def _check_lengths(batch: Batch, num_chunks: int) -> None:
+def _check_lengths(batch: Batch, episodes: Episodes) -> None:
     """Raise ConnectorError unless every column has as many rows as `obs`, or one for each chunk."""
+    if isinstance(episodes, FragmentEpisodes) or not any(isinstance(each, MultiAgentEpisode) for each in episodes):
+        return _check_columns(batch, len(episodes))
+    num_chunks = Counter(each.module_id for each in single_agent_episodes(episodes, stepped_only=False))
+    for module, columns in batch.items():
+        if isinstance(columns, dict) and module in num_chunks:
+            _check_columns(columns, num_chunks[module], f" of module '{module}'")
+    return None
+
+
+def _check_columns(batch: Batch, num_chunks: int, of: str = "") -> None:
     rows = {
         column: len(leaves[0])
         for column, data in batch.items()
@@ -110,7 +123,7 @@ def _check_lengths(batch: Batch, num_chunks: int) -> None:
     for column, count in rows.items():
         if expected is not None and count not in (expected, num_chunks):
             raise ConnectorError(
-                f"column '{column}' has {count} rows beside '{Columns.OBS}' with {expected} of {num_chunks} chunks, "
+                f"column '{column}'{of} has {count} rows beside '{Columns.OBS}' with {expected} of {num_chunks} chunks, "
                 f"expected {expected}, or one for each chunk: a piece that adds a column adds it for every chunk"
             )
 

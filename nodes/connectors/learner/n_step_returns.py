@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.checked import checked_count, checked_gamma
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
@@ -48,6 +49,7 @@ class NStepReturns(ConnectorV2):
         self.n_step = checked_count("n_step", n_step, 1)
         self.gamma = checked_gamma(gamma)
 
+    @module_by_module
     def __call__(
         self,
         *,

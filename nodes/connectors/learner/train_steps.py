@@ -1,15 +1,18 @@
 """The steps of a train batch, whichever form its episodes come in."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.agents import is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
+from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import FragmentEpisodes
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
@@ -35,13 +38,13 @@ class TrainSteps:
             self.terminated: NDArray[np.bool_] = self._fragments.chunk_index("terminated")
             self.truncated: NDArray[np.bool_] = self._fragments.chunk_index("truncated")
         else:
-            self._alone = list(ConnectorV2.single_agent_episode_iterator(episodes, agents_that_stepped_only=False))
+            self._alone = list(single_agent_episodes(episodes, stepped_only=False))
             self.lengths = np.array([len(episode) for episode in self._alone], np.int64)
             self.terminated = np.array([episode.is_terminated for episode in self._alone], np.bool_)
             self.truncated = np.array([episode.is_truncated for episode in self._alone], np.bool_)
         self._ends = np.cumsum(self.lengths)
         self.lasts: NDArray[np.int64] = self._ends[self.lengths > 0] - 1
-        self._episodes = episodes
+        self._episodes: Sequence[SingleAgentEpisode] = self._alone if self._fragments is None else self._fragments
 
     def __len__(self) -> int:
         return int(self.lengths.sum())

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.checked import checked_gamma
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.discount import discounted_sums
@@ -70,6 +71,7 @@ class VTrace(ConnectorV2):
         self.c_clip = c_clip
         self.pg_rho_clip = pg_rho_clip
 
+    @module_by_module
     def __call__(
         self,
         *,

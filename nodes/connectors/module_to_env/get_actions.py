@@ -6,6 +6,9 @@ import gymnasium as gym
 import numpy as np
 import torch
 
+from rollflow.nodes.connectors.agents import episode_key, single_agent_episodes, space_of_agent
+from rollflow.nodes.connectors.by_module import module_of
+from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
 from rollflow.nodes.connectors.common.tensor_to_numpy import array_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.distribution import Categorical, DistributionType, distribution_for
@@ -56,9 +59,11 @@ class GetActions(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         shared_data = {} if shared_data is None else shared_data
-        if _OUTPUTS.isdisjoint(batch) and _is_by_module(batch):
+        if _OUTPUTS.isdisjoint(batch) and _is_by_module(batch, shared_data):
+            rows = _rows_by_module(episodes, shared_data)
             for module_id, output in batch.items():
-                self._act(rl_module[module_id], output, bool(explore), shared_data, episodes)
+                module = module_of(rl_module, module_id)
+                self._act(module, output, bool(explore), shared_data, rows.get(module_id, []))
         else:
             self._act(rl_module, batch, bool(explore), shared_data, episodes)
         return batch
@@ -76,7 +81,8 @@ class GetActions(ConnectorV2):
             )
         if not logits.is_cpu:  # the generators are in main memory, and the environments are
             batch[Columns.ACTION_DIST_INPUTS] = logits = logits.cpu()
-        distribution_type = self.distribution_type(rl_module, explore=explore)
+        agent_id = getattr(episodes[0], "agent_id", None) if isinstance(episodes, list) and episodes else None
+        distribution_type = self.distribution_type(rl_module, explore=explore, agent_id=agent_id)
         distribution: Any = distribution_type.from_logits(logits)
         races = shared_data.get(RACES)
         if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
@@ -96,13 +102,16 @@ class GetActions(ConnectorV2):
         if Columns.ACTION_LOGP not in batch:
             batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
 
-    def distribution_type(self, rl_module: Any, *, explore: bool) -> Any:
-        """What makes the module's distributions. Raises ModuleError where nobody knows."""
+    def distribution_type(self, rl_module: Any, *, explore: bool, agent_id: Any = None) -> Any:
+        """What makes the module's distributions. Raises ModuleError where nobody knows.
+
+        agent_id    of one of the module's agents; None: there is one alone
+        """
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
         get = getattr(rl_module, name, None)
         if get is not None:
             return get()
-        space, made = self.action_space, self._made
+        space, made = space_of_agent(self.action_space, agent_id), self._made
         if space is None:
             raise ModuleError(f"{type(rl_module).__name__} has no {name}(), and GetActions was given no action space")
         if made is None or made.space is not space:
@@ -110,9 +119,18 @@ class GetActions(ConnectorV2):
         return made
 
 
-def _is_by_module(batch: Batch) -> bool:
-    """Whether it is several modules' outputs, by module id."""
-    return bool(batch) and all(isinstance(each, dict) and not _OUTPUTS.isdisjoint(each) for each in batch.values())
+def _is_by_module(batch: Batch, shared_data: dict[str, Any]) -> bool:
+    """Whether it is several modules' outputs, by module id; where no agent is to act there may be none."""
+    if not batch:
+        return MEMORIZED in shared_data
+    return all(isinstance(each, dict) and not _OUTPUTS.isdisjoint(each) for each in batch.values())
+
+
+def _rows_by_module(episodes: Episodes, shared_data: dict[str, Any]) -> dict[Any, list[Any]]:
+    """Module id -> the episodes of the agents that its rows are of, as far as they are known."""
+    pairs = {(*episode_key(each), None)[:2]: each for each in single_agent_episodes(episodes, stepped_only=True)}
+    memorized = shared_data.get(MEMORIZED, {})
+    return {module: [pairs[row] for row in rows if row in pairs] for module, rows in memorized.items()}
 
 
 def _is_plain(logits: torch.Tensor) -> bool:
@@ -138,8 +156,15 @@ def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any], episodes:
         if slots:
             raise ModuleError(
                 f"'{Columns.ACTION_DIST_INPUTS}' {told} in lane {shared_data.get('lane', 0)}, vector step "
-                f"{shared_data.get('step', 'unknown')}, slot {', '.join(map(str, slots))}{_blamed(episodes, slots)}"
+                f"{shared_data.get('step', 'unknown')}, {_told(episodes, slots)}{_blamed(episodes, slots)}"
             )
+
+
+def _told(episodes: Episodes, slots: list[int]) -> str:
+    """The rows in words: slots, or agents."""
+    agents = [episodes[slot] for slot in slots if slot < len(episodes)] if isinstance(episodes, list) else []
+    named = [f"agent '{each.agent_id}' of episode '{each.multi_agent_episode_id}'" for each in agents if each.agent_id]
+    return ", ".join(named) or f"slot {', '.join(map(str, slots))}"
 
 
 def _blamed(episodes: Episodes, slots: list[int]) -> str:
@@ -148,7 +173,7 @@ def _blamed(episodes: Episodes, slots: list[int]) -> str:
     bad = [slot for slot in observed if not _is_finite(episodes[slot].get_observations(-1))]
     if not bad:
         return ""
-    return f": the observation itself is not finite in slot {', '.join(map(str, bad))}, expected numbers"
+    return f": the observation itself is not finite in {_told(episodes, bad)}, expected numbers"
 
 
 def _is_finite(observation: Any) -> bool:

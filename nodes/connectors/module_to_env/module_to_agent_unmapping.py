@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
+from rollflow.nodes.connectors.agents import is_keyed_by_episode
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.errors import ConnectorError
 
 

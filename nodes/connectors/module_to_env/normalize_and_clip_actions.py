@@ -19,6 +19,8 @@ class NormalizeAndClipActions(ConnectorV2):
         normalize_actions    take them from -1 … 1 to low … high, and clip; goes before `clip_actions`
         clip_actions         clip them to low … high
 
+    Of several agents the action space is a Dict by agent ids, or the same for all.
+
     Boxes alone change, also inside a Dict or Tuple: those that are bounded on all sides can be normalized, and others
     are clipped to what bounds they have. Where nothing changes no column is added.
     """
@@ -36,7 +38,8 @@ class NormalizeAndClipActions(ConnectorV2):
     ) -> None:
         self.normalize_actions = normalize_actions
         self.clip_actions = clip_actions
-        self._bring: Bring | None = None  # known when the spaces are
+        self._bring: Bring | None = None  # known when the spaces are, and so are these, should they be by agents
+        self._of_agents: dict[Any, Bring | None] = {}
         super().__init__(input_observation_space, input_action_space)
 
     @property
@@ -49,6 +52,8 @@ class NormalizeAndClipActions(ConnectorV2):
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
     ) -> gym.Space[Any]:
         self._bring = self._bringer(input_action_space)
+        parts = input_action_space.spaces if isinstance(input_action_space, spaces.Dict) else {}
+        self._of_agents = {agent_id: self._bringer(part) for agent_id, part in parts.items()}
         return input_action_space
 
     def __call__(
@@ -66,14 +71,23 @@ class NormalizeAndClipActions(ConnectorV2):
         bring = self._bring
         if bring is None or Columns.ACTIONS_FOR_ENV in batch:
             return batch
+        if not batch:  # no agent acts
+            return batch
         actions = batch[Columns.ACTIONS]
         if isinstance(actions, list):
             batch[Columns.ACTIONS_FOR_ENV] = [bring(action) for action in actions]
         elif isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
-            batch[Columns.ACTIONS_FOR_ENV] = {key: [bring(x) for x in items] for key, items in actions.items()}
+            batch[Columns.ACTIONS_FOR_ENV] = {key: self._brought(key, items) for key, items in actions.items()}
         else:
             batch[Columns.ACTIONS_FOR_ENV] = bring(actions)
         return batch
+
+    def _brought(self, key: tuple[Any, ...], items: list[Any]) -> list[Any]:
+        """The actions under the key of an episode, or of an agent of one."""
+        bring = self._bring
+        if len(key) > 1:
+            bring = self._of_agents.get(key[1], bring)
+        return [bring(action) for action in items] if bring else items
 
     def _bringer(self, space: gym.Space[Any]) -> Bring | None:
         """What is done to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing."""

@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from rollflow.nodes.connectors.agents import is_keyed_by_episode
+from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import TIME_RANK_ADDED
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, is_keyed_by_episode
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.tree import Tree, map_tree
@@ -19,6 +21,7 @@ class RemoveSingleTsTimeRankFromBatch(ConnectorV2):
     columnar = True
     changes_episodes = False
 
+    @module_by_module
     def __call__(
         self,
         *,

@@ -4,8 +4,9 @@ from typing import Any
 
 import numpy as np
 
+from rollflow.nodes.connectors.agents import episode_key, single_agent_episodes
 from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, episode_key
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.tree import Tree, leaves_of, map_tree
@@ -44,7 +45,7 @@ class UnBatchToIndividualItems(ConnectorV2):
             return batch
         if isinstance(episodes, LaneEpisodes):
             return batch
-        keys = [episode_key(episode) for episode in episodes]
+        keys = [episode_key(episode) for episode in single_agent_episodes(episodes, stepped_only=True)]
         for column, data in batch.items():
             batch[column] = _unbatched(column, data, keys)
         return batch
