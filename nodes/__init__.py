@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rollflow.nodes.connectors.by_module import module_by_module
     from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import (
         LAST_OBSERVATIONS,
         AddObservationsFromEpisodesToBatch,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.connectors.env_to_module.flatten_observations import FlattenObservations
     from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
     from rollflow.nodes.connectors.env_to_module.observation_preprocessor import (
+        MultiAgentObservationPreprocessor,
         ObservationPreprocessor,
         SingleAgentObservationPreprocessor,
     )
@@ -135,6 +137,7 @@ __all__ = [
     "ModuleToEnv",
     "ModuleToEnvPipeline",
     "MultiAgentEnv",
+    "MultiAgentObservationPreprocessor",
     "MultiAgentRollout",
     "MultiAgentVectorEnv",
     "MultiCategorical",
@@ -163,6 +166,7 @@ __all__ = [
     "VTrace",
     "WriteObservationsToEpisodes",
     "distribution_for",
+    "module_by_module",
 ]
 
 _HOMES = {
@@ -215,6 +219,7 @@ _HOMES = {
     "MultiAgentEnv": "multi_agent.multi_agent_env",
     "MultiAgentRollout": "multi_agent.multi_agent_rollout",
     "MultiAgentVectorEnv": "multi_agent.array_vector",
+    "MultiAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
     "MultiCategorical": "distribution",
     "MultiDistribution": "distribution",
     "MultiRLModule": "multi_agent.multi_rl_module",
@@ -241,6 +246,7 @@ _HOMES = {
     "VTrace": "connectors.learner.v_trace",
     "WriteObservationsToEpisodes": "connectors.env_to_module.write_observations_to_episodes",
     "distribution_for": "distribution",
+    "module_by_module": "connectors.by_module",
 }
 
 

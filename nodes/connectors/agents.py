@@ -7,6 +7,7 @@ import gymnasium as gym
 from gymnasium import spaces
 
 from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ConnectorError
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 
 Episodes = Sequence[SingleAgentEpisode | MultiAgentEpisode]
@@ -77,10 +78,12 @@ def space_by_agents(
 ) -> gym.Space[Any]:
     """The Dict space, by agent ids, of what is made of each agent's part: `made(observations, actions, agent id)`.
 
-    Raises ValueError for an observation space that is no Dict.
+    Raises ConnectorError for an observation space that is no Dict.
     """
     if not isinstance(observation_space, spaces.Dict):
-        raise ValueError(f"multi_agent=True and an observation space {observation_space}, expected a Dict by agent ids")
+        raise ConnectorError(
+            f"multi_agent=True and an observation space {observation_space}, expected a Dict by agent ids"
+        )
     return spaces.Dict(
         {
             agent_id: made(part, space_of_agent(action_space, agent_id), agent_id)

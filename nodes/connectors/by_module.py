@@ -45,9 +45,8 @@ def module_by_module(call: Call) -> Call:
 
         def called_for(module: Any, part: Batch, theirs: list[SingleAgentEpisode]) -> Batch:
             given = module_of(rl_module, module)
-            own = shared.setdefault(OF_MODULES, {}).setdefault(module, {})
             try:
-                return _with_own(own, shared, call, self, rl_module=given, batch=part, episodes=theirs, **kwargs)
+                return _with_own(shared, module, call, self, rl_module=given, batch=part, episodes=theirs, **kwargs)
             except Exception as error:
                 error.add_note(f"for module '{module}'")
                 raise
@@ -85,12 +84,14 @@ def _module_id(key: tuple[Any, ...], mapped: Mapping[tuple[Any, Any], Any]) -> A
     return DEFAULT_MODULE_ID if module is None else module
 
 
-def _with_own(own: dict[str, Any], shared: dict[str, Any], call: Any, *args: Any, **kwargs: Any) -> Batch:
-    """Call with `shared_data` that has what is `own` before what all share; what is new in it becomes own."""
-    theirs = {**shared, **own}
+def _with_own(shared: dict[str, Any], module: Any, call: Any, *args: Any, **kwargs: Any) -> Batch:
+    """Call with `shared_data` in which the module's own comes before what all share; what is new in it becomes own."""
+    theirs = {**shared, **shared.get(OF_MODULES, {}).get(module, {})}
     before = dict(theirs)
     made: Batch = call(*args, shared_data=theirs, **kwargs)
-    own.update({key: value for key, value in theirs.items() if key not in before or before[key] is not value})
+    new = {key: value for key, value in theirs.items() if key not in before or before[key] is not value}
+    if new:
+        shared.setdefault(OF_MODULES, {}).setdefault(module, {}).update(new)
     return made
 
 

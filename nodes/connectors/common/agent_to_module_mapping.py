@@ -7,6 +7,7 @@ import gymnasium as gym
 from gymnasium import spaces
 
 from rollflow.nodes.connectors.agents import id_in_keys, is_keyed_by_episode
+from rollflow.nodes.connectors.common.batch_individual_items import num_rows_of
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.multi_agent_episode import DEFAULT_MODULE_ID as DEFAULT_MODULE_ID
@@ -26,7 +27,7 @@ class AgentToModuleMapping(ConnectorV2):
         as_learner_connector          whether the batch is for training. While acting, the items of agents that need
                                       not act are left out: of those that are done, or did not step
 
-    Items of an episode without agents go to the module "default_policy". Whose items a module's batch has, and in
+    Agents and modules without any item are left out. Items of an episode without agents go to the module "default_policy". Whose items a module's batch has, and in
     which order, the same in every column, is kept in `shared_data["memorized_map_structure"]`: module id ->
     [(episode id, agent id), …], one for each key.
 
@@ -84,7 +85,7 @@ class AgentToModuleMapping(ConnectorV2):
                     "AgentToModuleMapping stands before BatchIndividualItems"
                 )
             for key in data:
-                if key not in modules:
+                if key not in modules and any(map(num_rows_of, data[key])):
                     episode_id, agent_id, module_id = (*key, None, None)[:3]
                     if agent_id is not None and agent_id not in to_act.get(episode_id, {agent_id}):
                         continue

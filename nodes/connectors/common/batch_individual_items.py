@@ -84,7 +84,7 @@ def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Epi
     if len(data) == len(keys):
         return [item for key in keys for item in data[key]]
     # Chunks of one episode share a key: its items are dealt out to them, one for each step or row, or one each.
-    there = {key: sum(map(_num_rows, items)) for key, items in data.items()}
+    there = {key: sum(map(num_rows_of, items)) for key, items in data.items()}
     for wanted in ([-(-len(chunk) // length) for chunk in chunks], [1] * len(chunks)):
         sums = dict.fromkeys(data, 0)
         for key, count in zip(keys, wanted, strict=True):
@@ -105,12 +105,13 @@ def _dealt_out(data: dict[tuple[Any, ...], list[Any]], keys: list[tuple[Any, ...
         rows = 0
         while rows < count:
             item = left[key].popleft()
-            rows += _num_rows(item)
+            rows += num_rows_of(item)
             ordered.append(item)
     return ordered
 
 
-def _num_rows(item: Tree) -> int:
+def num_rows_of(item: Tree) -> int:
+    """How many items an item is: several where it came as arrays with a leading axis."""
     return len(leaves_of(item)[0]) if _is_batched(item) else 1
 
 

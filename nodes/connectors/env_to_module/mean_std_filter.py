@@ -1,5 +1,6 @@
 """Observations shifted and scaled by the mean and deviation of all that came by."""
 
+import copy
 import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,9 +10,11 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.agents import space_by_agents
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.env_to_module.running_statistics import RunningStatistics
-from rollflow.stream.errors import ConnectorError
+from rollflow.stream.episode import SingleAgentEpisode
+from rollflow.stream.errors import ConnectorError, located
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.space import is_columnar, item_of
 from rollflow.stream.tree import Tree, leaves_of, map_tree, stack_trees
@@ -22,7 +25,8 @@ _SMALLEST_DEVIATION = 1e-8
 class MeanStdFilter(ConnectorV2):
     """Rewrites every episode's last observation as its distance from the running mean, in running deviations.
 
-        multi_agent        as in RLlib; it makes no difference, since episodes say themselves whose they are
+        multi_agent        a filter for each agent: see `of_agent`. The spaces are Dicts by agent ids then, and the
+                           state is agent id -> state of its filter
         de_mean_to_zero    take the mean away
         de_std_to_one      divide by the sample's deviation, where that is more than 0
         clip_by_value      clip to -value … value; None: don't
@@ -63,6 +67,7 @@ class MeanStdFilter(ConnectorV2):
         self.clip_by_value = clip_by_value
         self.update_stats = update_stats
         self._size = 0
+        self._of_agents: dict[Any, MeanStdFilter] = {}
         self._filtered: Tree = None  # whether each leaf of an observation is a Box's
         self._own = RunningStatistics(0)
         self._others: dict[str, RunningStatistics] = {}
@@ -71,6 +76,8 @@ class MeanStdFilter(ConnectorV2):
     def recompute_output_observation_space(
         self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
     ) -> gym.Space[Any]:
+        if self.multi_agent:
+            return space_by_agents(input_observation_space, None, self._space_of_agent)
         if not is_columnar(input_observation_space):
             raise ConnectorError(
                 f"MeanStdFilter can't filter observations in {input_observation_space}; expected Box, Discrete, "
@@ -101,6 +108,9 @@ class MeanStdFilter(ConnectorV2):
         **kwargs: Any,
     ) -> Batch:
         self._know_spaces()
+        if self._of_agents:
+            self._filter_by_agents(episodes)
+            return batch
         if self._filtered is None:
             raise ConnectorError("MeanStdFilter has no input observation space: give it one, or a pipeline")
         if isinstance(episodes, LaneEpisodes):
@@ -120,21 +130,36 @@ class MeanStdFilter(ConnectorV2):
 
     @property
     def count(self) -> int:
-        """Observations counted, here and by those whose states were merged in."""
-        return self._total.count
+        """Observations counted, here and by those whose states were merged in; of all agents."""
+        return self._total.count + sum(each.count for each in self._of_agents.values())
 
     @property
     def mean(self) -> NDArray[np.float64]:
-        """f64[D]: of all numbers in Boxes, in the order of an observation's leaves."""
+        """f64[D]: of all numbers in Boxes, in the order of an observation's leaves; not for several agents."""
+        self._refuse_several("mean")
         return self._total.mean
 
     @property
     def deviation(self) -> NDArray[np.float64]:
         """f64[D]: the sample's standard deviation, likewise."""
+        self._refuse_several("deviation")
         return self._total.deviation
+
+    def of_agent(self, agent_id: Any) -> "MeanStdFilter":
+        """An agent's own filter. Raises ConnectorError for an agent that the observation space has no part for."""
+        self._know_spaces()
+        if agent_id not in self._of_agents:
+            raise ConnectorError(
+                f"{self.name} has no filter for agent '{agent_id}': the observation space is by agents "
+                f"{', '.join(map(str, self._of_agents)) or 'none'}"
+            )
+        return self._of_agents[agent_id]
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
         """What every filter known here has counted, by its own id. Raises nothing; merge with `merge_states`."""
+        if self.multi_agent:
+            states = {agent_id: each.get_state() for agent_id, each in self._of_agents.items()}
+            return {agent_id: state for agent_id, state in states.items() if state}
         sources = {**self._others, self._id: self._own}
         states = {source: each.get_state() for source, each in sources.items() if each.count}
         return {"space": self._told_space(), "sources": states} if states else {}
@@ -142,7 +167,11 @@ class MeanStdFilter(ConnectorV2):
     def set_state(self, state: dict[str, Any]) -> None:
         """Take over what all of a state's filters have counted."""
         self._check_state(state)
-        if not state:
+        if self.multi_agent:
+            for agent_id, filter_, theirs in [(each, self.of_agent(each), state[each]) for each in state]:
+                with located(f"agent '{agent_id}'"):
+                    filter_.set_state(theirs)
+        if not state or self.multi_agent:
             return
         sources = self._sources_of(state)
         own = sources.pop(self._id, None)
@@ -154,9 +183,17 @@ class MeanStdFilter(ConnectorV2):
     def reset_state(self) -> None:
         """Forget all statistics, and count as another filter from now on."""
         self._forget()
+        for each in self._of_agents.values():
+            each.reset_state()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
         """All filters of this state and all others, each as the state has it that has seen most of it."""
+        if self.multi_agent:
+            for agent_id in {agent_id: None for state in states for agent_id in state}:
+                self.of_agent(agent_id)
+            given = {agent_id: [each[agent_id] for each in states if agent_id in each] for agent_id in self._of_agents}
+            of_agents = {agent_id: self._of_agents[agent_id].merge_states(theirs) for agent_id, theirs in given.items()}
+            return {agent_id: state for agent_id, state in of_agents.items() if state}
         merged: dict[str, RunningStatistics] = {}
         for state in [self.get_state(), *states]:
             self._check_state(state)
@@ -173,6 +210,7 @@ class MeanStdFilter(ConnectorV2):
         state = self.__dict__.copy()
         state["_others"] = {**self._others, self._id: RunningStatistics.from_state(self._own.get_state(), self._size)}
         state["_own"], state["_id"] = RunningStatistics(self._size), uuid.uuid4().hex
+        state["_of_agents"] = {agent_id: copy.copy(each) for agent_id, each in self._of_agents.items()}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,6 +218,30 @@ class MeanStdFilter(ConnectorV2):
         self._add_up()
 
     # Inside
+
+    def _space_of_agent(self, space: gym.Space[Any], _: Any, agent_id: Any) -> gym.Space[Any]:
+        made = self._of_agents.setdefault(agent_id, MeanStdFilter())
+        made.clip_by_value = self.clip_by_value
+        with located(f"agent '{agent_id}'"):
+            made.set_input_spaces(space, None)
+        assert made.observation_space is not None
+        return made.observation_space
+
+    def _filter_by_agents(self, episodes: Episodes) -> None:
+        """Each agent's own filter over its observations, episode by episode."""
+        by_agent: dict[Any, list[SingleAgentEpisode]] = {}
+        for episode in self.single_agent_episode_iterator(episodes):
+            by_agent.setdefault(episode.agent_id, []).append(episode)
+        for agent_id, theirs in by_agent.items():
+            filter_ = self.of_agent(agent_id)
+            for option in ("de_mean_to_zero", "de_std_to_one", "clip_by_value", "update_stats"):
+                setattr(filter_, option, getattr(self, option))
+            with located(f"agent '{agent_id}'"):
+                filter_(rl_module=None, batch={}, episodes=theirs)
+
+    def _refuse_several(self, what: str) -> None:
+        if self.multi_agent:
+            raise ConnectorError(f"{self.name} has a filter for each agent, expected of_agent(agent id).{what}")
 
     def _filter(self, observations: Tree) -> Tree:
         """A tree of arrays `any[N, ...]`, filtered."""

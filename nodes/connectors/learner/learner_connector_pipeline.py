@@ -123,8 +123,9 @@ def _check_columns(batch: Batch, num_chunks: int, of: str = "") -> None:
     for column, count in rows.items():
         if expected is not None and count not in (expected, num_chunks):
             raise ConnectorError(
-                f"column '{column}'{of} has {count} rows beside '{Columns.OBS}' with {expected} of {num_chunks} chunks, "
-                f"expected {expected}, or one for each chunk: a piece that adds a column adds it for every chunk"
+                f"column '{column}'{of} has {count} rows beside '{Columns.OBS}' with {expected} of {num_chunks} "
+                f"chunks, expected {expected}, or one for each chunk: a piece that adds a column adds it for every "
+                "chunk"
             )
 
 
