@@ -27,9 +27,9 @@ class AgentToModuleMapping(ConnectorV2):
         as_learner_connector          whether the batch is for training. While acting, the items of agents that need
                                       not act are left out: of those that are done, or did not step
 
-    Agents and modules without any item are left out. Items of an episode without agents go to the module "default_policy". Whose items a module's batch has, and in
-    which order, the same in every column, is kept in `shared_data["memorized_map_structure"]`: module id ->
-    [(episode id, agent id), …], one for each key.
+    Agents and modules without any item are left out. Items of an episode without agents go to the module
+    "default_policy". Whose items a module's batch has, and in which order, the same in every column, is kept in
+    `shared_data["memorized_map_structure"]`: module id -> [(episode id, agent id), …], one for each key.
 
     Raises ConnectorError for columns that are no longer in list form, and for modules not in `rl_module_specs`.
     """
