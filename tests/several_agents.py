@@ -1,4 +1,4 @@
-"""Drawn plays of several agents as episodes whose items are vectors, and modules for them that tell whose turn it is."""
+"""Drawn plays of several agents as episodes whose items are vectors, and modules for them that can be told apart."""
 
 from collections.abc import Sequence
 from typing import Any
