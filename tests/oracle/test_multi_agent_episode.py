@@ -10,6 +10,7 @@ import pytest
 from both import Answer, ask, assert_same, assert_same_answer
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from plays import has_heir, has_repeat, observed_plays, plays
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
 from turns import AGENTS, Told, turns
 
@@ -104,25 +105,6 @@ def listed(tree: Any) -> Any:
     return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
 
 
-def has_heir(told: Told) -> bool:
-    """Whether an agent enters in the very env step that ends all others: there the two differ, as told below."""
-    live: set[str] = set()
-    for step in told.steps:
-        before = set(live)
-        live |= step["observations"].keys()
-        live -= {*step["terminateds"], *step["truncateds"]}
-        if before and live and not live & before:
-            return True
-    return False
-
-
-def has_repeat(told: Told) -> bool:
-    """Whether an agent ends without an observation: Ray takes the one before again, but for one env step too late."""
-    return any(step["terminateds"].keys() - step["observations"].keys() for step in told.steps)
-
-
-plays = turns().filter(lambda told: not has_heir(told))
-observed_plays = plays.filter(lambda told: not has_repeat(told))
 long_plays = turns(min_steps=2).filter(lambda told: told.length > 1 and not has_heir(told) and not has_repeat(told))
 
 

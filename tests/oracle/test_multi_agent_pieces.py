@@ -1,0 +1,305 @@
+"""Our connector pieces beside Ray's on multi-agent episodes: the same batches, and the same episodes afterwards."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import ray.rllib.connectors.common as ray_common
+import ray.rllib.connectors.env_to_module as ray_env_to_module
+import ray.rllib.connectors.learner as ray_learner
+import ray.rllib.connectors.module_to_env as ray_module_to_env
+from both import assert_same
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pieces import Module, _singles
+from plays import observed_plays
+from ray.rllib.connectors.common.frame_stacking import FrameStacking as RayFrameStacking
+from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
+from ray.rllib.connectors.env_to_module.observation_preprocessor import (
+    MultiAgentObservationPreprocessor as RayMultiAgentPreprocessor,
+)
+from ray.rllib.connectors.env_to_module.observation_preprocessor import (
+    SingleAgentObservationPreprocessor as RaySingleAgentPreprocessor,
+)
+from ray.rllib.core.rl_module.rl_module import RLModuleSpec
+from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
+from several_agents import ACTIONS, OBSERVATIONS, played
+from turns import Told
+
+from rollflow import nodes
+from rollflow.nodes import ConnectorV2
+from rollflow.stream import MultiAgentEpisode
+
+FILTERED = [HealthCheck.filter_too_much, HealthCheck.too_slow]
+several_plays = st.lists(observed_plays, min_size=1, max_size=3)
+
+
+class Modules(dict[str, Module]):
+    """Modules by id, as pieces ask for them."""
+
+    framework = "torch"
+
+    def is_stateful(self) -> bool:
+        return any(each.is_stateful() for each in self.values())
+
+
+def stateful_modules(m: bool, n: bool) -> Modules:
+    return Modules(m=_State(m), n=_State(n))
+
+
+class _State(Module):
+    def get_initial_state(self) -> dict[str, Any]:
+        return {"h": np.array([-1.0, -2.0], np.float32)}
+
+
+def run(pieces: list[Any], episodes: list[Any], rl_module: Any, **given_: Any) -> tuple[Any, dict[str, Any]]:
+    batch, shared = copy.deepcopy(given_.get("batch", {})), given_.get("shared_data", {})
+    for piece in pieces:
+        piece.input_action_space, piece.input_observation_space = ACTIONS, OBSERVATIONS
+        batch = piece(rl_module=rl_module, batch=batch, episodes=episodes, explore=True, shared_data=shared)
+    return batch, shared
+
+
+def both_played(tolds: list[Told], numpy: bool = False) -> tuple[list[Any], list[Any]]:
+    return tuple(  # type: ignore[return-value]
+        [played(told, f"e{place}", made, numpy) for place, told in enumerate(tolds)]
+        for made in (MultiAgentEpisode, RayEpisode)
+    )
+
+
+def by_agents(batch: dict[str, Any]) -> dict[str, Any]:
+    """Column -> agent -> single items; without the place in the list, which Ray adds to the ids, and empty lists."""
+    made: dict[str, Any] = {}
+    for column, data in batch.items():
+        for (episode_id, *rest), items in data.items():
+            singles = [single for item in items for single in _singles(item)]
+            if singles:
+                made.setdefault(column, {})[(episode_id.split("_")[0], *rest)] = singles
+    return made
+
+
+def check(ours: list[Any], theirs: list[Any], episodes: tuple[list[Any], list[Any]], module: Any, **how: Any) -> None:
+    """The batches are the same, agent by agent, and so are the last observations afterwards."""
+    answers = [by_agents(run(pieces, each, module)[0]) for pieces, each in zip((ours, theirs), episodes, strict=True)]
+    assert_same(*answers, **{"dtypes": False, "rtol": 1e-6, **how})
+    for mine, other in zip(*episodes, strict=True):
+        seen = [{key: each.get_observations(-1) for key, each in one.agent_episodes.items()} for one in (mine, other)]
+        assert_same(*seen, **{"dtypes": False, "rtol": 1e-6, **how})
+
+
+LEARNER: dict[str, tuple[Callable[[], list[Any]], Callable[[], list[Any]]]] = {
+    "columns": (
+        lambda: [
+            nodes.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
+            nodes.AddColumnsFromEpisodesToTrainBatch(),
+            nodes.AddNextObservationsFromEpisodesToTrainBatch(),
+            nodes.AddInfosFromEpisodesToTrainBatch(),
+        ],
+        lambda: [
+            ray_common.AddObservationsFromEpisodesToBatch(as_learner_connector=True),
+            ray_learner.AddColumnsFromEpisodesToTrainBatch(),
+            ray_learner.AddNextObservationsFromEpisodesToTrainBatch(),
+            ray_learner.AddInfosFromEpisodesToTrainBatch(),
+        ],
+    ),
+    "returns to go": (
+        lambda: [nodes.ComputeReturnsToGo(gamma=0.5)],
+        lambda: [ray_learner.ComputeReturnsToGo(gamma=0.5)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEARNER)
+@given(tolds=several_plays, numpy=st.booleans())
+@settings(max_examples=100, suppress_health_check=FILTERED)
+def test_train_batches_have_the_same_items_of_every_agent(name: str, tolds: list[Told], numpy: bool) -> None:
+    ours, theirs = LEARNER[name]
+    check(ours(), theirs(), both_played(tolds, numpy), stateful_modules(False, False))
+
+
+@given(tolds=several_plays, m=st.booleans(), n=st.booleans())
+@settings(max_examples=100, suppress_health_check=FILTERED)
+def test_rows_and_states_are_the_same_for_stateful_modules(tolds: list[Told], m: bool, n: bool) -> None:
+    options: Any = {"as_learner_connector": True}
+    ours = [
+        *LEARNER["columns"][0](),
+        nodes.AddTimeDimToBatchAndZeroPad(**options),
+        nodes.AddStatesFromEpisodesToBatch(**options),
+    ]
+    theirs = [
+        *LEARNER["columns"][1](),
+        ray_common.AddTimeDimToBatchAndZeroPad(**options),
+        ray_common.AddStatesFromEpisodesToBatch(**options),
+    ]
+    check(ours, theirs, both_played(tolds, numpy=True), stateful_modules(m, n))
+
+
+class Plus(nodes.SingleAgentObservationPreprocessor):
+    def preprocess(self, observation: Any, episode: Any) -> Any:
+        return observation + len(episode)
+
+
+class RayPlus(RaySingleAgentPreprocessor):  # type: ignore[misc]
+    def preprocess(self, observation: Any, episode: Any) -> Any:
+        return observation + len(episode)
+
+
+class Minus(nodes.MultiAgentObservationPreprocessor):
+    def preprocess(self, observations: Any, episode: Any) -> Any:
+        return {agent_id: each - sum(observations.values()) for agent_id, each in observations.items()}
+
+
+class RayMinus(RayMultiAgentPreprocessor):  # type: ignore[misc]
+    def preprocess(self, observations: Any, episode: Any) -> Any:
+        return {agent_id: each - sum(observations.values()) for agent_id, each in observations.items()}
+
+
+ACTING: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "AddObservations": (nodes.AddObservationsFromEpisodesToBatch, ray_common.AddObservationsFromEpisodesToBatch),
+    "Flatten": (
+        lambda: nodes.FlattenObservations(multi_agent=True),
+        lambda: ray_env_to_module.FlattenObservations(multi_agent=True),
+    ),
+    "FlattenSome": (
+        lambda: nodes.FlattenObservations(multi_agent=True, agent_ids=["b"]),
+        lambda: ray_env_to_module.FlattenObservations(multi_agent=True, agent_ids=["b"]),
+    ),
+    "MeanStd": (
+        lambda: nodes.MeanStdFilter(multi_agent=True),
+        lambda: ray_env_to_module.MeanStdFilter(multi_agent=True),
+    ),
+    "SingleAgentPreprocessor": (Plus, RayPlus),
+    "MultiAgentPreprocessor": (Minus, RayMinus),
+}
+
+
+@pytest.mark.parametrize("name", ACTING)
+@given(tolds=several_plays)
+@settings(max_examples=60, suppress_health_check=FILTERED)
+def test_agents_that_stepped_are_seen_alike(name: str, tolds: list[Told]) -> None:
+    ours, theirs = (made() for made in ACTING[name])
+    check([ours], [theirs], both_played(tolds), stateful_modules(False, False), rtol=1e-4)
+    assert ours.observation_space == theirs.observation_space
+
+
+@given(tolds=several_plays, m=st.booleans(), n=st.booleans())
+@settings(max_examples=60, suppress_health_check=FILTERED)
+def test_states_of_agents_are_seen_alike(tolds: list[Told], m: bool, n: bool) -> None:
+    names = ["AddObservationsFromEpisodesToBatch", "AddTimeDimToBatchAndZeroPad", "AddStatesFromEpisodesToBatch"]
+    rows = ([getattr(module, name)() for name in names] for module in (nodes, ray_common))
+    check(*rows, both_played(tolds), stateful_modules(m, n))
+
+
+@given(tolds=several_plays, count=st.integers(1, 3))
+@settings(max_examples=60, suppress_health_check=FILTERED)
+def test_earlier_steps_are_shown_alike(tolds: list[Told], count: int) -> None:
+    options: Any = {"multi_agent": True, "n_prev_actions": count, "n_prev_rewards": count}
+    pieces = nodes.PrevActionsPrevRewards(**options), ray_env_to_module.PrevActionsPrevRewards(**options)
+    episodes = both_played(tolds)
+    for piece, each in zip(pieces, episodes, strict=True):
+        run([piece], each, None)
+    assert pieces[0].observation_space == pieces[1].observation_space
+    for mine, other in zip(*episodes, strict=True):
+        seen = [one.get_observations(-1) for one in (mine, other)]
+        for theirs in seen[1].values():  # f32[n, A] there, which does not lie in their own space
+            theirs["prev_n_actions"] = theirs["prev_n_actions"].reshape(-1)
+        assert_same(*seen, dtypes=False)
+
+
+@given(tolds=several_plays, places=st.lists(st.integers(0, 9), min_size=9, max_size=9))
+@settings(max_examples=60, suppress_health_check=FILTERED)
+def test_the_iterator_pairs_the_same_items(tolds: list[Told], places: list[int]) -> None:
+    episodes = both_played(tolds)
+    keys = [
+        (episode.id_, agent_id, each.module_id)
+        for episode in episodes[0]
+        for agent_id, each in episode.agent_episodes.items()
+    ]
+    column = {key: [place] for key, place in zip(keys, places, strict=False)}
+    for stepped_only in (True, False):
+        paired = []
+        for base, each in zip((ConnectorV2, RayConnectorV2), episodes, strict=True):
+            iterated = base.single_agent_episode_iterator(each, stepped_only, column)
+            paired.append({(one.multi_agent_episode_id, one.agent_id): item for one, item in iterated})
+        assert_same(*paired)
+
+
+# By modules and back. One module for each agent: Ray lists the agents of an episode in no fixed order.
+
+EACH: dict[str, Any] = {"a": Module(), "b": Module(), "c": Module()}
+SPECS = {name: RLModuleSpec() for name in "abc"}
+
+
+def each_its_own(tolds: list[Told], numpy: bool = False) -> tuple[list[Any], list[Any]]:
+    made = both_played(tolds, numpy)
+    for episode in [*made[0], *made[1]]:
+        for agent_id, each in episode.agent_episodes.items():
+            each.module_id = agent_id
+    return made
+
+
+def mapping(common: Any, **given_: Any) -> Any:
+    return common.AgentToModuleMapping(
+        rl_module_specs=SPECS, agent_to_module_mapping_fn=lambda agent_id, episode: agent_id, **given_
+    )
+
+
+@given(tolds=several_plays, numpy=st.booleans())
+@settings(max_examples=60, suppress_health_check=FILTERED)
+def test_train_batches_by_modules_are_the_same(tolds: list[Told], numpy: bool) -> None:
+    made = []
+    for side, common, each in zip((0, 1), (nodes, ray_common), each_its_own(tolds, numpy), strict=True):
+        # Without infos, which Ray batches where they are arrays; an agent without a step has nothing to batch.
+        pieces = LEARNER["columns"][side]()[:3]
+        batch, _ = run(pieces, each, Modules(EACH))
+        batch = {column: {key: items for key, items in data.items() if len(items)} for column, data in batch.items()}
+        batch = {column: data for column, data in batch.items() if data}
+        rest = [mapping(common, as_learner_connector=True), common.BatchIndividualItems(multi_agent=True)]
+        made.append(run(rest, each, Modules(EACH), batch=batch)[0])
+    assert_same(*made, dtypes=False, rtol=1e-6)
+
+
+@given(tolds=several_plays, actions=st.lists(st.integers(0, 2), min_size=3, max_size=3))
+@settings(max_examples=100, suppress_health_check=FILTERED)
+def test_actions_come_back_to_the_environments_alike(tolds: list[Told], actions: list[int]) -> None:
+    made = []
+    for common, behind, each in zip((nodes, ray_common), (nodes, ray_module_to_env), each_its_own(tolds), strict=True):
+        shared: dict[str, Any] = {}
+        before = [common.AddObservationsFromEpisodesToBatch(), mapping(common)]
+        before += [common.BatchIndividualItems(multi_agent=True), common.NumpyToTensor()]
+        batch, _ = run(before, each, Modules(EACH), shared_data=shared)
+        outputs = {
+            module: {"actions": columns["obs"][:, 0] * 0 + actions["abc".index(module)]}
+            for module, columns in batch.items()
+        }
+        after = [common.TensorToNumpy(), behind.UnBatchToIndividualItems(), behind.ModuleToAgentUnmapping()]
+        after += [behind.NormalizeAndClipActions(normalize_actions=False, clip_actions=True)]
+        after += [behind.ListifyDataForVectorEnv()]
+        acted, _ = run(after, each, Modules(EACH), batch=outputs, shared_data=shared)
+        made.append({"seen": batch, "acted": acted.get("actions", [{} for _ in each])})
+    assert_same(*made, dtypes=False)
+
+
+IMAGE_FRAMES = [1, 3]
+
+
+@given(tolds=several_plays, num_frames=st.sampled_from(IMAGE_FRAMES), learner=st.booleans())
+@settings(max_examples=60, suppress_health_check=FILTERED)
+def test_frames_are_stacked_alike(tolds: list[Told], num_frames: int, learner: bool) -> None:
+    options: Any = {"num_frames": num_frames, "multi_agent": True, "as_learner_connector": learner}
+    episodes = both_played(tolds)
+    for episode in [*episodes[0], *episodes[1]]:
+        for each in episode.agent_episodes.values():
+            for i in range(len(each) + 1):
+                each.set_observations(new_data=each.get_observations(i).reshape(1, 2, 1), at_indices=i)
+            if learner:
+                each.to_numpy()
+    answers = []
+    for made, each in zip((nodes.FrameStacking, RayFrameStacking), episodes, strict=True):
+        batch = made(**options)(
+            rl_module=stateful_modules(False, False), batch={}, episodes=each, explore=True, shared_data={}
+        )
+        answers.append(by_agents(batch))
+    assert_same(*answers, dtypes=False)
