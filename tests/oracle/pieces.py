@@ -118,10 +118,11 @@ def in_items(batch: dict[str, Any]) -> dict[str, Any]:
 
 def _items(data: dict[Any, list[Any]]) -> list[Any]:
     """The ids of episodes are left out: Ray adds the place in the list to them, on the way."""
-    return [single for items in data.values() for item in items for single in _singles(item)]
+    return [single for items in data.values() for item in items for single in singles_of(item)]
 
 
-def _singles(item: Any) -> list[Any]:
+def singles_of(item: Any) -> list[Any]:
+    """What was added as one, one by one."""
     leaf = leaves_of(item)[0] if leaves_of(item) else None
     if not isinstance(leaf, BatchedArray | BatchedNdArray):
         return [item]
