@@ -16,6 +16,8 @@ from rollflow.stream.multi_agent_episode import DEFAULT_MODULE_ID, MultiAgentEpi
 OF_MODULES = "of_modules"
 """Where `shared_data` has what pieces that were called for one module put there: module id -> key -> value."""
 
+_COLUMNAR = (LaneEpisodes, FragmentEpisodes)  # a tuple: this is asked at every vector step, and `|` takes longer
+
 Call = TypeVar("Call", bound=Callable[..., Batch])
 
 
@@ -32,34 +34,47 @@ def module_by_module(call: Call) -> Call:
     """
 
     @functools.wraps(call)
-    def called(self: Any, *, rl_module: Any, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
-        if isinstance(episodes, LaneEpisodes | FragmentEpisodes) or not _have_modules(episodes):
-            return call(self, rl_module=rl_module, batch=batch, episodes=episodes, **kwargs)
-        given_data: dict[str, Any] | None = kwargs.pop("shared_data", None)
-        shared = {} if given_data is None else given_data
-        memorized: Mapping[Any, list[tuple[Any, Any]]] = shared.get(MEMORIZED, {})
-        mapped = {pair: module for module, pairs in memorized.items() for pair in pairs}
-        groups: dict[Any, list[SingleAgentEpisode]] = {}
-        for episode in single_agent_episodes(episodes, stepped_only=not getattr(self, "as_learner_connector", True)):
-            groups.setdefault(_module_id(episode_key(episode), mapped), []).append(episode)
-
-        def called_for(module: Any, part: Batch, theirs: list[SingleAgentEpisode]) -> Batch:
-            given = module_of(rl_module, module)
-            try:
-                return _with_own(shared, module, call, self, rl_module=given, batch=part, episodes=theirs, **kwargs)
-            except Exception as error:
-                error.add_note(f"for module '{module}'")
-                raise
-
-        if batch and batch.keys() <= {*groups, *memorized}:
-            for module, part in batch.items():
-                batch[module] = called_for(module, part, _in_order(groups.get(module, []), memorized.get(module)))
-            return batch
-        parts = _parts(batch, list(groups), mapped)
-        made = [called_for(module, parts[module], theirs) for module, theirs in groups.items()]
-        return _joined(batch, made, [episode_key(each) for theirs in groups.values() for each in theirs])
+    def called(self: Any, **kwargs: Any) -> Batch:
+        episodes = kwargs["episodes"]
+        if isinstance(episodes, _COLUMNAR) or not _have_modules(episodes):
+            return call(self, **kwargs)
+        return _for_each_module(call, self, **kwargs)
 
     return called  # type: ignore[return-value]
+
+
+def _for_each_module(
+    call: Any,
+    piece: Any,
+    *,
+    rl_module: Any,
+    batch: Batch,
+    episodes: Episodes,
+    shared_data: dict[str, Any] | None = None,
+    **kwargs: Any,
+) -> Batch:
+    shared = {} if shared_data is None else shared_data
+    memorized: Mapping[Any, list[tuple[Any, Any]]] = shared.get(MEMORIZED, {})
+    mapped = {pair: module for module, pairs in memorized.items() for pair in pairs}
+    groups: dict[Any, list[SingleAgentEpisode]] = {}
+    for episode in single_agent_episodes(episodes, stepped_only=not getattr(piece, "as_learner_connector", True)):
+        groups.setdefault(_module_id(episode_key(episode), mapped), []).append(episode)
+
+    def called_for(module: Any, part: Batch, theirs: list[SingleAgentEpisode]) -> Batch:
+        given = module_of(rl_module, module)
+        try:
+            return _with_own(shared, module, call, piece, rl_module=given, batch=part, episodes=theirs, **kwargs)
+        except Exception as error:
+            error.add_note(f"for module '{module}'")
+            raise
+
+    if batch and batch.keys() <= {*groups, *memorized}:
+        for module, part in batch.items():
+            batch[module] = called_for(module, part, _in_order(groups.get(module, []), memorized.get(module)))
+        return batch
+    parts = _parts(batch, list(groups), mapped)
+    made = [called_for(module, parts[module], theirs) for module, theirs in groups.items()]
+    return _joined(batch, made, [episode_key(each) for theirs in groups.values() for each in theirs])
 
 
 def module_of(rl_module: Any, module_id: Any) -> Any:

@@ -143,6 +143,34 @@ def test_what_one_module_lacks_is_told_with_its_name() -> None:
     assert "for module 'n'" in told.value.__notes__
 
 
+class Weighing(ConnectorV2):
+    """Adds the module's weight, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Any] = []
+
+    @nodes.module_by_module
+    def __call__(self, *, rl_module: Any, batch: Any, episodes: Any, shared_data: Any = None, **kwargs: Any) -> Any:
+        self.given.append((shared_data.get("for all"), shared_data.get("own")))
+        shared_data["own"] = rl_module.weight
+        for episode in episodes:
+            self.add_n_batch_items(batch, "weights", np.full(len(episode), rl_module.weight), len(episode), episode)
+        return batch
+
+
+def test_a_piece_of_ones_own_is_called_for_each_module() -> None:
+    shared: dict[str, Any] = {"for all": 1}
+    piece = Weighing()
+    pipeline = LearnerConnectorPipeline.default(OBSERVATIONS, ACTIONS, [piece], multi_agent=True)
+    call: Any = {"rl_module": modules(), "episodes": [played(TWO)], "shared_data": shared}
+    batch = pipeline(**call)
+    assert {module: each["weights"].tolist() for module, each in batch.items()} == {"m": [0.25] * 3, "n": [-0.5] * 3}
+    pipeline(**call)
+    assert piece.given == [(1, None), (1, None), (1, 0.25), (1, -0.5)], "what it leaves is the same module's next time"
+    assert "own" not in shared
+
+
 class Short(ConnectorV2):
     def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
         for episode in list(self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False))[:1]:
