@@ -162,12 +162,9 @@ def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any], episodes:
 
 def _told(episodes: Episodes, slots: list[int]) -> str:
     """The rows in words: slots, or agents."""
-    agents = [episodes[slot] for slot in slots if slot < len(episodes)] if isinstance(episodes, list) else []
-    named = [
-        f"agent '{each.agent_id}' of episode '{each.multi_agent_episode_id}'"
-        for each in agents
-        if each.agent_id is not None
-    ]
+    rows = [episodes[slot] for slot in slots if slot < len(episodes)] if isinstance(episodes, list) else []
+    agents = [each for each in rows if each.agent_id is not None]
+    named = [f"agent '{each.agent_id}' of episode '{each.multi_agent_episode_id}'" for each in agents]
     return ", ".join(named) or f"slot {', '.join(map(str, slots))}"
 
 
