@@ -90,11 +90,12 @@ def test_chunks_of_one_episode_stay_apart(tolds: list[Told], data: st.DataObject
     whole = played(tolds[0])
     at = data.draw(st.integers(0, len(whole)))
     chunks = [whole[:at], whole[at:]]
-    every = [each for chunk in chunks for each in chunk.agent_episodes.values() if len(each)]
+    every = [each for chunk in chunks for each in chunk.agent_episodes.values()]
+    order = list(dict.fromkeys(each.agent_id for each in every))
     made = train_batch(ROWS["advantages"](True), chunks, modules(), several=True)
     for module, batch in made.items():
-        theirs = [each for each in every if each.module_id == module]
-        by_agent = sorted(theirs, key=lambda each: [other.agent_id for other in theirs].index(each.agent_id))
+        theirs = [each for each in every if each.module_id == module and len(each)]
+        by_agent = sorted(theirs, key=lambda each: order.index(each.agent_id))
         apart = [alone(each) for each in by_agent]
         for place, each in enumerate(apart):
             each.id_ = f"{place}"
