@@ -94,6 +94,13 @@ class AgentFragment(Fragment):
             made = self._of_modules[module_id] = ModuleFragment(self, module_id)
         return made
 
+    def chunk(self, index: int) -> SingleAgentEpisode:
+        """Chunk number `index` of `chunks`, as an episode that knows its agent and its module."""
+        episode = super().chunk(index)
+        episode.agent_id = self.part.agents[int(self.chunks.slot[index]) % len(self.part.agents)]
+        episode.module_id = self.module_ids[int(self.chunk_modules[index])]
+        return episode
+
     def rest_of(self, slot: int) -> SingleAgentEpisode:
         """The episode of a slot that has made no step here: with its lookback, and its newest observation."""
         stop, ended = int(self._stops[slot]), int(np.count_nonzero(self.chunks.slot == slot))

@@ -296,7 +296,8 @@ class AgentLane:
             self._hand_infos_on(old, new)
         old.observation_space = new.observation_space = self._space
         old.custom_data = copy.deepcopy(self.custom_data)
-        old.acts, old.waits, old.received = self._fresh.copy(), self._waits.copy(), self._received.copy()
+        # Where the lane was stopped before its environments got the newest actions, these are nobody's.
+        old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(self.module_ids), dict(self._outputs)
         old.seal_at(self.at.copy())

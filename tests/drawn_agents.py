@@ -1,0 +1,145 @@
+"""Rollouts of numbered agents that are drawn by chance, run in every way that there is."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import anyio
+import torch
+from hypothesis import strategies as st
+from numbered_agents import NumberedAgents, numbered_agents
+from serial_module import SerialModule
+
+from rollflow.nodes import MultiAgentRollout
+from rollflow.stream import Graph
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+
+class Drawn(NamedTuple):
+    """How a rollout is drawn."""
+
+    envs: int
+    lanes: int
+    agents: int
+    nested: int
+    length: int
+    at_once: bool
+    fragment_length: int
+    lookback: int
+    by_episode: bool
+    seed: int
+
+
+drawn_settings = st.builds(
+    Drawn,
+    envs=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    agents=st.integers(1, 4),
+    nested=st.integers(0, 2),
+    length=st.integers(1, 14),
+    at_once=st.booleans(),
+    fragment_length=st.integers(1, 9),
+    lookback=st.integers(0, 3),
+    by_episode=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.envs and drawn.nested <= drawn.agents)
+
+
+def envs_of(drawn: Drawn) -> tuple[list[NumberedAgents], list[Callable[[], NumberedAgents]]]:
+    return numbered_agents(
+        drawn.envs, agents=drawn.agents, nested=drawn.nested, length=drawn.length, at_once=drawn.at_once
+    )
+
+
+def mapping_of(drawn: Drawn) -> Callable[[Any, Any], str]:
+    """Two modules for each kind of spaces: by the agent, or by the episode as well."""
+
+    def module_of(agent: str, episode: Any) -> str:
+        number = int(agent.split()[1])
+        kind = "nested" if number < drawn.nested else "plain"
+        return f"{kind} {(number + (int(episode.id_, 16) if drawn.by_episode else 0)) % 2}"
+
+    return module_of
+
+
+def modules_of(drawn: Drawn) -> dict[str, SerialModule]:
+    kinds = ["nested"] * (drawn.nested > 0) + ["plain"] * (drawn.nested < drawn.agents)
+    names = [f"{kind} {place}" for kind in kinds for place in range(2)]
+    return {name: SerialModule(shift) for shift, name in enumerate(names)}
+
+
+def made(drawn: Drawn, **options: Any) -> tuple[list[NumberedAgents], MultiAgentRollout]:
+    """The environments, and a rollout over them."""
+    envs, makers = envs_of(drawn)
+    rollout = MultiAgentRollout(
+        options.pop("env", makers),
+        agent_to_module_mapping_fn=mapping_of(drawn),
+        lanes=drawn.lanes,
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        seed=drawn.seed,
+        **{"module": modules_of(drawn), **options},
+    )
+    return envs, rollout
+
+
+def run(rollout: MultiAgentRollout, count: int, *, publish: bool = True) -> list[MultiAgentFragment]:
+    """`count` fragments, then what a drain gives. Before each, one of the modules gets a new version of its weight."""
+    fragments = []
+    with rollout:
+        for fragment in rollout.fragments():
+            fragments.append(fragment)
+            if publish:
+                publish_next(rollout, len(fragments))
+            if len(fragments) == count:
+                rollout.drain()
+    return fragments
+
+
+def publish_next(rollout: MultiAgentRollout, number: int) -> None:
+    """A weight that says its version, for one module after the other."""
+    names = list(rollout.module)
+    name = names[number % len(names)]
+    rollout.publish({name: {"weight": torch.tensor(float(rollout.policy_versions[name] + 1))}})
+
+
+def run_async(rollout: MultiAgentRollout, count: int, backend: str) -> list[MultiAgentFragment]:
+    """The same by an asynchronous loop."""
+
+    async def read() -> list[MultiAgentFragment]:
+        fragments = []
+        async with rollout:
+            async for fragment in rollout.fragments():
+                fragments.append(fragment)
+                publish_next(rollout, len(fragments))
+                if len(fragments) == count:
+                    rollout.drain()
+        return fragments
+
+    return anyio.run(read, backend=backend)
+
+
+def run_in_graph(rollout: MultiAgentRollout, count: int, backend: str) -> list[MultiAgentFragment]:
+    """The same as a node of a graph."""
+
+    async def read() -> list[MultiAgentFragment]:
+        graph, fragments = Graph("agents"), []
+        graph.add(rollout=rollout)
+        graph.output("fragments", "rollout.fragments", capacity=1)
+        async with graph.run() as running:
+            async for fragment in running["fragments"]:
+                fragments.append(fragment)
+                publish_next(rollout, len(fragments))
+                if len(fragments) == count:
+                    running.stop()
+        return fragments
+
+    return anyio.run(read, backend=backend)
+
+
+WAYS: dict[str, Callable[[MultiAgentRollout, int], list[MultiAgentFragment]]] = {
+    "loop": run,
+    "asyncio": lambda rollout, count: run_async(rollout, count, "asyncio"),
+    "trio": lambda rollout, count: run_async(rollout, count, "trio"),
+    "graph": lambda rollout, count: run_in_graph(rollout, count, "asyncio"),
+}
+"""Rollout, how many fragments to take before it is drained -> the fragments."""

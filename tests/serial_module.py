@@ -1,0 +1,63 @@
+"""A module that keeps every forward pass it does, and whose outputs tell which of them made them."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from numbered_agents import NUM_ACTIONS
+
+from rollflow.nodes import RLModule
+
+
+class Pass(NamedTuple):
+    """One forward pass of K agents: the weight it was done with, and the numbers of their observations, i64[K, 5]."""
+
+    weight: float
+    at: list[list[int]]
+
+
+class Passes:
+    """The forward passes of a module and of all its copies."""
+
+    def __init__(self) -> None:
+        self.done: list[Pass] = []
+
+    def __deepcopy__(self, memo: Any) -> "Passes":
+        return self
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.done)
+
+
+class SerialModule(RLModule):
+    """Logits that follow from the observation; `serial` is the number of the pass, `weight` the parameter's value.
+
+    A test sets the weight to the version that it publishes. `shift` makes modules differ.
+    """
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.shift = shift
+        self.passes = Passes()
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        at = at_of(batch["obs"])
+        self.passes.done.append(Pass(float(self.weight), at.to(torch.int64).tolist()))
+        return {
+            "action_dist_inputs": logits_of(at, self.shift),
+            "vf_preds": at[:, 4].float(),
+            "seen": at,
+            "weight": self.weight.detach().expand(len(at)),
+            "serial": torch.full((len(at),), len(self.passes.done) - 1),
+        }
+
+
+def at_of(observations: Any) -> Any:
+    """The numbers (slot, agent, episode, env step, agent step) of observations."""
+    return observations["at"] if isinstance(observations, dict) else observations
+
+
+def logits_of(at: torch.Tensor, shift: float = 0.0) -> torch.Tensor:
+    """f32[..., 7] from numbers i64[..., 5]."""
+    return torch.sin(at.float().sum(-1, keepdim=True) + torch.arange(NUM_ACTIONS) + shift)
