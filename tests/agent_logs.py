@@ -63,9 +63,13 @@ def steps_of(log: Sequence[AgentsTold]) -> tuple[list[AgentStep], list[Hanging]]
 
 
 def episodes_by_hand(
-    env: NumberedAgents, cuts: Sequence[int], lookback: int, outputs: Callable[[str, At], dict[str, Any]]
+    env: NumberedAgents,
+    cuts: Sequence[int],
+    lookback: int,
+    outputs: Callable[[str, At], dict[str, Any]],
+    last: int,
 ) -> list[MultiAgentEpisode]:
-    """The chunks of an environment's episodes, built step by step, and cut after so many vector steps.
+    """The chunks of an environment's episodes, built step by step, cut after so many vector steps, up to the `last`.
 
     outputs    what the agent's module gave for the observation with these numbers
     """
@@ -79,7 +83,7 @@ def episodes_by_hand(
         )
         episode.add_env_reset(observations=_observations(env, first), infos=first.infos)
         newest = dict(first.observations)
-        for told in told_of_episode[1:]:
+        for told in told_of_episode[1 : 1 + last - vector_step]:
             episode.add_env_step(
                 _observations(env, told),
                 told.actions,

@@ -17,6 +17,7 @@ class Ended(NamedTuple):
     terminateds: NDArray[np.bool_]  # bool[count]: agents, by number
     truncateds: NDArray[np.bool_]  # bool[count]
     envs: NDArray[np.int64]  # i64[E], ascending
+    truncated: NDArray[np.bool_]  # bool[E]: whether the environment's episode was, and not terminated
 
 
 class AgentStates:
@@ -58,7 +59,7 @@ class AgentStates:
             self.acting = seen
             if len(seen) < self._slots.count:
                 self._check_acting(seen)
-            return Ended(self._nobody(), self._nobody(), np.zeros(0, np.int64))
+            return Ended(self._nobody(), self._nobody(), np.zeros(0, np.int64), np.zeros(0, np.bool_))
         live = self._has_come & ~self._has_ended
         terminateds, truncateds = self._flags(told.terminated) & live, self._flags(told.truncated) & live
         self._check_truncated(truncateds & self._hangs)
@@ -68,7 +69,7 @@ class AgentStates:
         envs = self._ended_envs()
         self.acting = seen[~(self._has_ended[seen] | np.isin(self._slots.envs[seen], envs))]
         self._check_acting(self.acting, envs)
-        return Ended(terminateds, truncateds, envs)
+        return Ended(terminateds, truncateds, envs, self._truncated(envs, told, terminateds))
 
     def _nobody(self) -> NDArray[np.bool_]:
         return np.zeros(self._slots.count, np.bool_)
@@ -83,6 +84,13 @@ class AgentStates:
         """Environments whose last agent has ended, as all do by "__all__"."""
         live: NDArray[np.bool_] = self._has_come & ~self._has_ended
         return np.flatnonzero(np.logical_not(np.any(live[self._slots.of_env], axis=1)))
+
+    def _truncated(self, envs: NDArray[np.int64], told: Told, terminateds: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """bool[E]: whether "__all__" were truncated, or without "__all__", all of the last agents."""
+        by_last = ~terminateds[self._slots.of_env[envs]].any(axis=1)
+        of_all = np.isin(envs, told.truncated.envs)
+        truncated: NDArray[np.bool_] = ~np.isin(envs, told.terminated.envs) & (of_all | by_last)
+        return truncated
 
     def _check_truncated(self, lost: NDArray[np.bool_]) -> None:
         if lost.any():

@@ -72,7 +72,7 @@ class ArrayEnvs:
         ended = np.flatnonzero(terminateds | truncateds)
         self._places.steps += 1
         first = self._first(told, ended)
-        return VectorStep(parts, ended, first, told.infos, told.first_infos)
+        return VectorStep(parts, ended, ~terminateds[ended], first, told.infos, told.first_infos)
 
     def close(self) -> None:
         """Close the environments."""

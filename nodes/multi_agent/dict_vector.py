@@ -95,7 +95,7 @@ class MultiAgentEnvs:
             infos = copied(infos)  # the reset may write over them
             first_observed, first_infos = self._reset(ended.envs, None)
         self._set_acting()
-        return VectorStep(parts, ended.envs, first_observed, infos, first_infos)
+        return VectorStep(parts, ended.envs, ended.truncated, first_observed, infos, first_infos)
 
     def close(self) -> None:
         """Close the environments."""

@@ -84,7 +84,7 @@ class MultiAgentLane:
         if len(step.infos):
             self._record_infos(step.infos, range(self.num_envs))
         if len(step.ended):
-            self.clock.end(step.ended, self.vector_steps, self._has_truncated(step))
+            self.clock.end(step.ended, self.vector_steps, step.truncated)
             self._begin(step.first, step.first_infos, step.ended.tolist())
 
     def shared_data_of(self, module: int) -> dict[str, Any]:
@@ -187,10 +187,3 @@ class MultiAgentLane:
                     of_parts[part][env * len(self.parts[part].part.agents) + place] = info
         for lane, of_slots in zip(self.parts, of_parts, strict=True):
             lane.record_infos(of_slots, are_first=are_first)
-
-    def _has_truncated(self, step: VectorStep) -> NDArray[np.bool_]:
-        """bool[E]: whether an agent of each environment that has ended was truncated."""
-        truncated = np.zeros(self.num_envs, np.bool_)
-        for part in step.parts:
-            truncated |= part.truncateds.reshape(self.num_envs, -1).any(axis=1)
-        return truncated[step.ended]

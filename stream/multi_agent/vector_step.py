@@ -40,6 +40,7 @@ class VectorStep(NamedTuple):
 
     parts: Sequence[PartStep]
     ended: NDArray[np.int64]  # i64[E] envs whose episode ended with this step; they have been reset
+    truncated: NDArray[np.bool_]  # bool[E]: whether that was by truncation; False where the episode was terminated
     first: Sequence[Observed]  # per part, the first observations after that; () where none ended
     infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env: agent -> info, of the step; () where all are empty
     first_infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env in `ended`; () likewise
