@@ -243,7 +243,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
             yield
 
     def _batches(self) -> Iterator[Batch]:
-        """The batch of a round; none where all of it has become too old."""
+        """The batch of a round; none where all of it has become too old, or has nothing to learn from."""
         before = self._rounds.handed_steps
         # In the lanes' order, in whichever they came.
         fragments = sorted(self._rounds.hand_out(), key=lambda fragment: (fragment.lane, fragment.sequence))
@@ -256,8 +256,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._rounds.handed_steps = before
             raise
         self._learner_meter.busy_ns += clock() - began
-        self._learner_meter.items += 1
-        yield batch
+        if batch:
+            self._learner_meter.items += 1
+            yield batch
 
 
 class Stream(Generic[T]):

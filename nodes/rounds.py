@@ -16,6 +16,11 @@ class Emitted(Protocol):
         """Transitions in it."""
         ...
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether it tells of nothing."""
+        ...
+
 
 F = TypeVar("F", bound=Emitted)
 
@@ -58,9 +63,9 @@ class Rounds(Generic[F]):
             release(taken)
 
     def take(self, fragment: F, release: Callable[[int], None]) -> None:
-        """Take a fragment of the ring; one without a transition, or too old, is given back at once."""
+        """Take a fragment of the ring; one that is empty, or too old, is given back at once."""
         self._returns(fragment)
-        if fragment.num_steps and self._lag.admits(fragment):
+        if not fragment.is_empty and self._lag.admits(fragment):
             self._waiting.append(fragment)
             self._taken += 1
         else:

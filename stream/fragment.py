@@ -140,6 +140,11 @@ class Fragment:
         return int((self.chunks.stop - self.chunks.start).sum())
 
     @property
+    def is_empty(self) -> bool:
+        """Whether all rows are dead."""
+        return not self.num_steps
+
+    @property
     def extra_columns(self) -> tuple[str, ...]:
         """Names of the extra model outputs, `policy_version` among them."""
         return tuple(name for name in self.columns if name not in RECORDED and name != Columns.OBS)

@@ -94,6 +94,11 @@ class MultiAgentFragment:
         return sum(part.num_steps for part in self.parts)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there are no environment steps; agents may wait all the while, and have made no step."""
+        return not self.num_rows
+
+    @property
     def num_env_steps(self) -> int:
         """Environment steps held."""
         return self.num_rows * self.num_envs
