@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.columns import Columns
 from rollflow.stream.live_episode import LaneEpisodes, LiveEpisode
 from rollflow.stream.tree import Tree, map_tree, stack_trees
 
@@ -122,8 +123,12 @@ class LiveAgents:
         if made is None:
             made = self._made[slot] = LiveEpisode(_SlotLane(self._lane, slot), slot)  # type: ignore[arg-type]
             made.agent_id = self._lane.part.agents[slot % len(self._lane.part.agents)]
-        module = int(self._lane.module[slot])
-        made.module_id = self._lane.module_ids[module] if module < len(self._lane.module_ids) else None
+        lane, ended = self._lane, self._lane.ended
+        has_ended = ended is not None and ended.has(slot)
+        module = lane.fragment.module_of[lane.at[slot] - 1, slot] if has_ended else lane.module[slot]
+        number = (ended.numbers if has_ended else lane.episode_number)[slot]  # type: ignore[union-attr]
+        made.module_id = lane.module_ids[module] if module < len(lane.module_ids) else None
+        made.multi_agent_episode_id = lane.parents.get((slot, int(number)))
         return made
 
     def show(self, slots: NDArray[np.int64], observations: Tree, *, is_rewritten: bool) -> AgentEpisodes:
@@ -180,11 +185,14 @@ class _SlotLane:
 
     def set_observation(self, slot: int, observation: Tree) -> None:
         shown = self._lane.live.shown
-        assert shown is not None
-        shown.set_observation(slot, observation)
+        if shown is not None and shown.shows(slot):
+            shown.set_observation(slot, observation)
+        else:
+            self._lane.fragment.columns[Columns.OBS].write_slot(self.row, slot, observation)
 
     def is_settled(self, slot: int) -> bool:
-        return False
+        shown = self._lane.live.shown
+        return shown is None or not shown.shows(slot)
 
     def has_ended(self, slot: int) -> bool:
         return self._has_ended

@@ -48,6 +48,7 @@ class AgentFragment(Fragment):
         received     f32[S]          what the agent received since
         serves       i16[S]          which of `module_ids` serves the slot at the end
         ends         (row, slot) of an episode's last step -> the vector step that it was
+        parents      (slot, number of its episode) -> id of the multi-agent episode that it is a part of
         outputs      module id -> names of its extra outputs; columns of others have zeros in its rows
     """
 
@@ -61,6 +62,7 @@ class AgentFragment(Fragment):
         self.clock = np.zeros((rows + 1, slots), np.int64)
         self.module_of = np.zeros((rows, slots), np.int16)
         self.ends: dict[tuple[int, int], int] = {}
+        self.parents: Mapping[tuple[int, int], str] = {}
         self.module_ids: Sequence[Any] = ()
         self.outputs: Mapping[Any, tuple[str, ...]] = {}
         self.acts = self.waits = np.zeros(slots, np.bool_)
@@ -95,9 +97,11 @@ class AgentFragment(Fragment):
         return made
 
     def chunk(self, index: int) -> SingleAgentEpisode:
-        """Chunk number `index` of `chunks`, as an episode that knows its agent and its module."""
+        """Chunk number `index` of `chunks`, as an episode that knows its agent, module and multi-agent episode."""
         episode = super().chunk(index)
-        episode.agent_id = self.part.agents[int(self.chunks.slot[index]) % len(self.part.agents)]
+        slot, number = int(self.chunks.slot[index]), int(self.chunks.number[index])
+        episode.agent_id = self.part.agents[slot % len(self.part.agents)]
+        episode.multi_agent_episode_id = self.parents[slot, number]
         episode.module_id = self.module_ids[int(self.chunk_modules[index])]
         return episode
 

@@ -49,6 +49,7 @@ class AgentLane:
         lives                bool[S] whether the slot has an episode
         observation_spaces   that observations may be in where pieces rewrite them, the environments' first
         num_steps            agent steps recorded so far
+        parents              (slot, number of its episode) -> id of the multi-agent episode that it is a part of
         ended                slots whose episodes have ended with the last step, until pieces have seen it
 
     Raises ColumnError whenever an array does not fit its column.
@@ -68,6 +69,7 @@ class AgentLane:
         self.observation_spaces: Sequence[Any] = (part.observation_space,)
         self.num_steps = 0
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self.parents: dict[tuple[int, int], str] = {}
         self.ended: EndedAgents | None = None
         self.live = LiveAgents(self)
         self._row: int | None = layout.lookback  # of all slots, where it is the same
@@ -143,8 +145,9 @@ class AgentLane:
         begun, self._begun = self._begun, []
         return [slot for slots in begun for slot in slots.tolist()]
 
-    def assign(self, slot: int, module: int) -> None:
-        """Have a module serve a slot."""
+    def assign(self, slot: int, module: int, parent: str) -> None:
+        """Have a module serve a slot in its episode, a part of the multi-agent episode with the id `parent`."""
+        self.parents[slot, int(self.episode_number[slot])] = parent
         if self.module[slot] != module or not self._is_assigned[slot]:
             self.module[slot], self._is_assigned[slot], self._groups = module, True, None
             self.fragment.module_of[self.at[slot] :, slot] = module
@@ -229,6 +232,7 @@ class AgentLane:
         if shown.is_rewritten and self._typing:
             self._settle_type(shown.observations(), len(shown))
         self._typing = False
+        self.live.hide()
         if not shown.is_rewritten and self._raw is None:
             return
         try:
@@ -239,8 +243,6 @@ class AgentLane:
                 "dtype says so by recompute_output_observation_space"
             )
             raise
-        finally:
-            self.live.hide()
 
     def settle_ended(self) -> None:
         """Record the last observations of the episodes that ended in the last step."""
@@ -295,7 +297,7 @@ class AgentLane:
         if self._has_infos:
             self._hand_infos_on(old, new)
         old.observation_space = new.observation_space = self._space
-        old.custom_data = copy.deepcopy(self.custom_data)
+        old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
         # Where the lane was stopped before its environments got the newest actions, these are nobody's.
         old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
         old.serves = self.module.copy()
@@ -303,6 +305,7 @@ class AgentLane:
         old.seal_at(self.at.copy())
         number = self.episode_number
         self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
+        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
         self.fragment = new
         self.at[:] = self._row = lookback
         return old

@@ -161,8 +161,9 @@ class MultiAgentLane:
         for slot in lane.take_begun():
             env, place = divmod(slot, len(agents))
             agent = agents[place]
+            episode_id = self.episode_ids(env, self.clock.number(env, self.vector_steps + 1))
             try:
-                module_id = self._module_of(agent, self.episode_ids(env, self.clock.number(env, self.vector_steps + 1)))
+                module_id = self._module_of(agent, episode_id)
             except Exception as error:
                 error.add_note(f"environment {env}, agent '{agent}', vector step {self.vector_steps}")
                 raise
@@ -176,7 +177,7 @@ class MultiAgentLane:
                 )
             if module_id not in self.module_ids:
                 self.module_ids.append(module_id)
-            lane.assign(slot, self.module_ids.index(module_id))
+            lane.assign(slot, self.module_ids.index(module_id), episode_id)
 
     def _record_infos(self, infos: Sequence[Infos], envs: Sequence[int], *, are_first: bool = False) -> None:
         of_parts: list[dict[int, Mapping[str, Any]]] = [{} for _ in self.parts]

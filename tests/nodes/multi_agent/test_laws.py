@@ -98,11 +98,12 @@ def test_modules_act_for_the_agents_that_are_mapped_to_them(drawn: Drawn, count:
         for episode in fragment.episodes():
             for agent, of_agent in episode.agent_episodes.items():
                 assert of_agent.module_id == episode.module_for(agent) == module_of(agent, episode)
-                assert of_agent.agent_id == agent
+                assert (of_agent.agent_id, of_agent.multi_agent_episode_id) == (agent, episode.id_)
         for module_id in fragment.module_ids:
             for chunk in fragment.agent_episodes(module_id):
                 agent = int(at_of(chunk.get_observations(0))[1])
                 assert (chunk.agent_id, chunk.module_id) == (f"agent {agent}", module_id)
+                assert chunk.multi_agent_episode_id in {episode.id_ for episode in fragment.episodes()}
 
 
 @few
