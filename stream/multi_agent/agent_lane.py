@@ -132,12 +132,15 @@ class AgentLane:
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
 
     def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
-        """Keep what came with the step, slot -> info, or with first observations after it; before `settle_ended`."""
+        """Keep what came with the step, slot -> info, or with first observations after it; before `settle_ended`.
+
+        Infos that come without an observation are dropped.
+        """
         self._has_infos = self._has_infos or bool(infos)
         for slot, info in infos.items():
             if not are_first and self.ended is not None and self.ended.has(slot):
                 self.ended.infos.of_slots[slot] = copied(dict(info))
-            else:
+            elif self._fresh[slot]:
                 self._infos_in(self.fragment, int(self.at[slot])).of_slots[slot] = copied(dict(info))
 
     def take_begun(self) -> list[int]:
@@ -339,7 +342,7 @@ class AgentLane:
             self._take(self.everyone, observations, vector_step)
             return
         ended, going = np.flatnonzero(done), np.flatnonzero(~done)
-        self._end(ended, map_tree(lambda leaf: leaf[ended], observations), vector_step)
+        self._end(ended, ended, map_tree(lambda leaf: leaf[ended], observations), vector_step)
         self._take(going, map_tree(lambda leaf: leaf[going], observations), vector_step)
 
     def _record_some(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
@@ -352,11 +355,11 @@ class AgentLane:
         closed = np.flatnonzero(self._waits & ((place >= 0) | done))
         self._close(closed, step)
         ended = closed[done[closed]]
-        last = self._last_of(ended, place[ended], observations) if len(ended) else None
         self._row = None
         self.at[closed] += 1
         if len(ended):
-            self._end(ended, last, vector_step)
+            came = ended[place[ended] >= 0]
+            self._end(ended, came, map_tree(lambda leaf: leaf[place[came]], observations), vector_step)
         self.lives[done] = False
         going = slots[~done[slots]]
         if len(going) < len(slots):
@@ -376,23 +379,24 @@ class AgentLane:
         self._waits[slots] = False
         self.num_steps += len(slots)
 
-    def _last_of(self, ended: Slots, places: Slots, observations: Tree) -> Tree:
-        """The last observations of slots: those that came, or where none did, the ones before once more."""
-        came = places >= 0
-        if came.all():
-            return map_tree(lambda leaf: leaf[places], observations)
-        last = map_tree(np.array, self._newest(ended))
-        if came.any():
-            map_tree(lambda leaf, new: leaf.__setitem__(came, new[places[came]]), last, observations)
-        return last
+    def _end(self, slots: Slots, came: Slots, observations: Tree, vector_step: int) -> None:
+        """The episodes of these slots have ended, in the rows before those where they stand now.
 
-    def _end(self, slots: Slots, observations: Tree, vector_step: int) -> None:
-        """The episodes of these slots have ended, in the rows before those where they stand now."""
-        starts, numbers = self.episode_start.copy(), self.episode_number.copy()
-        self.ended = EndedAgents(slots, observations, self.at[slots] - 1, starts, numbers)
-        self.fragment.ends.update(
-            dict.fromkeys(zip((self.at[slots] - 1).tolist(), slots.tolist(), strict=True), vector_step)
-        )
+        came, observations    those of the slots that have a last observation, and these, `any[E, ...]`
+
+        Of the others the observation before counts once more: pieces have seen it, and don't see it again.
+        """
+        if len(came):
+            starts, numbers = self.episode_start.copy(), self.episode_number.copy()
+            self.ended = EndedAgents(came, observations, self.at[came] - 1, starts, numbers)
+        rows = self.at[slots] - 1
+        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
+            self.fragment.ends[row, slot] = vector_step
+        is_without = ~np.isin(slots, came)
+        for row in np.unique(rows[is_without]).tolist():
+            alike = slots[is_without & (rows == row)]
+            before = self.fragment.columns[Columns.OBS].items(np.full_like(alike, row), alike)
+            self.fragment.finals.append(Final(row, alike, before, AgentInfos()))
         self.episode_number[slots] += 1
         self.lives[slots] = False
 
