@@ -66,6 +66,19 @@ class AgentEpisodes(LaneEpisodes):
         """Whether it is one of the slots."""
         return slot in self._place_of
 
+    def recent_observations(self, count: int) -> Tree:
+        """See `LaneEpisodes.recent_observations`."""
+        if count == 1 or self._steps_there(count - 1).any():
+            return super().recent_observations(count)
+
+        def after_zeros(leaf: NDArray[Any]) -> NDArray[Any]:
+            frames = np.zeros((len(leaf), count, *leaf.shape[1:]), leaf.dtype)
+            frames[:, -1] = leaf
+            return frames
+
+        # At first the column may be of another type than that in which pieces have left the observations.
+        return map_tree(after_zeros, self.observations())
+
     def previous(self, name: str) -> Tree | None:
         """What the step before recorded in a column, a tree of arrays `any[K, ...]`; None where it has nothing yet."""
         column = self._agents.fragment.columns.get(name)

@@ -6,14 +6,24 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import torch
 from agent_logs import steps_of
 from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serial_module import at_of
 
-from rollflow.nodes import ConnectorV2
+from rollflow.nodes import (
+    ConnectorV2,
+    DefaultModelConfig,
+    FlattenObservations,
+    FrameStacking,
+    MeanStdFilter,
+    PrevActionsPrevRewards,
+    RLModule,
+)
 from rollflow.stream import EpisodeError
+from rollflow.stream.tree import leaves_of
 
 few = settings(max_examples=25)
 COUNT = st.integers(1, 5)
@@ -112,3 +122,116 @@ def test_pieces_rewrite_every_observation_once(drawn: Drawn, count: int, piece: 
                 unmarked = (at - [1_000_000, 0, 0, 0, 0]).astype(int).tolist()
                 emitted += pairwise(map(tuple, unmarked))
     assert sorted(emitted) == sorted((step.at, step.next_at) for env in envs for step in steps_of(env.log)[0])
+
+
+class SumsUp(RLModule):
+    """Acts by whatever it sees."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        total = sum(leaf.double().reshape(len(leaf), -1).sum(1) for leaf in leaves_of(batch["obs"]))
+        return {"action_dist_inputs": torch.sin(total[:, None] + torch.arange(7)).float(), "vf_preds": total.float()}
+
+
+class ByEpisodes(ConnectorV2):
+    """Makes the pipeline take the way by episodes from here on, and changes nothing."""
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return batch
+
+
+PIECES: dict[str, Any] = {
+    "flatten": FlattenObservations,
+    "filter": MeanStdFilter,
+    "previous": lambda: PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2),
+    "frames": lambda: FrameStacking(num_frames=3),
+    "mapped": lambda: [FlattenObservations(), MeanStdFilter(), FrameStacking(num_frames=2)],
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+@settings(max_examples=15)
+@given(drawn=drawn_settings, count=COUNT)
+def test_pieces_do_the_same_by_columns_and_by_episodes(name: str, drawn: Drawn, count: int) -> None:
+    nested = drawn.agents if name in ("flatten", "mapped") else 0
+    drawn = drawn._replace(lanes=1, nested=nested, lookback=drawn.lookback + 2)
+    told = []
+    for by_episodes in (False, True):
+
+        def pieces(part: Any, first: Any = by_episodes) -> list[ConnectorV2]:
+            made_now = PIECES[name]()
+            return [ByEpisodes()] * first + (made_now if isinstance(made_now, list) else [made_now])
+
+        kind = "nested" if nested else "plain"
+        modules = {f"{kind} {place}": SumsUp() for place in range(2)}
+        _, rollout = made(drawn, env_to_module_connector=pieces, module=modules)
+        told.append([leaves(fragment) for fragment in run(rollout, count, publish=False)])
+    for mine, theirs in zip(*told, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def leaves(fragment: Any) -> list[Any]:
+    """All arrays of all chunks."""
+    return [
+        leaf
+        for module_id in fragment.module_ids
+        for chunk in fragment.agent_episodes(module_id)
+        for tree in (
+            chunk.get_observations(),
+            chunk.get_actions(),
+            chunk.get_rewards(),
+            {name: each.data for name, each in chunk.extra_model_outputs.items()},
+        )
+        for leaf in leaves_of(tree)
+    ]
+
+
+@pytest.mark.parametrize("by_episode", [False, True])
+@settings(max_examples=15)
+@given(drawn=drawn_settings, count=COUNT)
+def test_a_stateful_modules_state_is_its_agents_own(by_episode: bool, drawn: Drawn, count: int) -> None:
+    drawn = drawn._replace(nested=0, by_episode=by_episode, lookback=max(1, drawn.lookback))
+    _, rollout = made(drawn, module={"plain 0": Remembers(), "plain 1": Remembers()})
+    for fragment in run(rollout, count, publish=False):
+        for module_id in fragment.module_ids:
+            for chunk in fragment.agent_episodes(module_id):
+                at = chunk.get_observations(slice(0, len(chunk)))
+                state = chunk.get_extra_model_outputs("state_out")["steps"][:, 0]
+                np.testing.assert_array_equal(state, at[:, 4] + 1)
+
+
+class Remembers(RLModule):
+    """Its state counts the agent's steps."""
+
+    def is_stateful(self) -> bool:
+        return True
+
+    def get_initial_state(self) -> dict[str, Any]:
+        return {"steps": torch.zeros(1)}
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        obs = batch["obs"]
+        steps = batch["state_in"]["steps"] + 1
+        logits = torch.zeros((*obs.shape[:-1], 7))
+        return {"action_dist_inputs": logits, "state_out": {"steps": steps}}
+
+
+def test_a_recurrent_modules_batches_are_the_same_by_columns_and_by_episodes() -> None:
+    drawn = Drawn(2, 1, 3, 0, 9, False, 5, 1, False, 3)
+    _, rollout = made(
+        drawn,
+        env_to_module_connector=lambda part: MeanStdFilter(),
+        module={"plain 0": None, "plain 1": None},
+        model_config=DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=3),
+    )
+    fragments = run(rollout, 4, publish=False)
+    batches = [rollout.learner.batch_of([fragment]) for fragment in fragments]
+    assert sum(len(batch) for batch in batches) > len(batches)
+    for fragment, batch in zip(fragments, batches, strict=True):
+        for module_id, columnar in batch.items():
+            episodes = list(fragment.agent_episodes(module_id))
+            pipeline = rollout.learner.pipeline_of(module_id)
+            by_episode = pipeline(rl_module=rollout.module[module_id], episodes=episodes)
+            assert columnar.keys() == by_episode.keys()
+            for one, other in zip(leaves_of(columnar), leaves_of(by_episode), strict=True):
+                torch.testing.assert_close(one, other)

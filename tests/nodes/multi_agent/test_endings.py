@@ -120,10 +120,10 @@ async def test_no_task_is_left_and_every_environment_is_closed(ending: str, in_g
 async def read_async(rollout: MultiAgentRollout, ending: str, scope: anyio.CancelScope) -> None:
     async with rollout:
         number = 0
+        if ending == "left":
+            return
         async for _ in rollout.fragments():
             number += 1
-            if number == 3 and ending == "left":
-                return
             if number == 3 and ending == "cancelled":
                 scope.cancel()
             if number == 3 and ending == "drained":

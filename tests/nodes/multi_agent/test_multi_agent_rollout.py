@@ -1,0 +1,310 @@
+"""`MultiAgentRollout` as its users see it: numbers worked by hand, modules that come and go, what it refuses."""
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from numbered_agents import NumberedAgents
+
+from rollflow.nodes import (
+    AddInfosFromEpisodesToTrainBatch,
+    GeneralAdvantageEstimation,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    PrevActionsPrevRewards,
+    RLModule,
+)
+from rollflow.stream import ConnectorError, EnvError, ModuleError
+
+
+class Talk(MultiAgentEnv):
+    """Two agents that speak in turn, `a` first: four env steps; rewards come as their turns end, and once between.
+
+    env step            0     1     2     3     4
+    a observes          x           x           x
+    b observes                x           x     x (truncated)
+    rewards of a              1     2     4     8
+    rewards of b                    16    32    64
+    """
+
+    possible_agents = ("a", "b")
+    observation_spaces = dict.fromkeys(possible_agents, gym.spaces.Box(0, 100, (1,), np.float32))
+    action_spaces = dict.fromkeys(possible_agents, gym.spaces.Discrete(2))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.step_number = 0
+        return {"a": np.zeros(1, np.float32)}, {"a": {"turn": 0}}
+
+    def step(self, actions: Any) -> Any:
+        self.step_number = now = self.step_number + 1
+        rewards = {"a": float(2 ** (now - 1))} | ({"b": float(2 ** (now + 2))} if now > 1 else {})
+        seeing = {1: "b", 2: "a", 3: "b", 4: "ab"}[now]
+        observations = {agent: np.full(1, now, np.float32) for agent in seeing}
+        infos = {agent: {"turn": now} for agent in seeing}
+        return observations, rewards, {"__all__": False}, {"__all__": now == 4}, infos
+
+
+class Values(RLModule):
+    """Says always 1 of observations' worth, and acts by a number of its own."""
+
+    def __init__(self, action: int = 0) -> None:
+        super().__init__()
+        self.action = action
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        count = len(batch["obs"])
+        return {"actions": torch.full((count,), self.action), "vf_preds": torch.ones(count)}
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+        return torch.ones(len(batch["obs"]))
+
+
+def talk(**options: Any) -> MultiAgentRollout:
+    given = {"module": {"a": Values(0), "b": Values(1)}, "fragment_length": 4, "num_fragments": 1, "seed": 0}
+    return MultiAgentRollout(Talk, **{**given, **options})
+
+
+def test_an_agents_reward_is_what_came_until_its_next_observation() -> None:
+    with talk() as rollout:
+        [fragment] = rollout.fragments()
+    rewards = {agent: fragment.of_module(agent).gather("rewards").tolist() for agent in "ab"}
+    assert rewards == {"a": [3.0, 12.0], "b": [48.0, 64.0]}
+    [episode] = fragment.episodes()
+    assert episode.is_truncated
+    assert {agent: own.tolist() for agent, own in episode.get_rewards().items()} == rewards
+    assert rollout.returns.count == 1
+    assert list(rollout.returns.returns) == [127.0]
+    assert list(rollout.returns.lengths) == [4]
+    assert {name: list(own.returns) for name, own in rollout.returns.by_module.items()} == {"a": [15.0], "b": [112.0]}
+    assert rollout.returns.mean == 127.0
+
+
+def test_returns_are_added_up_over_fragments() -> None:
+    with talk(fragment_length=3, num_fragments=4) as rollout:
+        list(rollout.fragments())
+    assert list(rollout.returns.returns) == [127.0] * 3
+    assert list(rollout.returns.by_module["b"].returns) == [112.0] * 3
+
+
+def test_advantages_are_worked_out_agent_by_agent() -> None:
+    connector = lambda obs, act: GeneralAdvantageEstimation(gamma=0.5, lambda_=0.5)  # noqa: E731
+    with talk(learner_connector=connector) as rollout:
+        [batch] = rollout.batches()
+    # delta = r + 0.5 * 1 - 1; targets are advantages before they are normalised, plus values.
+    targets = {agent: batch[agent]["value_targets"].tolist() for agent in "ab"}
+    assert targets == {"a": [2.5 + 0.25 * 11.5 + 1, 12.5], "b": [47.5 + 0.25 * 63.5 + 1, 64.5]}
+
+
+def test_infos_come_into_the_batches_of_their_agents() -> None:
+    connector = lambda obs, act: AddInfosFromEpisodesToTrainBatch()  # noqa: E731
+    with talk(learner_connector=connector) as rollout:
+        [batch] = rollout.batches()
+    turns = {agent: [info["turn"] for info in batch[agent]["infos"]] for agent in "ab"}
+    assert turns == {"a": [0, 2], "b": [1, 3]}
+
+
+def test_previous_actions_and_rewards_are_the_agents_own() -> None:
+    options = {"fragment_length": 2, "num_fragments": 2, "module": None}
+    with talk(env_to_module_connector=lambda part: PrevActionsPrevRewards(), **options) as rollout:
+        fragments = list(rollout.fragments())
+    chunks = [chunk for fragment in fragments for chunk in fragment.agent_episodes("default_policy")]
+    seen: dict[Any, list[Any]] = {"a": [], "b": []}
+    for chunk in chunks:
+        seen[chunk.agent_id] += [each.get_observations(-1) for each in [chunk]]
+    told = {agent: [(float(each["prev_n_rewards"][0])) for each in own] for agent, own in seen.items()}
+    assert told == {"a": [3.0, 12.0], "b": [64.0]}
+
+
+def test_frozen_modules_have_no_batches() -> None:
+    with talk(modules_to_train=["b"]) as rollout:
+        assert [list(batch) for batch in rollout.batches()] == [["b"]]
+
+
+def test_a_batch_of_frozen_modules_alone_is_left_out() -> None:
+    with talk(fragment_length=1, num_fragments=4, modules_to_train=["b"]) as rollout:
+        assert [list(batch) for batch in rollout.batches()] == [["b"]] * 2
+
+
+# Modules that come and go
+
+
+def by_name(names: dict[str, str]) -> Callable[[Any, Any], str]:
+    return lambda agent, episode: names[agent]
+
+
+def test_a_module_that_is_added_acts_for_agents_that_begin() -> None:
+    names = {"a": "a", "b": "b"}
+    with talk(agent_to_module_mapping_fn=by_name(names), fragment_length=2, num_fragments=4) as rollout:
+        acted = []
+        for number, fragment in enumerate(rollout.fragments()):
+            acted.append({name: len(fragment.of_module(name).chunks.slot) for name in fragment.module_ids})
+            if number == 0:
+                rollout.add_module("late", Values(1))
+                names["a"] = "late"
+                assert rollout.policy_versions == {"a": 0, "b": 0, "late": 0}
+                assert rollout.publish({"late": Values().state_dict()}) == {"late": 1}
+                rollout.remove_module("a")
+                assert list(rollout.module) == ["b", "late"]
+        actions = fragment.of_module("late").gather("actions").tolist()
+    assert [each.get("late", 0) for each in acted] == [0, 0, 1, 1]
+    assert [each.get("a", 0) for each in acted] == [1, 1, 0, 0]
+    assert actions == [1]
+
+
+def test_a_module_that_comes_back_is_the_new_one() -> None:
+    with talk(fragment_length=4, num_fragments=3) as rollout:
+        actions = []
+        for fragment in rollout.fragments():
+            actions.append(fragment.of_module("a").gather("actions").tolist())
+            if len(actions) == 1:
+                rollout.remove_module("a")
+                rollout.add_module("a", Values(1))
+    assert actions[0] == [0, 0]
+    assert actions[2] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda r: r.add_module("a", Values()), ModuleError, "there is a module 'a' already"),
+        (lambda r: r.add_module("c", object()), ModuleError, r"has no method forward_exploration\(\)"),
+        (lambda r: r.remove_module("c"), ModuleError, r"there is no module 'c', expected one of \['a', 'b'\]"),
+        (lambda r: r.publish({"c": {}}), ModuleError, r"there is no module 'c', expected one of \['a', 'b'\]"),
+        (lambda r: r.publish({"a": Values().state_dict(), "b": {}}), ModuleError, "weight"),
+    ],
+)
+def test_modules_that_do_not_fit_are_refused_and_nothing_has_changed(call: Any, error: Any, match: str) -> None:
+    rollout = talk()
+    with pytest.raises(error, match=match):
+        call(rollout)
+    assert rollout.policy_versions == {"a": 0, "b": 0}
+    rollout.environments.close()
+
+
+def test_a_removed_module_that_is_mapped_to_is_refused_where_its_agent_begins() -> None:
+    with pytest.raises(
+        EnvError, match="agent 'a' is mapped to module 'default_policy', which does not exist"
+    ) as caught:
+        with talk(num_fragments=3) as rollout:
+            for _ in rollout.fragments():
+                if "a" in rollout.module:
+                    rollout.remove_module("a")
+    assert any("environment 0, agent 'a', vector step" in note for note in caught.value.__notes__)
+
+
+# How old
+
+
+@pytest.mark.parametrize(("learnt", "taken"), [(["a"], 3), (["b"], 6)])
+def test_too_old_is_what_a_trained_module_made(learnt: list[str], taken: int) -> None:
+    options = {"num_envs": 2, "lanes": 2, "num_fragments": 3, "max_lag": 0, "modules_to_train": learnt}
+    with talk(**options) as rollout:
+        for number, _ in enumerate(rollout.fragments(), 1):
+            rollout.publish({"a": Values().state_dict()})  # by then the other lane's fragment has come
+    assert (number, rollout.num_steps) == (taken, 24)
+    assert rollout.lost == ({"max_lag": 4 * (6 - taken)} if taken < 6 else {})
+
+
+def test_pacing_waits_instead() -> None:
+    taken = 0
+    with talk(num_fragments=6, prefetch=3, max_lag=1, on_excess="pace") as rollout:
+        for _ in rollout.batches():
+            taken += 1
+            rollout.publish({"a": Values().state_dict(), "b": Values().state_dict()})
+    assert taken == 6
+    assert rollout.lost == {}
+
+
+# What it tells
+
+
+def test_explain_and_report_name_the_stages() -> None:
+    rollout = talk()
+    assert rollout.explain().startswith(
+        "[env → env_to_module → module → module_to_env ↺]   one task, 1 lane × 1 environment × 2 agents, inline"
+    )
+    with rollout:
+        list(rollout.batches())
+        report = str(rollout.report())
+    for stage in ("env", "env_to_module", "module", "module_to_env", "learner_pipeline"):
+        assert stage in report
+
+
+def test_lanes_stop_after_their_fragments_and_a_drain_gives_the_rest() -> None:
+    makers = [Talk] * 3
+    with MultiAgentRollout(
+        makers, module={"a": Values(), "b": Values()}, lanes=2, fragment_length=3, num_fragments=2, seed=0
+    ) as rollout:
+        fragments = list(rollout.fragments())
+    assert sorted((each.lane, each.sequence) for each in fragments) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [each.num_rows for each in fragments] == [3] * 4
+    assert sum(each.num_steps for each in fragments) == rollout.num_steps
+
+
+# What it refuses
+
+
+class Uneven(NumberedAgents):
+    """Two agents with different spaces."""
+
+    def __init__(self) -> None:
+        super().__init__(0, agents=2, nested=1, at_once=True)
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "an instance": (Talk(), {}, EnvError, "expected a callable that makes an environment"),
+    "a list with an instance": ([Talk, Talk()], {}, EnvError, "expected a callable that makes an environment"),
+    "another number": ([Talk, Talk], {"num_envs": 3}, EnvError, "num_envs is 3, but there are 2 callables"),
+    "no environments": (Talk, {"num_envs": 0}, ValueError, "num_envs is 0, expected at least 1"),
+    "no rows": (Talk, {"fragment_length": 0}, ValueError, "fragment_length is 0, expected at least 1"),
+    "half a row": (Talk, {"fragment_length": 1.5}, ValueError, "fragment_length is 1.5, expected a whole number"),
+    "more lanes": (Talk, {"lanes": 2}, EnvError, "lanes"),
+    "several parts": (Uneven, {"module": None}, ModuleError, "2 different pairs of spaces, of which one module"),
+    "no modules": (Talk, {"module": {}}, ModuleError, "expected a dict with at least one: module id -> module"),
+    "no module": (Talk, {"module": object()}, ModuleError, r"has no method forward_exploration\(\)"),
+    "unknown to train": (Talk, {"modules_to_train": ["z"]}, ModuleError, r"is \['z'\], expected a list of ids among"),
+    "a name to train": (Talk, {"modules_to_train": "a"}, ModuleError, "expected a list of ids among"),
+    "a piece": (
+        Talk,
+        {"env_to_module_connector": PrevActionsPrevRewards()},
+        ConnectorError,
+        "expected a function that",
+    ),
+    "no excess": (Talk, {"max_lag": 1, "on_excess": "wait"}, ValueError, "on_excess"),
+}
+
+
+@pytest.mark.parametrize(("env", "options", "error", "match"), REFUSED.values(), ids=REFUSED)
+def test_what_can_not_be_worked_with_is_refused(env: Any, options: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        MultiAgentRollout(env, **{"module": {"a": Values(), "b": Values()}, "seed": 0, **options})
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "match", "where"),
+    [
+        (
+            Talk,
+            {"agent_to_module_mapping_fn": {"a": "a", "b": "nobody"}},
+            r"agent 'b' is mapped to module 'nobody', which does not exist: expected one of \['a', 'b'\]",
+            "environment 0, agent 'b', vector step 1",
+        ),
+        (
+            Uneven,
+            {"agent_to_module_mapping_fn": lambda agent, episode: "a"},
+            "agent 'agent 1', vector step 0: module 'a' serves agent 'agent 0' with observations in .* but this one's",
+            "",
+        ),
+    ],
+)
+def test_a_mapping_that_can_not_be_followed_is_refused_where_an_agent_begins(
+    env: Any, options: Any, match: str, where: str
+) -> None:
+    rollout = MultiAgentRollout(env, **{"module": {"a": Values(), "b": Values()}, "seed": 0, **options})
+    with pytest.raises(EnvError, match=match) as caught, rollout:
+        next(iter(rollout.fragments()))
+    assert where in "\n".join(caught.value.__notes__)
