@@ -79,13 +79,15 @@ class ModuleSet:
             )
         named = given if isinstance(given, Mapping) else {DEFAULT_MODULE_ID: given}
         self.modules = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
-        for module_id in self.modules:
-            self._have_act(module_id)
+        for module_id, module in self.modules.items():
+            self._have_act(module_id, module)
 
     def add(self, module_id: Any, module: Any) -> None:
         """Have a module act from now on, for agents whose episodes begin. From any thread."""
-        self.modules.add_module(module_id, self._made(module_id, module))
-        self._have_act(module_id)
+        self.modules.check_new(module_id)
+        made = self._made(module_id, module)
+        self._have_act(module_id, made)  # before an agent can be mapped to it: lanes may go on meanwhile
+        self.modules.add_module(module_id, made)
 
     def remove(self, module_id: Any) -> None:
         """Have no agent that begins served by a module: those that it serves keep it until their episodes end."""
@@ -156,8 +158,8 @@ class ModuleSet:
             return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in range(_MOST_PROBES)}
         return set()
 
-    def _have_act(self, module_id: Any) -> None:
-        copy = acting_copy(self.modules[module_id], self._device)
+    def _have_act(self, module_id: Any, module: Any) -> None:
+        copy = acting_copy(module, self._device)
         weights = PolicyWeights(copy)
         flat = type(copy) is DefaultModule if self._flat is None else self._flat
         self.acting[module_id] = Acting(copy, weights, ModuleForward(copy, weights, flat=flat, **self._how))

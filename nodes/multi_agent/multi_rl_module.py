@@ -40,9 +40,13 @@ class MultiRLModule(Mapping[Any, Any]):
 
     def add_module(self, module_id: Any, module: Any) -> None:
         """Add a module."""
+        self.check_new(module_id)
+        self._modules[module_id] = module
+
+    def check_new(self, module_id: Any) -> None:
+        """Raise ModuleError where there is a module of this id."""
         if module_id in self._modules:
             raise ModuleError(f"there is a module '{module_id}' already, expected another id, or remove_module first")
-        self._modules[module_id] = module
 
     def remove_module(self, module_id: Any) -> Any:
         """Take a module out, and return it."""

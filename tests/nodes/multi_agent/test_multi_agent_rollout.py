@@ -202,10 +202,12 @@ def test_a_removed_module_that_is_mapped_to_is_refused_where_its_agent_begins() 
 @pytest.mark.parametrize(("learnt", "taken"), [(["a"], 3), (["b"], 6)])
 def test_too_old_is_what_a_trained_module_made(learnt: list[str], taken: int) -> None:
     options = {"num_envs": 2, "lanes": 2, "num_fragments": 3, "max_lag": 0, "modules_to_train": learnt}
+    count = 0
     with talk(**options) as rollout:
-        for number, _ in enumerate(rollout.fragments(), 1):
+        for _ in rollout.fragments():
+            count += 1
             rollout.publish({"a": Values().state_dict()})  # by then the other lane's fragment has come
-    assert (number, rollout.num_steps) == (taken, 24)
+    assert (count, rollout.num_steps) == (taken, 24)
     assert rollout.lost == ({"max_lag": 4 * (6 - taken)} if taken < 6 else {})
 
 
@@ -308,3 +310,18 @@ def test_a_mapping_that_can_not_be_followed_is_refused_where_an_agent_begins(
     with pytest.raises(EnvError, match=match) as caught, rollout:
         next(iter(rollout.fragments()))
     assert where in "\n".join(caught.value.__notes__)
+
+
+def test_a_module_can_act_before_agents_can_be_mapped_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = talk()
+    seen = []
+    add = type(rollout.module).add_module
+
+    def noting(modules: Any, module_id: Any, module: Any) -> None:
+        seen.append(module_id in rollout._modules.acting)
+        add(modules, module_id, module)
+
+    monkeypatch.setattr(type(rollout.module), "add_module", noting)
+    rollout.add_module("late", Values())
+    assert seen == [True]
+    rollout.environments.close()
