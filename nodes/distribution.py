@@ -159,27 +159,28 @@ class Races:
     offsets    i64[B]: where each row begins in an array of the shape drawn last
     """
 
-    __slots__ = ("_drawn", "_next", "_random", "offsets")
+    __slots__ = ("_drawn", "_next", "_random", "_shape", "offsets")
 
     def __init__(self, random: np.random.Generator) -> None:
         self._random = random
-        self._drawn: NDArray[np.float32] = np.empty((0, 0, 0), np.float32)
+        self._drawn: NDArray[np.float32] = np.empty(0, np.float32)
         self._next = 0
+        self._shape: tuple[int, ...] = ()
         self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
 
     def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Gumbel numbers, f32[B, n]: whose log-probability and number add up to the most has won the race."""
-        drawn, place = self._drawn, self._next
-        if place == len(drawn) or drawn.shape[1:] != shape:
-            steps, place = max(1, _DRAWN // math.prod(shape)), 0
-            drawn = self._random.standard_exponential((steps, *shape), np.float32)
+        count, place = math.prod(shape), self._next
+        if shape != self._shape:
+            self._shape, self.offsets = shape, np.arange(shape[0]) * shape[1]
+        # Shapes may change from step to step, as who is to act does: what has been drawn is for all of them.
+        if place + count > len(self._drawn):
+            drawn = self._random.standard_exponential(max(1, _DRAWN // count) * count, np.float32)
             # At 0 even an action that is ruled out would arrive.
             np.log(np.maximum(drawn, _SMALLEST, out=drawn), out=drawn)
-            self._drawn = np.negative(drawn, out=drawn)
-            self.offsets = np.arange(shape[0]) * shape[1]
-        self._next = place + 1
-        row: NDArray[np.float32] = drawn[place]
-        return row
+            self._drawn, place = np.negative(drawn, out=drawn), 0
+        self._next = place + count
+        return self._drawn[place : place + count].reshape(shape)
 
 
 class MultiCategorical:

@@ -464,6 +464,22 @@ def test_races_are_drawn_anew_for_every_step_and_shape_and_by_their_seed() -> No
     assert not np.array_equal(rows[0], drawn_by(2)[0])
 
 
+def test_races_of_shapes_that_take_turns_share_what_has_been_drawn() -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.random, self.times = np.random.default_rng(0), 0
+
+        def standard_exponential(self, *args: Any) -> Any:
+            self.times += 1
+            return self.random.standard_exponential(*args)
+
+    counted = Counted()
+    run = Races(counted)  # type: ignore[arg-type]
+    rows = [run.draw((1 + number % 2, 3)).tobytes() for number in range(1000)]
+    assert counted.times == 1
+    assert len(set(rows)) == 1000
+
+
 def test_actions_won_have_the_spaces_dtype() -> None:
     space = spaces.Discrete(3, dtype=np.int32)
     actions, logp = distribution_for(space).from_logits(torch.zeros(5, 3)).sample_with_logp(races())
