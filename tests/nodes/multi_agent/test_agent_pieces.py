@@ -149,7 +149,7 @@ PIECES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", PIECES)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(drawn=drawn_settings, count=COUNT)
 def test_pieces_do_the_same_by_columns_and_by_episodes(name: str, drawn: Drawn, count: int) -> None:
     nested = drawn.agents if name in ("flatten", "mapped") else 0
@@ -187,7 +187,7 @@ def leaves(fragment: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("by_episode", [False, True])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(drawn=drawn_settings, count=COUNT)
 def test_a_stateful_modules_state_is_its_agents_own(by_episode: bool, drawn: Drawn, count: int) -> None:
     drawn = drawn._replace(nested=0, by_episode=by_episode, lookback=max(1, drawn.lookback))

@@ -18,7 +18,7 @@ from rollflow.nodes import MultiAgentRollout
 from rollflow.stream import SingleAgentEpisode
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
-few = settings(max_examples=25)
+few = settings(max_examples=20)
 PREFETCH = st.integers(0, 2)
 COUNT = st.integers(1, 6)
 WAY = st.sampled_from(list(WAYS))
@@ -182,13 +182,21 @@ def test_a_module_does_at_most_one_pass_in_a_vector_step_of_a_lane(drawn: Drawn)
 
 @few
 @given(drawn_settings)
-def test_without_prefetch_each_modules_fragments_are_of_one_version(drawn: Drawn) -> None:
+def test_without_prefetch_no_action_is_older_than_its_observation(drawn: Drawn) -> None:
     _, rollout = made(drawn, num_fragments=4)
     with rollout:
-        for number, batch in enumerate(rollout.batches()):
-            for of_module in batch.values():
-                assert len(of_module["policy_version"].unique()) <= 1 + (number > 0)
-            rollout.publish({name: {"weight": torch.tensor(float(number + 1))} for name in batch})
+        for number, fragment in enumerate(rollout.fragments()):
+            sequence = number // drawn.lanes
+            for part in fragment.parts:
+                versions, clock = (
+                    part.gather("policy_version"),
+                    part.in_chunk_order(part.clock[part.first_row : part.last_row]),
+                )
+                # Of the fragment in which the agent acted, be it one before.
+                assert versions.tolist() == (clock // drawn.fragment_length).tolist()
+            if (number + 1) % drawn.lanes == 0:
+                weights = {"weight": torch.tensor(float(sequence + 1))}
+                rollout.publish(dict.fromkeys(rollout.module, weights))
 
 
 @pytest.mark.parametrize("way", ["loop", "asyncio", "trio", "graph"])

@@ -21,7 +21,7 @@ from rollflow.nodes import (
 from rollflow.stream import MultiAgentEpisode
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
-few = settings(max_examples=25)
+few = settings(max_examples=12)
 COUNT = st.integers(1, 5)
 
 
