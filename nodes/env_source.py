@@ -129,6 +129,11 @@ def _side_by_side(makers: Sequence[EnvMaker]) -> VectorEnv[Any, Any, Any]:
         except Exception as error:
             error.add_note(f"in the callable for slot {len(made)}")
             raise
+        if hasattr(env, "possible_agents"):
+            raise EnvError(
+                f"the callable for slot {len(made)} gave {env!r}, which has several agents; expected a gymnasium.Env "
+                "of one: for several there is MultiAgentRollout"
+            )
         if not isinstance(env, gym.Env):
             raise EnvError(f"the callable for slot {len(made)} gave {env!r}, expected a gymnasium.Env")
         if any(env is other for other in made):

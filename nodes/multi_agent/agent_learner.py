@@ -8,6 +8,7 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import pieces_given
 from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
 from rollflow.stream.errors import ModuleError
+from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 Batch = dict[str, Any]
@@ -56,6 +57,12 @@ class AgentLearner:
             parts = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
             parts = [part for part in parts if len(part.chunks.slot)]
             if parts:
-                module = self._modules[module_id]
-                batches[module_id] = self.pipeline_of(module_id).of_fragments(parts, module, self._metrics)
+                batches[module_id] = self._batch_of(module_id, parts)
         return batches
+
+    def _batch_of(self, module_id: Any, parts: Sequence[ModuleFragment]) -> Batch:
+        try:
+            return self.pipeline_of(module_id).of_fragments(parts, self._modules[module_id], self._metrics)
+        except Exception as error:
+            error.add_note(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train")
+            raise

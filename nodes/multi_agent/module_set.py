@@ -116,7 +116,10 @@ class ModuleSet:
         """
         for module_id, state in weights.items():
             if module_id not in self.modules:
-                raise ModuleError(f"there is no module '{module_id}', expected one of {list(self.modules)}")
+                raise ModuleError(
+                    f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
+                    f"with ids among {list(self.modules)}"
+                )
             self.acting[module_id].weights.check(state)
         return {module_id: self.acting[module_id].weights.publish(state) for module_id, state in weights.items()}
 

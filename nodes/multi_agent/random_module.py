@@ -15,9 +15,10 @@ from rollflow.stream.tree import leaves_of
 class RandomModule(RLModule):
     """Chooses every action with the same probability: the opponent to begin with, and the one to be compared with.
 
-    For Discrete and MultiDiscrete actions, by logits that are all 0. Where observations are a Dict space that has
-    `action_mask`, as those of PettingZoo's classic games, an action whose mask is 0 is never chosen. Bounded Box
-    actions are drawn uniformly, by torch's own generator. Raises ModuleError for other action spaces.
+    For Discrete and MultiDiscrete actions, by logits that are all 0; with `explore=False`, by which nothing is sampled,
+    that is the first of them. Where observations are a Dict space that has `action_mask`, as those of PettingZoo's
+    classic games, an action whose mask is 0 is never chosen. Bounded Box actions are drawn uniformly, by torch's own
+    generator. Raises ModuleError for other action spaces.
     """
 
     def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
