@@ -58,6 +58,20 @@ def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("mean return ")
 
 
+def test_two_agents_run_at_a_hundredth_of_their_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("simple_spread")["main"]
+    main.__globals__["UPDATES"] = 1
+    assert list(main()) == ["random", "two policies", "shared parameters"]
+    assert capsys.readouterr().out.startswith("mean return: random -")
+
+
+def test_self_play_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("self_play")["main"]
+    main.__globals__.update(UPDATES=2, UPDATES_PER_OPPONENT=1)
+    main()
+    assert capsys.readouterr().out.startswith("mean return as either player [")
+
+
 def test_a_host_that_is_killed_is_replaced_by_another(capfd: pytest.CaptureFixture[str]) -> None:
     main = example("remote_hosts")["main"]
     main.__globals__["FRAGMENTS"] = 12
@@ -134,6 +148,21 @@ def test_cartpole_without_velocities_is_learnt_by_an_lstm() -> None:
     assert example("lstm_cartpole")["main"]() >= 475
 
 
+@pytest.mark.slow
+def test_two_agents_learn_to_share_landmarks() -> None:
+    returns = example("simple_spread")["main"]()
+    assert returns["random"] < -35
+    assert returns["two policies"] > -25
+    assert returns["shared parameters"] > -25
+
+
+@pytest.mark.slow
+def test_tic_tac_toe_is_learnt_by_self_play() -> None:
+    first, second = example("self_play")["main"]()  # by chance about 0.3 and -0.3
+    assert first > 0.8
+    assert second > 0.3
+
+
 class Policy(RLModule):
     """For the README's programs, whatever the size of the observation."""
 
@@ -184,6 +213,17 @@ def test_the_readmes_programs_with_a_data_loader_and_a_child_run() -> None:
     assert names["trainer"].result == 3
 
 
+def test_the_readmes_program_with_several_agents_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    [program] = [program for program in readme_programs() if "MultiAgentRollout" in program]
+    names: dict[str, Any] = {}
+    exec(program, names)
+    assert {name: len(batch["obs"]) for name, batch in names["batches"].items()} == {
+        "agent_0": 16 * 32,
+        "default_policy": 2 * 16 * 32,
+    }
+    assert "torch.Size([512, 18])" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_the_readmes_programs_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batches = Policy(), []
@@ -201,7 +241,8 @@ def test_the_readmes_programs_run(number: int, monkeypatch: pytest.MonkeyPatch) 
         batches.append(batch)
 
     monkeypatch.setattr(Rollout, "publish", publish_thrice)
-    program = [program for program in readme_programs() if "Remote" not in program][number]
+    programs = [each for each in readme_programs() if not ("Remote" in each or "MultiAgentRollout" in each)]
+    program = programs[number]
     names = {"policy": policy, "update": update} if "update(policy, batch)" in program else {}
     if number == 4:  # which would go on for ever
         program = program.replace("fragment_length=32", "fragment_length=32, num_fragments=3")
