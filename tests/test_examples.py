@@ -159,7 +159,7 @@ def test_two_agents_learn_to_share_landmarks() -> None:
 @pytest.mark.slow
 def test_tic_tac_toe_is_learnt_by_self_play() -> None:
     first, second = example("self_play")["main"]()  # by chance about 0.3 and -0.3
-    assert first > 0.8
+    assert first > 0.7
     assert second > 0.3
 
 
