@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 from rollflow.nodes.env_source import sizes_of
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs, check_alike
+from rollflow.nodes.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.stepping import seeds_for
-from rollflow.stream.errors import EnvError, RunError
+from rollflow.stream.errors import EnvError, RunError, located
 from rollflow.stream.multi_agent.multi_agent_lane import ModuleOf, MultiAgentLane
 from rollflow.stream.multi_agent.vector_step import AgentEnvs
 
@@ -45,8 +47,11 @@ class AgentEnvironments:
         self.lost_steps = 0
         self.lanes: list[MultiAgentLane] = []
         self._name = name
-        self.envs = _lanes_of(env, num_envs, lanes)
+        self.envs = self._made(env, num_envs, lanes)
         self.parts = self.envs[0].parts
+        for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
+            with located(f"environment {first_env}"):
+                check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
         self.num_envs = sum(envs.num_envs for envs in self.envs)
 
     def make_lanes(self, lookback: int, module_of: ModuleOf, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
@@ -72,17 +77,13 @@ class AgentEnvironments:
 
     def start(self) -> Iterator[MultiAgentLane]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
-        if self.is_started:
-            raise RunError("these environments have been run before: a rollout runs once, make another one")
-        self.is_started = True
-        first_env = 0
-        for lane, envs in zip(self.lanes, self.envs, strict=True):
+        self._set_out()
+        for lane, envs, first_env in zip(self.lanes, self.envs, self.first_slots(), strict=True):
             try:
                 lane.reset(*envs.reset(seeds_for(self.seed, first_env, envs.num_envs)))
             except Exception as error:
                 error.add_note(f"lane {lane.index}, the first reset")
                 raise
-            first_env += envs.num_envs
             yield lane
 
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
@@ -94,6 +95,10 @@ class AgentEnvironments:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
+
+    def first_slots(self) -> list[int]:
+        """The number of every lane's first environment."""
+        return [0, *accumulate(envs.num_envs for envs in self.envs[:-1])]
 
     @property
     def num_lanes(self) -> int:
@@ -129,16 +134,37 @@ class AgentEnvironments:
         for envs in self.envs:
             envs.close()
 
+    # What other ways of stepping do otherwise
 
-def _lanes_of(env: Any, num_envs: int | None, lanes: int | None) -> list[Any]:
-    """The environments of every lane. Raises EnvError for what is no source of them."""
-    if isinstance(env, MultiAgentVectorEnv):
-        if num_envs not in (None, env.num_envs) or lanes not in (None, 1):
-            raise EnvError(
-                f"the vector environment has {env.num_envs} environments in one lane, but num_envs is {num_envs} and "
-                f"lanes is {lanes}; expected them to be left out"
-            )
-        return [ArrayEnvs(env)]
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        """The environments of every lane."""
+        if isinstance(env, MultiAgentVectorEnv):
+            return _ready(env, num_envs, lanes)
+        made, first = [], 0
+        for makers in lane_makers(env, num_envs, lanes):
+            made.append(MultiAgentEnvs(makers, first_env=first))
+            first += len(makers)
+        return made
+
+    # Inside
+
+    def _set_out(self) -> None:
+        if self.is_started:
+            raise RunError("these environments have been run before: a rollout runs once, make another one")
+        self.is_started = True
+
+
+def _ready(env: MultiAgentVectorEnv, num_envs: int | None, lanes: int | None) -> list[ArrayEnvs]:
+    if num_envs not in (None, env.num_envs) or lanes not in (None, 1):
+        raise EnvError(
+            f"the vector environment has {env.num_envs} environments in one lane, but num_envs is {num_envs} and "
+            f"lanes is {lanes}; expected them to be left out"
+        )
+    return [ArrayEnvs(env)]
+
+
+def lane_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[list[Any]]:
+    """The callables of every lane. Raises EnvError for what are none."""
     if isinstance(env, Sequence) and not isinstance(env, str):
         if num_envs not in (None, len(env)):
             raise EnvError(f"num_envs is {num_envs}, but there are {len(env)} callables; expected it to be left out")
@@ -151,8 +177,5 @@ def _lanes_of(env: Any, num_envs: int | None, lanes: int | None) -> list[Any]:
                 f"env is {each!r:.200}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
                 "list of those, or a MultiAgentVectorEnv"
             )
-    made, first = [], 0
-    for size in sizes_of(len(makers), lanes or 1):
-        made.append(MultiAgentEnvs(makers[first : first + size], first_env=first))
-        first += size
-    return made
+    left = iter(makers)
+    return [list(islice(left, size)) for size in sizes_of(len(makers), lanes or 1)]

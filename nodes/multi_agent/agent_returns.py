@@ -1,6 +1,6 @@
 """Returns and lengths of finished multi-agent episodes, in all and by module."""
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,8 @@ class AgentReturns:
         lengths      their env steps
         by_module    module id -> the returns of the agents that it served, each agent's episode by itself
 
-    An episode counts from its reset on. One of which a fragment is missing is left out.
+    An episode counts from its reset on. One of which a fragment is missing is left out, and so is one that ended
+    because its environment was lost.
     """
 
     def __init__(self, window: int = 100) -> None:
@@ -42,9 +43,11 @@ class AgentReturns:
         sums[:, 0] = np.where(begun_here, 0.0, so_far)
         for part in fragments.parts:
             _add_chunks(sums, part, clock)
+        ended: Counter[int] = Counter()
         for end, env, _ in clock.ends:
-            nth = clock.nth(env, end) - 1
-            if not np.isnan(sums[env, nth]):
+            nth = ended[env]
+            ended[env] += 1
+            if not (np.isnan(sums[env, nth]) or clock.was_lost(env, nth)):
                 self.count += 1
                 self.returns.append(float(sums[env, nth]))
                 self.lengths.append(end - clock.start(env, nth))

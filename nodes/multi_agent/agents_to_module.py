@@ -49,6 +49,10 @@ class AgentsToModule:
     def __call__(self, steps: MultiAgentLane) -> PreparedAgents:
         """Turn the newest observations of those agents that are to act into batches."""
         lane = steps
+        if lane.is_set_aside:
+            self._going -= 1
+            known = self._lanes.pop(lane.index, None) is not None
+            return PreparedAgents(None, lane.cut() if known else None)
         if lane.index not in self._lanes:
             self._take_in(lane)
         lane.batches = {}

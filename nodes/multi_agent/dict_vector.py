@@ -43,7 +43,7 @@ class MultiAgentEnvs:
                 self.parts = parts_of(*spaces)
             for env, each in enumerate(self.envs[1:], first_env + 1):
                 with located(f"environment {env}"):
-                    _check_alike(agent_spaces(each), spaces, first_env)
+                    check_alike(agent_spaces(each), spaces, first_env)
             self._opened = opened.pop_all()
         self.num_envs = len(self.envs)
         self.possible_agents, self.observation_spaces, self.action_spaces = spaces
@@ -156,7 +156,8 @@ def _made(makers: Sequence[Callable[[], Any]], first_env: int, opened: ExitStack
     return made
 
 
-def _check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:
+def check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:
+    """Raise EnvError where an environment's agents or spaces are not those of the one with the number `first_env`."""
     if spaces.agents != first.agents:
         raise EnvError(
             f"its agents are {list(spaces.agents)}, expected those of environment {first_env}, {list(first.agents)}"

@@ -12,10 +12,10 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import check_numbers, pieces_given
 from rollflow.nodes.lag import OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
-from rollflow.nodes.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.multi_agent.agent_forward import AgentForward
 from rollflow.nodes.multi_agent.agent_lag import AgentLagBound
 from rollflow.nodes.multi_agent.agent_learner import AgentLearner
+from rollflow.nodes.multi_agent.agent_placement import AgentWhere, agent_environments_for
 from rollflow.nodes.multi_agent.agent_returns import AgentReturns
 from rollflow.nodes.multi_agent.agents_to_module import AgentsToModule
 from rollflow.nodes.multi_agent.joint_pieces import JointPieces
@@ -39,6 +39,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     """Steps environments with several agents each, with modules, and gives what they made, fragment by fragment.
 
         env, num_envs, lanes          what is stepped: see `AgentEnvironments`
+        where                         "inline": the environments step in the loop's thread, in one lane if `lanes` is
+                                      left out. "processes": in worker processes, for those that are costly; forward
+                                      passes stay here
+        workers                       worker processes; None: one for each core
+        step_timeout,                 seconds after which environments in processes are taken for hung; None: never.
+        reset_timeout                 See `AgentProcesses`
         module                        a module, or a dict of them by id, each as `Rollout` takes them: an instance, a
                                       class or function of (observation space, action space), None for a
                                       `DefaultModule`. Copies of them act, which learn of new weights by `publish`
@@ -86,6 +92,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         model_config: Any = None,
         num_envs: int | None = None,
         lanes: int | None = None,
+        where: AgentWhere = "inline",
+        workers: int | None = None,
+        step_timeout: float | None = 60.0,
+        reset_timeout: float | None = 120.0,
         fragment_length: int = 128,
         lookback: int | None = None,
         seed: int | None = None,
@@ -112,12 +122,23 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             num_fragments=(num_fragments, 1),
             prefetch=(prefetch, 0),
             max_lag=(max_lag, 0),
+            workers=(workers, 1),
+            step_timeout=(step_timeout, 0),
+            reset_timeout=(reset_timeout, 0),
             forward_threads=(forward_threads, 1),
         )
         self.seed = fresh_seed() if seed is None else seed
         self.metrics = MetricsLogger() if metrics is None else metrics
-        environments = AgentEnvironments(
-            env, num_envs=num_envs, lanes=lanes, fragment_length=fragment_length, seed=self.seed
+        environments = agent_environments_for(
+            where,
+            env,
+            num_envs=num_envs,
+            lanes=lanes,
+            workers=workers,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
+            fragment_length=fragment_length,
+            seed=self.seed,
         )
         joint = pieces_given(joint_connector, "joint_connector", environments.envs[0])
         self.joint = JointPieces(environments.parts, joint) if joint else None

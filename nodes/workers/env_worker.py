@@ -4,15 +4,7 @@ Each lane has a socket to the process that asks for steps, and a thread of its o
 read from shared memory and what the environments answer is written to it; see `frames` for what goes over the socket.
 """
 
-import contextlib
-import fcntl
-import os
-import pickle
-import select
-import signal
 import socket
-import threading
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,49 +13,28 @@ from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, reset_first, step_of
-from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, lane_block, receive_frame
-from rollflow.nodes.workers.worker_process import become_worker
+from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, lane_block
+from rollflow.nodes.workers.lane_server import LaneServer, loaded, serve_all
 from rollflow.stream.blocks import BlockLayout, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ColumnError, EnvError, RollflowError
+from rollflow.stream.errors import ColumnError, EnvError
 from rollflow.stream.lane_columns import FINAL_OBS
 from rollflow.stream.packing import pack, unpack
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.tree import map_tree
 
-_loading = threading.Lock()
 
-
-class LaneServer:
-    """Serves one lane's socket until it is closed."""
+class EnvServer(LaneServer):
+    """Steps one lane's environments."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+        super().__init__(sock)
         self._env: VectorEnv[Any, Any, Any] | None = None
         self._step: Step | None = None
         self._layout: BlockLayout | None = None
         self._seed, self._first_slot = 0, 0
         self._blocks: dict[int, dict[str, Column]] = {}
-
-    def serve(self) -> None:
-        """Answer frame after frame."""
-        try:
-            while (asked := receive_frame(self._sock)).kind is not Kind.CLOSE:
-                self._answer(asked)
-        except (EOFError, OSError):
-            pass  # the other process has gone
-        finally:
-            self._close_env()
-            self._sock.close()
-
-    def _answer(self, asked: Frame) -> None:
-        try:
-            answer = self._do(asked)
-        except Exception as error:
-            answer = failure(error)
-        if answer:
-            self._sock.sendall(answer)
 
     def _do(self, asked: Frame) -> bytes:
         kind = asked.kind
@@ -79,16 +50,14 @@ class LaneServer:
             return self._lay_out(unpack(asked.payload))
         return self._make(asked)
 
-    def _close_env(self) -> None:
+    def _close(self) -> None:
         env, self._env = self._env, None
         if env is not None:
-            with contextlib.suppress(Exception):  # it may be what has failed
-                env.close()
+            env.close()
 
     def _make(self, asked: Frame) -> bytes:
         self._close_env()
-        with _loading:  # a module whose import fails in one thread is a KeyError in the others
-            maker: LaneMaker = pickle.loads(SharedBlock(asked.number, asked.fd).taken().tobytes())
+        maker: LaneMaker = loaded(asked)
         self._env = env = maker.make()
         self._step = step_of(env, is_ours=True)
         told = {
@@ -137,50 +106,6 @@ def _done(told: dict[str, Any]) -> bytes:
         raise EnvError(str(error)) from error
 
 
-def described(error: Exception) -> dict[str, Any]:
-    """An error, in words."""
-    return {
-        "type": type(error).__name__,
-        "text": str(error),
-        "notes": list(getattr(error, "__notes__", [])),
-        "traceback": "".join(traceback.format_exception(error)),
-        "is_refusal": isinstance(error, RollflowError),
-    }
-
-
-def failure(error: Exception, **more: Any) -> bytes:
-    """The frame that tells of an error."""
-    return frame_with(Kind.FAILED, pack(described(error) | more))
-
-
-def end_with_parent(fd: int) -> None:
-    """End this process's group when the other end of a pipe is closed, whatever it is doing then.
-
-    The kernel sends the signal, so that it comes through even where the interpreter never gets its turn, and to what
-    environments have forked as well.
-    """
-    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)  # to be killed by it
-    poll = select.poll()
-    poll.register(fd, 0)
-    if poll.poll(0):  # it was closed before anybody was asked to tell
-        os.killpg(0, signal.SIGIO)
-
-
-def serve_all(life: int, servers: Sequence[LaneServer]) -> None:
-    """Serve all lanes, for as long as the pipe `life` is open."""
-    become_worker()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
-    end_with_parent(life)
-    threads = [threading.Thread(target=server.serve) for server in servers[1:]]
-    for thread in threads:
-        thread.start()
-    servers[0].serve()
-    for thread in threads:
-        thread.join()
-
-
 def main(life: int, lanes: Sequence[int]) -> None:
     """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
-    serve_all(life, [LaneServer(socket.socket(fileno=fd)) for fd in lanes])
+    serve_all(life, [EnvServer(socket.socket(fileno=fd)) for fd in lanes])

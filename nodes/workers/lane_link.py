@@ -95,7 +95,7 @@ class LaneLink:
         self.index = index
         self.maker = maker
         self.state = State.LOST
-        self.lane: Lane | None = None
+        self.lane: Any = None
         self.is_waited = False
         self.failures = 0
         self.reason = ""  # of the last failure
@@ -175,7 +175,7 @@ class LaneLink:
             return None
         return self._reader.feed(data, fds) if data else None
 
-    def take(self, answer: Frame) -> Lane:
+    def take(self, answer: Frame) -> Any:
         """The lane, once its worker is done with what it was asked for."""
         lane, blocks = self._laid_out()
         told = unpack(answer.payload) if answer.payload else {}
@@ -187,9 +187,7 @@ class LaneLink:
             if "final_infos" in told:
                 final = self._last_observations(lane, blocks), told["final_infos"]
             lane.take_step(infos, final)
-            self._steps += 1
-            if self._steps >= lane.layout.num_rows:
-                self.failures = 0
+            self._succeeded(lane.layout.num_rows)
         self.state = State.READY
         return lane
 
@@ -202,10 +200,16 @@ class LaneLink:
 
     # Inside
 
+    def _succeeded(self, fragment_length: int) -> None:
+        """A step was made: after a fragment of them, failures are forgotten."""
+        self._steps += 1
+        if self._steps >= fragment_length:
+            self.failures = 0
+
     def _laid_out(self) -> tuple[Lane, LaneBlocks]:
-        assert self.lane is not None
-        assert isinstance(self.lane.memory, LaneBlocks)
-        return self.lane, self.lane.memory
+        lane: Lane = self.lane
+        assert isinstance(lane.memory, LaneBlocks)
+        return lane, lane.memory
 
     def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> list[Tree]:
         done = blocks.columns[Columns.TERMINATEDS].row(lane.row) | blocks.columns[Columns.TRUNCATEDS].row(lane.row)

@@ -1,52 +1,26 @@
 """Environments that step in worker processes, their rows in shared memory: for those that are costly, or not to be
 trusted with this process."""
 
-import logging
-import selectors
-import weakref
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
-from time import monotonic
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import cloudpickle
-
-from rollflow.nodes.env_source import EnvSource, LaneMaker, lane_makers, sizes_of
+from rollflow.nodes.env_source import EnvSource, lane_makers
 from rollflow.nodes.environments import Environments
-from rollflow.nodes.workers.frames import Frame, Kind, frame, lane_block
-from rollflow.nodes.workers.lane_link import Elsewhere, LaneBlocks, LaneLink, State
-from rollflow.nodes.workers.patience import Patience
-from rollflow.nodes.workers.worker_process import WorkerProcess, core_count, end_all
-from rollflow.stream import errors
-from rollflow.stream.errors import EnvError, RunError
+from rollflow.nodes.workers.frames import lane_block
+from rollflow.nodes.workers.lane_link import Elsewhere, LaneBlocks
+from rollflow.nodes.workers.lane_processes import LaneProcesses
+from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 from rollflow.stream.lane_columns import LaneMemory
-from rollflow.stream.packing import unpack
-from rollflow.stream.seeding import seed_for
-
-logger = logging.getLogger(__name__)
 
 
-class ProcessEnvironments(Environments):
-    """`Environments` whose lanes step in worker processes, while others are worked on.
-
-        workers                        processes; several lanes in one have a thread each. None: one for each core, but
-                                       no more than lanes
-        step_timeout, reset_timeout    seconds after which a worker is taken for hung and killed; None: never
-        max_failures                   how often in a row a lane may be lost; then it is set aside
-
-        lost_steps    transitions that were under way in workers that were lost
-
-    A lane is lost when its process ends, hangs, or its environment raises. What is open ends then as truncated, and the
-    lane is made again after a while, longer each time. A lane that is set aside gives the fragment that it has begun,
-    and no more. Only where no lane is left does the run end, with an EnvError that says why each was lost.
+class ProcessEnvironments(Environments, LaneProcesses):
+    """`Environments` whose lanes step in worker processes, while others are worked on: see `LaneProcesses`.
 
     Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays, or lists and dicts of those.
     """
 
     program = "rollflow.nodes.workers.env_worker"
-    link_class: type[LaneLink] = LaneLink
 
     def __init__(
         self,
@@ -58,20 +32,15 @@ class ProcessEnvironments(Environments):
         max_failures: int = 5,
         **options: Any,
     ) -> None:
-        self.in_flight = 0
-        self._asked_workers = workers
-        self._reset_timeout = reset_timeout
-        self._patience = Patience(step_timeout, reset_timeout)
-        self._max_failures = max_failures
-        self._links: list[LaneLink] = []
-        self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
-        self._first_of: list[int] = []  # of every lane: the first lane of its worker
-        self._came_aside: deque[LaneLink] = deque()
-        self._is_draining = False
-        self._selector = selectors.DefaultSelector()  # with what of this class to call; not with this node itself
-        self._ending = weakref.finalize(self, _end, self._workers, self._selector)
+        LaneProcesses.__init__(
+            self,
+            workers=workers,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
+            max_failures=max_failures,
+        )
         try:
-            super().__init__(env, **options)
+            Environments.__init__(self, env, **options)
         except BaseException:
             self._ending()
             raise
@@ -79,62 +48,13 @@ class ProcessEnvironments(Environments):
     def start(self) -> Iterator[Lane]:
         """Have every environment reset, all at a time; the lanes come by `completed`."""
         self._begin()
-        for link, lane in zip(self._links, self.lanes, strict=True):
-            link.lane = lane
-            self._await(link)
-            self._go_on(link)
+        self._start_lanes()
         return iter(())
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's worker step its environments with the actions that it brings."""
-        link = self._links[actions.index]
-        self._await(link)
-        if link.state is State.READY:
-            link.step()
-            return None
-        # The worker was lost while the lane was somewhere else: no step is under way.
-        actions.lose(link.reason)
-        if link.state is State.ASIDE or self._is_draining:
-            self._came_aside.append(link)
-        else:
-            self._go_on(link)
+        self._hand_over(actions)
         return None
-
-    def hasten(self) -> None:
-        """Have those lanes come back at once that have no environments to step; from now on none is made again."""
-        self._is_draining = True
-        for link in self._links:
-            if link.is_waited and self._has_no_step(link):
-                link.state = State.ASIDE
-                self._came_aside.append(link)
-
-    def fileno(self) -> int:
-        """Can be read once a worker has something to say."""
-        return self._selector.fileno()
-
-    @property
-    def patience(self) -> float | None:
-        """Seconds until a worker is late, or is to be started again."""
-        due = [link.due for link in self._links if link.state is State.LOST]
-        times = [self._patience.left, max(0.0, min(due) - monotonic()) if due else None]
-        return min((time for time in times if time is not None), default=None)
-
-    def completed(self) -> Iterator[Lane]:
-        """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
-        while self._came_aside:
-            yield from self._set_aside(self._came_aside.popleft())
-        for key, events in self._selector.select(0):
-            yield from key.data(self, events=events)
-        for index, told in self._patience.overdue().items():
-            link = self._links[index]
-            if self._is_late(link):
-                yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
-            else:
-                self._patience.begin(index, resets=link.state is not State.STEPPING)
-        now = monotonic()
-        for link in self._links:
-            if link.state is State.LOST and link.due <= now and not self._is_draining:
-                self._make_again(link)
 
     def describe(self) -> str:
         """Lanes, slots and processes, for `explain()`."""
@@ -142,10 +62,7 @@ class ProcessEnvironments(Environments):
 
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""
-        self.is_closed = True
-        for link in self._links:
-            link.disconnect(self._selector)
-        self._ending()
+        self._end_processes()
         for lane in self.lanes:
             if isinstance(lane.memory, LaneBlocks):
                 lane.memory.pool.close()
@@ -159,227 +76,9 @@ class ProcessEnvironments(Environments):
                 "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
                 "instead of a vector environment that has been made already"
             )
-        self._links = [self.link_class(index, _pickled(maker, index)) for index, maker in enumerate(makers)]
-        count = min(self._asked_workers or core_count(), len(makers))
-        for size in sizes_of(len(makers), count):
-            self._first_of += [len(self._first_of)] * size
-        for first in sorted(set(self._first_of)):
-            self._start_process(first)
-        return [Elsewhere(self._first_answer(link)) for link in self._links]
+        return [Elsewhere(told) for told in self._launch(makers)]
 
     def _memory(self, index: int) -> LaneMemory | None:
         spaces = self.observation_space, self.action_space
         slots = self.envs[index].num_envs
         return LaneBlocks(lane_block(*spaces, slots, self.fragment_length, self.lookback))
-
-    # What RolloutProcesses does otherwise
-
-    def _lane_of(self, link: LaneLink) -> Any:
-        """What goes round for a lane."""
-        return link.lane
-
-    def _lost_with(self, link: LaneLink, reason: str, was: State) -> int:
-        """How many transitions were lost with a lane's worker, and what it was at."""
-        if was is not State.STEPPING:
-            return 0
-        assert link.lane is not None
-        return link.lane.lose(reason)
-
-    def _has_no_step(self, link: LaneLink) -> bool:
-        """Whether a lane that is waited for would have to be made or reset before it could come back with a step."""
-        return link.state in (State.LOST, State.MAKING, State.MADE, State.RESETTING)
-
-    def _is_late(self, link: LaneLink) -> bool:
-        """Whether a lane whose time is up has indeed made nothing."""
-        return True
-
-    # Answers
-
-    def _heard(self, link: LaneLink, events: int) -> Iterator[Lane]:
-        if events & selectors.EVENT_WRITE:
-            link.send_kept()
-        if not events & selectors.EVENT_READ:
-            return
-        frames = link.receive()
-        if frames is None:
-            yield from self._process_lost(self._first_of[link.index])
-        else:
-            yield from self._all_answered(link, frames)
-
-    def _all_answered(self, link: LaneLink, frames: Sequence[Frame]) -> Iterator[Lane]:
-        for answer in frames:
-            if link.state is State.ASIDE:
-                answer.discard()
-            else:
-                yield from self._answered(link, answer)
-
-    def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Lane]:
-        if answer.kind is Kind.FAILED:
-            yield from self._failed(link, unpack(answer.payload))
-        elif answer.kind is Kind.READY:
-            link.state = State.MADE
-            if link.is_waited:
-                self._go_on(link)
-        else:
-            link.take(answer)
-            yield self._come_back(link)
-
-    def _has_ended(self, first: int, worker: WorkerProcess, events: int) -> Iterator[Lane]:
-        """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
-        for link in self._links_of(first):
-            while self._workers[first] is worker and (frames := link.receive()):
-                yield from self._all_answered(link, frames)
-        if self._workers[first] is worker:
-            yield from self._process_lost(first)
-
-    # Losses
-
-    def _failed(self, link: LaneLink, told: Mapping[str, Any]) -> Iterator[Any]:
-        if told["is_refusal"]:
-            raise refusal(told, link)
-        yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
-
-    def _process_lost(self, first: int, reason: str = "") -> Iterator[Lane]:
-        """Give up a process, for a reason or because it has ended."""
-        worker, self._workers[first] = self._workers[first], None
-        if worker is None:
-            return
-        for link in self._links_of(first):
-            link.disconnect(self._selector)
-        if worker.fileno() >= 0:
-            self._selector.unregister(worker)
-        reason = reason or f"process {worker.pid} {worker.ended()}"
-        worker.kill()
-        for link in self._links_of(first):
-            if link.state not in (State.LOST, State.ASIDE):
-                yield from self._lane_lost(link, reason)
-
-    def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Lane]:
-        was = link.state
-        link.fail(reason, 0 if self._is_draining else self._max_failures)
-        if self._is_draining:
-            logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, told)
-        elif link.state is State.ASIDE:
-            logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, link.failures, reason)
-        else:
-            again = max(0.0, link.due - monotonic())
-            logger.warning("lane %d is lost and made again in %.1f s: %s\n%s", link.index, again, reason, told)
-        if not link.is_waited:
-            return
-        self._patience.end(link.index)
-        self.lost_steps += self._lost_with(link, reason, was)
-        if link.state is State.ASIDE:
-            yield from self._set_aside(link)
-
-    def _set_aside(self, link: LaneLink) -> Iterator[Lane]:
-        self._lane_of(link).is_set_aside = True
-        yield self._come_back(link)
-        if not self._is_draining and all(each.state is State.ASIDE for each in self._links):
-            reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self._links)
-            raise EnvError(f"every lane was lost {self._max_failures + 1} times in a row, the last time by: {reasons}")
-
-    def _make_again(self, link: LaneLink) -> None:
-        first = self._first_of[link.index]
-        if self._workers[first] is None:
-            self._start_process(first)
-        else:
-            self._make(link)
-
-    def _make(self, link: LaneLink) -> None:
-        link.make()
-        if link.is_waited:
-            self._patience.begin(link.index, resets=True)
-
-    # Inside
-
-    def _await(self, link: LaneLink) -> None:
-        self.in_flight += 1
-        link.is_waited = True
-        self._patience.begin(link.index, resets=link.state is not State.READY)
-
-    def _come_back(self, link: LaneLink) -> Any:
-        self.in_flight -= 1
-        link.is_waited = False
-        self._patience.end(link.index)
-        return self._lane_of(link)
-
-    def _go_on(self, link: LaneLink) -> None:
-        """Have the environments of a lane that is waited for reset, if they are made."""
-        if link.state is State.MADE:
-            # Another start goes on with other episodes than the first: the same might fail in the same way.
-            seed = self.seed if not link.starts else seed_for(self.seed, "restart", link.starts)
-            link.reset(seed, self.first_slots()[link.index])
-
-    def _links_of(self, first: int) -> list[LaneLink]:
-        """The lanes of a process, by the index of the first."""
-        return [link for link in self._links if self._first_of[link.index] == first]
-
-    def _start_process(self, first: int) -> None:
-        links = [link for link in self._links_of(first) if link.state is not State.ASIDE]
-        worker = self._workers[first] = WorkerProcess(self.program, len(links))
-        if worker.fileno() >= 0:
-            told = partial(ProcessEnvironments._has_ended, first=first, worker=worker)
-            self._selector.register(worker, selectors.EVENT_READ, told)
-        for link, sock in zip(links, worker.sockets, strict=True):
-            link.connect(sock, self._selector, partial(ProcessEnvironments._heard, link=link))
-            self._make(link)
-
-    def _first_answer(self, link: LaneLink) -> dict[str, Any]:
-        """What a lane's worker says of the environments that it has made. Raises EnvError when it could not."""
-        until = None if self._reset_timeout is None else monotonic() + self._reset_timeout
-        while True:
-            left = None if until is None else until - monotonic()
-            if left is not None and left <= 0:
-                raise EnvError(f"lane {link.index}: the environments were not made within {self._reset_timeout:g} s")
-            worker = self._workers[self._first_of[link.index]]
-            assert worker is not None
-            if not _can_be_read(link, worker, left):
-                continue
-            frames = link.receive()
-            if frames is None or (not frames and worker.has_ended(0)):
-                ended = f"{worker.pid} {worker.ended()}"
-                raise EnvError(f"lane {link.index}: process {ended} before it had made the environments")
-            for answer in frames:
-                told: dict[str, Any] = unpack(answer.payload)
-                if answer.kind is Kind.FAILED:
-                    raise refusal(told, link)
-                link.state = State.MADE
-                return told
-
-
-def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:
-    alive = [worker for worker in workers.values() if worker is not None]
-    end_all(alive, frame(Kind.CLOSE))
-    selector.close()
-
-
-def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:
-    assert link.sock is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(link.sock, selectors.EVENT_READ)
-        if worker.fileno() >= 0:
-            selector.register(worker, selectors.EVENT_READ)
-        return bool(selector.select(timeout))
-
-
-def _pickled(maker: LaneMaker, index: int) -> bytes:
-    try:
-        pickled: bytes = cloudpickle.dumps(maker)
-    except Exception as error:
-        raise EnvError(
-            f"the environments of lane {index} can't be handed to a worker process: {error}; expected an id, or "
-            "callables that hold nothing that can't be pickled"
-        ) from error
-    return pickled
-
-
-def refusal(told: Mapping[str, Any], link: LaneLink) -> Exception:
-    """The error that a worker's answer tells of: one of ours as it is, another as an EnvError or a RunError."""
-    kind = getattr(errors, told["type"], None)
-    text = told["text"]
-    if kind is None:
-        kind, text = EnvError if link.state is State.MAKING else RunError, f"{told['type']}: {text}"
-    error: Exception = kind(text)
-    for note in [*told["notes"], f"lane {link.index}, in a worker process:\n{told['traceback']}"]:
-        error.add_note(note)
-    return error

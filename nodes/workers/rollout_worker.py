@@ -11,9 +11,10 @@ import numpy as np
 
 from rollflow.nodes.lane_rollout import Drained, LaneRollout, WeightsFrom, is_of_environment
 from rollflow.nodes.weights_codec import unpack_weights
-from rollflow.nodes.workers.env_worker import LaneServer, described, failure, serve_all
+from rollflow.nodes.workers.env_worker import EnvServer
 from rollflow.nodes.workers.fragment_codec import FragmentWriter
 from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, receive_frame
+from rollflow.nodes.workers.lane_server import described, failure, serve_all
 from rollflow.nodes.workers.rollout_link import PROGRESS_BYTES
 from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.packing import pack, unpack
@@ -23,7 +24,7 @@ class Closed(BaseException):
     """Raised, in the middle of a fragment, when the other process wants no more of this lane, or has gone."""
 
 
-class RolloutServer(LaneServer):
+class RolloutServer(EnvServer):
     """Serves one lane's socket: gives a fragment for every turn."""
 
     def __init__(self, sock: socket.socket) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from rollflow.nodes.workers.env_worker import end_with_parent
+from rollflow.nodes.workers.lane_server import end_with_parent
 from rollflow.sinks.trainer import parcel
 from rollflow.sinks.trainer_stream import TrainerStream
 

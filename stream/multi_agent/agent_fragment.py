@@ -108,6 +108,7 @@ class AgentFragment(Fragment):
     def rest_of(self, slot: int) -> SingleAgentEpisode:
         """The episode of a slot that has made no step here: with its lookback, and its newest observation."""
         stop, ended = int(self._stops[slot]), int(np.count_nonzero(self.chunks.slot == slot))
+        ended += sum(slot in loss.slots and slot not in loss.cut for loss in self.losses)
         t_started = 0 if ended else max(0, self.first_row - int(self.episode_start[slot]))
         number, lookback = int(self.episode_number[slot]) + ended, min(t_started, self.layout.lookback)
         flags = {"terminated": False, "truncated": False, "t_started": t_started}

@@ -29,6 +29,7 @@ from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots
+from rollflow.stream.multi_agent.lost_agents import mark_lost
 from rollflow.stream.multi_agent.vector_step import Observed, PartStep
 from rollflow.stream.space import row_of
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree
@@ -130,6 +131,24 @@ class AgentLane:
         else:
             self._record_some(step, done, vector_step)
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
+
+    def lose(self, reason: str, *, is_under_way: bool) -> int:
+        """End every episode with its newest observation: the environments were lost.
+
+        is_under_way    whether they had got the newest actions
+
+        Those that have a step in this fragment end as truncated, with `reason` in their chunks' `custom_data["lost"]`.
+        Returns how many steps of agents were under way. New episodes begin by `begin`.
+        """
+        under_way = self._waits if is_under_way else self._waits & ~self._fresh
+        lost, slots = int(np.count_nonzero(under_way)), np.flatnonzero(self.lives)
+        for slot in mark_lost(self.fragment, slots, self.at[slots], self.episode_start[slots], reason).tolist():
+            self.custom_data.setdefault((slot, int(self.episode_number[slot])), {})["lost"] = reason
+        self.episode_number[slots] += 1
+        for of_slots in (self.lives, self._waits, self._fresh, self._received):
+            of_slots[:] = 0
+        self.acting, self._edited = self.everyone[:0], None
+        return lost
 
     def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
         """Keep what came with the step, slot -> info, or with first observations after it; before `settle_ended`.

@@ -19,18 +19,32 @@ class EnvClock:
     started    i64[N] at which the episode began that was going on then
     numbers    i64[N] how many episodes the environment had before that one
     ends       in their order: (vector step, environment, whether it was truncated)
+    losses     (vector step after which the environments were lost, why)
     """
 
     def __init__(self, first: int, started: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
         self.first, self.started, self.numbers = first, started, numbers
         self.ends: list[tuple[int, int, bool]] = []
+        self.losses: list[tuple[int, str]] = []
         self._ends_of: dict[int, list[int]] = {}
+        self._lost: set[tuple[int, int]] = set()
 
     def end(self, envs: NDArray[np.int64], vector_step: int, truncated: NDArray[np.bool_]) -> None:
         """The episodes of these environments have ended with a vector step, and others have begun."""
         for env, is_truncated in zip(envs.tolist(), truncated.tolist(), strict=True):
             self.ends.append((vector_step, env, is_truncated))
             self._ends_of.setdefault(env, []).append(vector_step)
+
+    def lose(self, vector_step: int, reason: str) -> None:
+        """All episodes that were going on after a vector step have ended with it, since the environments were lost."""
+        envs = np.arange(len(self.numbers))
+        self.losses.append((vector_step, reason))
+        self._lost |= {(env, self.count(env) - 1) for env in envs.tolist()}
+        self.end(envs, vector_step, np.ones(len(envs), np.bool_))
+
+    def was_lost(self, env: int, nth: int) -> bool:
+        """Whether an episode ended because its environment was lost."""
+        return (env, nth) in self._lost
 
     def nth(self, env: int, vector_step: int) -> int:
         """How many episodes of the environment had ended in the fragment when a vector step began."""
@@ -113,6 +127,15 @@ class MultiAgentFragment:
         """The modules that have acted so far, part by part."""
         return [module_id for part in self.parts for module_id in part.outputs]
 
+    @property
+    def losses(self) -> list[tuple[int, str]]:
+        """When the environments were lost, in vector steps since the first reset, and why.
+
+        Episodes that were going on ended with it, as truncated; an agent without a step in this fragment has no chunk
+        that could say so.
+        """
+        return self.clock.losses
+
     def of_module(self, module_id: Any) -> ModuleFragment:
         """The agents' chunks in which a module acted. Raises KeyError for one that has not acted so far."""
         for part in self.parts:
@@ -138,7 +161,7 @@ class MultiAgentFragment:
         for env in range(self.num_envs):
             for nth in range(self.clock.count(env)):
                 episode = episode_of(self, env, nth)
-                if len(episode):
+                if len(episode) and episode.agent_ids:  # who waits as environments are lost may be all there are
                     yield episode
 
     def __repr__(self) -> str:

@@ -61,6 +61,7 @@ class MultiAgentLane:
         self.actions: list[tuple[NDArray[np.int64] | None, Any]] = []
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
         self.just_ended = np.zeros(0, np.int64)
+        self.is_set_aside = False
         self._shared_data: dict[int, dict[str, Any]] = {}
         self._module_of, self._make_shared_data = module_of, shared_data
         self._part_of: dict[Any, int] = {}  # module id -> its part
@@ -86,6 +87,21 @@ class MultiAgentLane:
         if len(step.ended):
             self.clock.end(step.ended, self.vector_steps, step.truncated)
             self._begin(step.first, step.first_infos, step.ended.tolist())
+
+    def lose(self, reason: str, *, is_under_way: bool = True) -> int:
+        """End every episode: the environments were lost.
+
+        is_under_way    whether they had got the newest actions
+
+        What agents have of steps stays; chunks of episodes that ended thus are truncated, with `reason` in
+        `custom_data["lost"]`. New episodes begin by `reset`. Returns how many steps of agents were under way.
+        """
+        for env in range(self.num_envs):
+            key = env, self.clock.number(env, self.vector_steps)
+            self.custom_data.setdefault(key, {})["lost"] = reason
+        self.clock.lose(self.vector_steps, reason)
+        self.just_ended = self.just_ended[:0]
+        return sum(part.lose(reason, is_under_way=is_under_way) for part in self.parts)
 
     def shared_data_of(self, module: int) -> dict[str, Any]:
         """What the connector pieces of a module tell each other."""

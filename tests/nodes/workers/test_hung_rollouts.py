@@ -28,7 +28,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
     def forward(seconds: float) -> None:
         now[0] += seconds
 
-    for module in ("patience", "lane_link", "process_environments"):
+    for module in ("patience", "lane_link", "lane_processes"):
         monkeypatch.setattr(f"rollflow.nodes.workers.{module}.monotonic", lambda: now[0])
     monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
     return forward

@@ -1,0 +1,1 @@
+"""Environments with several agents each in worker processes."""

@@ -1,0 +1,128 @@
+"""What a lane's environments are given and what they answer, in a block of shared memory."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.multi_agent.dict_vector import Infos
+from rollflow.stream.blocks import BlockLayout
+from rollflow.stream.column import Column
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+from rollflow.stream.space import row_of
+from rollflow.stream.tree import Tree, map_tree
+
+
+class StepBlock:
+    """Views of a block that both ends have, for the N environments of a lane.
+
+        parts     the agents by their spaces; a part of A agents has S = N * A agent slots
+        block     u8[], at least `size` of it
+
+    Of each part, with room for all slots: actions, observations and first observations, each with the slots that they
+    are of, i64[S], and their number; rewards f32[S]; terminateds and truncateds bool[S]. Of the lane: i64[N]
+    environments whose episodes have ended, and their number. What is read are views, until the next step.
+    """
+
+    def __init__(self, parts: Sequence[AgentPart], num_envs: int, block: NDArray[np.uint8]) -> None:
+        columns = _layout(parts, num_envs).columns(block)
+        self._parts = [_PartBlock(columns, part) for part in range(len(parts))]
+        self._ended: NDArray[np.int64] = columns["ended"].row(0)
+
+    @staticmethod
+    def size(parts: Sequence[AgentPart], num_envs: int) -> int:
+        """Bytes of a block."""
+        return _layout(parts, num_envs).size
+
+    def write_actions(self, actions: Actions) -> None:
+        """Put in what the agents are to do. Raises ColumnError where that is not of their action spaces' types."""
+        for part, (slots, tree) in zip(self._parts, actions, strict=True):
+            part.actions.write(slots, tree)
+
+    def actions(self) -> Actions:
+        """What the agents are to do: copies, which environments may keep."""
+        read = (part.actions.read() for part in self._parts)
+        return [(slots, map_tree(np.array, tree)) for slots, tree in read]
+
+    def write_first(self, observed: Sequence[Observed]) -> None:
+        """Put in first observations."""
+        for part, (slots, tree) in zip(self._parts, observed, strict=True):
+            part.first.write(slots, tree)
+
+    def first(self) -> list[Observed]:
+        """First observations."""
+        return [Observed(*part.first.read()) for part in self._parts]
+
+    def write_step(self, step: VectorStep) -> None:
+        """Put in all of a step but infos."""
+        for part, told in zip(self._parts, step.parts, strict=True):
+            part.observed.write(*told.observed)
+            part.rewards[:], part.terminateds[:], part.truncateds[:] = told[1:]
+        count = self._ended[0] = len(step.ended)
+        if count:
+            self._ended[1 : 1 + count] = step.ended
+            self.write_first(step.first)
+
+    def step(self, infos: Infos, first_infos: Infos) -> VectorStep:
+        """The step, with infos that came beside it."""
+        ended = self._ended[1 : 1 + int(self._ended[0])].copy()
+        return VectorStep(
+            parts=[
+                PartStep(Observed(*part.observed.read()), part.rewards, part.terminateds, part.truncateds)
+                for part in self._parts
+            ],
+            ended=ended,
+            first=self.first() if len(ended) else (),
+            infos=infos,
+            first_infos=first_infos,
+        )
+
+
+class _PartBlock:
+    """One part's share of a block."""
+
+    def __init__(self, columns: dict[str, Column], part: int) -> None:
+        self.actions, self.observed, self.first = (
+            _SomeSlots(columns[f"{name} of part {part}"], columns[f"slots of {name} of part {part}"].row(0))
+            for name in _OF_SOME
+        )
+        self.rewards, self.terminateds, self.truncateds = (columns[f"{name} of part {part}"].row(0) for name in _OF_ALL)
+
+
+class _SomeSlots:
+    """Values of K of S slots, `any[K, ...]`, and which they are."""
+
+    def __init__(self, values: Column, slots: NDArray[np.int64]) -> None:
+        self._values, self._slots = values, slots
+        self._all = np.arange(len(slots) - 1)
+
+    def write(self, slots: NDArray[np.int64] | None, values: Tree) -> None:
+        slots = self._all if slots is None else slots
+        count = self._slots[0] = len(slots)
+        self._slots[1 : 1 + count] = slots
+        if count:
+            self._values.write_items(0, self._all[:count], values)
+
+    def read(self) -> tuple[NDArray[np.int64] | None, Tree]:
+        count = int(self._slots[0])
+        values = map_tree(lambda leaf: leaf[0, :count], self._values.tree)
+        return (None if count == len(self._all) else self._slots[1 : 1 + count].copy()), values
+
+
+_OF_SOME = ("actions", "observations", "first observations")
+_OF_ALL = ("rewards", "terminateds", "truncateds")
+
+
+def _layout(parts: Sequence[AgentPart], num_envs: int) -> BlockLayout:
+    columns: dict[str, tuple[Any, int]] = {"ended": (np.zeros(1 + num_envs, np.int64), 1)}
+    for index, part in enumerate(parts):
+        slots = num_envs * len(part.agents)
+        actions, observations = row_of(part.action_space, slots), row_of(part.observation_space, slots)
+        for name, row in zip(_OF_SOME, (actions, observations, observations), strict=True):
+            columns[f"{name} of part {index}"] = row, 1
+            columns[f"slots of {name} of part {index}"] = np.zeros(1 + slots, np.int64), 1  # how many, and then they
+        for name, dtype in zip(_OF_ALL, (np.float32, np.bool_, np.bool_), strict=True):
+            columns[f"{name} of part {index}"] = np.zeros(slots, dtype), 1
+    return BlockLayout(columns)
