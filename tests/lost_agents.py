@@ -59,6 +59,8 @@ def check_continuity(fragments: Sequence[MultiAgentFragment]) -> None:
     for fragment, chunk in agent_chunks(fragments):
         by_agent.setdefault(numbers(at_of(chunk.get_observations(0)))[:2], []).append((fragment, chunk))
     for chunks in by_agent.values():
+        # Those of one fragment came module by module.
+        chunks.sort(key=lambda each: numbers(at_of(each[1].get_observations(0))))
         ids = [chunk.id_ for _, chunk in chunks]
         assert len(set(ids)) == 1 + sum(one != other for one, other in pairwise(ids))
         for (earlier, before), (later, chunk) in pairwise(chunks):

@@ -1,0 +1,69 @@
+"""Environments of several agents that come to an end before their time, or wait; what they did is in files."""
+
+import os
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+from held import await_file
+from numbered_agents import AgentsTold, NumberedAgents
+
+_LIVES = 1000  # episodes of one life are numbered from a thousand times its number on
+
+
+class DoomedAgents(NumberedAgents):
+    """Writes down what it tells; comes to its fate in a step of its life, in each of so many lives.
+
+    fate    "kill", "stop", "raise"; "hold": to wait for a file "go {slot}", when there is one "held {slot}" that has
+            its process id; "wrong": to break the conventions
+    step    counted over the life, from 0 on
+    lives   how many lives are fated
+    """
+
+    def __init__(self, slot: int, folder: Path, *, fate: str = "", step: int = 0, lives: int = 0, **kwargs: Any):
+        super().__init__(slot, **kwargs)
+        self.folder, self.fate, self.fated = folder, fate, step
+        life = len(list(folder.glob(f"log {slot} *")))
+        self.path = folder / f"log {slot} {life}"
+        self.path.touch()
+        self.is_fated = life < lives
+        self.episode, self.made = life * _LIVES - 1, 0
+
+    def step(self, actions: Any) -> Any:
+        if self.is_fated and self.made == self.fated:
+            if self.fate == "raise":
+                raise RuntimeError("it broke")
+            if self.fate == "hold":
+                held = self.folder / f"holding {self.slot}"
+                held.write_text(str(os.getpid()))
+                held.rename(self.folder / f"held {self.slot}")
+                await_file(self.folder / f"go {self.slot}")
+            elif self.fate == "wrong":
+                return {"nobody": 0}, {}, {}, {}, {}
+            else:
+                os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[self.fate])
+        self.made += 1
+        return super().step(actions)
+
+    def _told(self, *told: Any) -> Any:
+        answer = super()._told(*told)
+        with self.path.open("ab") as file:
+            pickle.dump(tuple(self.log[-1]), file)
+        return answer
+
+
+def logs_of(folder: Path, slot: int) -> list[list[AgentsTold]]:
+    """What an environment has told, life by life."""
+    lives = sorted(folder.glob(f"log {slot} *"), key=lambda path: int(path.name.split()[-1]))
+    return [_read(path) for path in lives]
+
+
+def _read(path: Path) -> list[AgentsTold]:
+    told = []
+    with path.open("rb") as file:
+        while True:
+            try:
+                told.append(AgentsTold(*pickle.load(file)))
+            except EOFError:
+                return told

@@ -1,0 +1,191 @@
+"""Workers of several agents' environments that are killed, hang, or raise: nothing that came out of them is lost."""
+
+import logging
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from agent_logs import steps_of
+from doomed_agents import DoomedAgents, logs_of
+from held import await_file
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lost_agents import check_continuity, check_multi_agent_chunks, emitted_steps, in_time, not_emitted
+from numbered_agents import NumberedAgents
+from serial_module import SerialModule
+
+from rollflow.nodes import MultiAgentRollout
+from rollflow.stream import EnvError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
+
+
+def rollout_of(makers: list[Any], **options: Any) -> MultiAgentRollout:
+    defaults: dict[str, Any] = {"where": "processes", "module": SerialModule(), "fragment_length": 8, "seed": 0}
+    return MultiAgentRollout(makers, **(defaults | options))
+
+
+def check_laws(rollout: MultiAgentRollout, fragments: list[MultiAgentFragment], folder: Path, envs: int) -> None:
+    """What the environments' logs tell of stands in a chunk or is counted; all else is as it should be."""
+    logs = [log for slot in range(envs) for log in logs_of(folder, slot)]
+    missing = not_emitted(fragments, logs)
+    assert missing <= rollout.lost.get("workers", 0)
+    assert rollout.num_steps == len(emitted_steps(fragments))
+    assert rollout.lost.keys() <= {"workers"}
+    check_continuity(fragments)
+    check_multi_agent_chunks(fragments)
+
+
+@pytest.mark.slow
+@given(
+    fate=st.sampled_from(["kill", "raise"]),
+    step=st.integers(0, 20),
+    lives=st.integers(1, 3),
+    fragment_length=st.integers(1, 9),
+    length=st.sampled_from([3, 50]),
+    envs=st.integers(1, 2),
+    workers=st.integers(1, 2),
+    prefetch=st.integers(0, 1),
+    at_once=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=12)
+def test_every_agent_step_of_a_lost_worker_is_in_a_chunk_or_counted(
+    tmp_path_factory: pytest.TempPathFactory, fate: str, step: int, lives: int, envs: int, **drawn: Any
+) -> None:
+    folder = tmp_path_factory.mktemp("log")
+    kinds = {"length": drawn.pop("length"), "at_once": drawn.pop("at_once"), "nested": 0}
+    doomed = [partial(DoomedAgents, 0, folder, fate=fate, step=step, lives=lives, **kinds)]
+    makers = doomed + [partial(DoomedAgents, slot, folder, **kinds) for slot in range(1, 2 * envs)]
+    with rollout_of(makers, lanes=2, num_fragments=30, **drawn) as rollout:
+        fragments = list(rollout.fragments())
+        check_laws(rollout, fragments, folder, 2 * envs)
+    assert sorted({fragment.lane for fragment in fragments}) == [0, 1]
+    if (step + 1) * lives < 29 * drawn["fragment_length"]:
+        assert sum(len(fragment.losses) for fragment in fragments if fragment.lane == 0) == lives
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
+def test_what_is_open_ends_as_truncated_and_says_why(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(DoomedAgents, 0, tmp_path, fate=fate, step=5, lives=1, agents=2, nested=0, at_once=True)]
+    with rollout_of(makers, num_fragments=2, step_timeout=1.0, seed=4) as rollout:
+        fragments = list(rollout.fragments())
+        assert rollout.lost == {"workers": 2}
+        check_laws(rollout, fragments, tmp_path, 1)
+    assert not_emitted(fragments, logs_of(tmp_path, 0)) == 0
+    [loss] = [loss for fragment in fragments for loss in fragment.losses]
+    lost = [episode for fragment in fragments for episode in fragment.episodes() if "lost" in episode.custom_data]
+    why = {
+        "kill": "was killed by SIGKILL",
+        "raise": "RuntimeError: it broke",
+        "stop": "no answer to a step within 1.0 s",
+    }[fate]
+    assert (loss[0], why in loss[1]) == (5, True)
+    assert [episode.custom_data["lost"] for episode in lost] == [loss[1]]
+    assert all(each.custom_data["lost"] == loss[1] for each in lost[0].agent_episodes.values())
+    assert [each.is_truncated for each in lost[0].agent_episodes.values()] == [True, True]
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "lane 0 is lost and made again in 0.0 s" in record.getMessage()
+
+
+def test_a_worker_that_is_killed_while_its_lane_waits_for_a_step(tmp_path: Path) -> None:
+    makers = [
+        partial(DoomedAgents, 0, tmp_path, fate="hold", step=10, lives=1, nested=0),
+        partial(DoomedAgents, 1, tmp_path, nested=0),
+    ]
+    with rollout_of(makers, lanes=2, workers=2, num_fragments=4, prefetch=1) as rollout:
+        stream = iter(rollout.fragments())
+        fragments = [next(stream)]
+        await_file(tmp_path / "held 0")
+        waiting = steps_of(logs_of(tmp_path, 0)[0])[1]
+        os.kill(int((tmp_path / "held 0").read_text()), signal.SIGKILL)
+        fragments += stream
+        check_laws(rollout, fragments, tmp_path, 2)
+        assert rollout.lost["workers"] > len(waiting)  # those that acted are lost as well
+    assert not_emitted(fragments, logs_of(tmp_path, 0)) == 0  # the step that was held is in no log
+    assert len(logs_of(tmp_path, 0)) == 2
+    assert len(logs_of(tmp_path, 1)) == 1
+    assert [fragment.losses for fragment in in_time(fragments) if fragment.lane == 1] == [[]] * 4
+
+
+def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [
+        partial(DoomedAgents, slot, tmp_path, fate="raise", step=3, lives=100 * (slot == 1), at_once=True)
+        for slot in range(3)
+    ]
+    with rollout_of(makers, lanes=3, workers=2, fragment_length=40, num_fragments=4) as rollout:
+        fragments = list(rollout.fragments())
+        check_laws(rollout, fragments, tmp_path, 3)
+    assert [fragment.sequence for fragment in in_time(fragments) if fragment.lane != 1] == [0, 1, 2, 3] * 2
+    [cut_short] = [fragment for fragment in fragments if fragment.lane == 1]
+    assert (cut_short.num_rows, len(cut_short.losses)) == (3 * 6, 6)
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+
+
+def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
+    makers = [partial(DoomedAgents, 0, tmp_path, fate="kill", step=0, lives=100)]
+    told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
+    with rollout_of(makers) as rollout, pytest.raises(EnvError, match=told):
+        next(iter(rollout.fragments()))
+
+
+def test_what_breaks_the_conventions_is_refused_by_environment_step_and_agent(tmp_path: Path) -> None:
+    makers = [partial(NumberedAgents, 0), partial(DoomedAgents, 1, tmp_path, fate="wrong", step=2, lives=1)]
+    told = r"environment 1, env step \d, agent 'nobody': observations has it, but it is not in 'possible_agents'"
+    with rollout_of(makers, module=None, lanes=2, workers=1) as rollout, pytest.raises(EnvError, match=told) as raised:
+        next(iter(rollout.fragments()))
+    assert any("lane 1, in a worker process" in note for note in raised.value.__notes__)
+
+
+def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
+    def broken() -> NumberedAgents:
+        raise FileNotFoundError("no simulator here")
+
+    before = psutil.Process().children()
+    with pytest.raises(EnvError, match="FileNotFoundError: no simulator here") as raised:
+        MultiAgentRollout([partial(NumberedAgents, 0), broken], where="processes", lanes=2)
+    assert "in the callable for environment 1" in raised.value.__notes__
+    assert any("in a worker process" in note for note in raised.value.__notes__)
+    assert psutil.Process().children() == before
+
+
+class Reports(NumberedAgents):
+    """Has an info that can't be handed to another process."""
+
+    def step(self, actions: Any) -> Any:
+        told = super().step(actions)
+        return *told[:4], {"agent 1": {"simulator": object()}}
+
+
+def test_infos_that_can_not_be_handed_over_are_refused_by_name() -> None:
+    makers = [partial(NumberedAgents, 0, nested=0), partial(Reports, 1, nested=0)]
+    told = r"environment 1, agent 'agent 1': its info\['simulator'\]: <object object .* can't be handed"
+    with rollout_of(makers, lanes=1) as rollout, pytest.raises(EnvError, match=told):
+        next(iter(rollout.fragments()))
+
+
+class Enumerated(NumberedAgents):
+    """Its agents are no numbers or strings."""
+
+    def __init__(self, slot: int) -> None:
+        super().__init__(slot)
+        self.possible_agents = [object(), *self.possible_agents]  # type: ignore[list-item]
+        for spaces in (self.observation_spaces, self.action_spaces):
+            spaces[self.possible_agents[0]] = spaces["agent 1"]
+
+
+def test_agents_that_can_not_be_handed_over_are_refused() -> None:
+    with pytest.raises(EnvError, match=r"the environments\['agents'\]\[0\]: <object object .* can't be handed"):
+        MultiAgentRollout(partial(Enumerated, 0), where="processes")
