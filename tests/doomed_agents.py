@@ -13,10 +13,10 @@ _LIVES = 1000  # episodes of one life are numbered from a thousand times its num
 
 
 class DoomedAgents(NumberedAgents):
-    """Writes down what it tells; comes to its fate in a step of its life, in each of so many lives.
+    """Writes down what it tells, and its process id; comes to its fate in a step of its life, in each of so many lives.
 
-    fate    "kill", "stop", "raise"; "hold": to wait for a file "go {slot}", when there is one "held {slot}" that has
-            its process id; "wrong": to break the conventions
+    fate    "kill", "stop", "raise"; "stop at reset"; "wrong": to break the conventions; "hold": to wait for a file
+            "go {slot}", when there is one "held {slot}" that has its process id
     step    counted over the life, from 0 on
     lives   how many lives are fated
     """
@@ -27,11 +27,17 @@ class DoomedAgents(NumberedAgents):
         life = len(list(folder.glob(f"log {slot} *")))
         self.path = folder / f"log {slot} {life}"
         self.path.touch()
+        (folder / f"pid {slot}").write_text(str(os.getpid()))
         self.is_fated = life < lives
         self.episode, self.made = life * _LIVES - 1, 0
 
+    def reset(self, **kwargs: Any) -> Any:
+        if self.is_fated and self.fate == "stop at reset":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().reset(**kwargs)
+
     def step(self, actions: Any) -> Any:
-        if self.is_fated and self.made == self.fated:
+        if self.is_fated and self.made == self.fated and self.fate != "stop at reset":
             if self.fate == "raise":
                 raise RuntimeError("it broke")
             if self.fate == "hold":

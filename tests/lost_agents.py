@@ -75,14 +75,14 @@ def check_continuity(fragments: Sequence[MultiAgentFragment]) -> None:
 
 def check_multi_agent_chunks(fragments: Sequence[MultiAgentFragment]) -> None:
     """Chunks of environments' episodes join, and those that were lost say so."""
-    by_env: dict[tuple[int, int], list[Any]] = {}
+    by_env: dict[tuple[int, int], list[tuple[int, Any]]] = {}
     for fragment in in_time(fragments):
         steps = 0
         for episode in fragment.episodes():
             steps += sum(len(each) for each in episode.agent_episodes.values())
             agent = next(iter(episode.agent_episodes.values()))
             slot = numbers(at_of(agent.get_observations(-1)))[0]
-            by_env.setdefault((fragment.lane, slot), []).append(episode)
+            by_env.setdefault((fragment.lane, slot), []).append((fragment.sequence, episode))
             for each in episode.agent_episodes.values():
                 assert ("lost" in each.custom_data) <= ("lost" in episode.custom_data)
             episode.to_numpy().get_state()
@@ -90,8 +90,8 @@ def check_multi_agent_chunks(fragments: Sequence[MultiAgentFragment]) -> None:
                 assert (episode.is_truncated, episode.is_terminated) == (True, False)
         assert steps == fragment.num_steps
     for episodes in by_env.values():
-        ids = [episode.id_ for episode in episodes]
+        ids = [episode.id_ for _, episode in episodes]
         assert len(set(ids)) == 1 + sum(one != other for one, other in pairwise(ids))
-        for before, episode in pairwise(episodes):
-            if episode.id_ == before.id_:
+        for (earlier, before), (later, episode) in pairwise(episodes):
+            if episode.id_ == before.id_ and later == earlier + 1:
                 assert (episode.env_t_started, before.is_done) == (before.env_t, False)
