@@ -23,13 +23,15 @@ class StepBlock:
 
     Of each part, with room for all slots: actions, observations and first observations, each with the slots that they
     are of, i64[S], and their number; rewards f32[S]; terminateds and truncateds bool[S]. Of the lane: i64[N]
-    environments whose episodes have ended, and their number. What is read are views, until the next step.
+    environments whose episodes have ended, their number, and bool[N] which of them were truncated. What is read are
+    views, until the next step.
     """
 
     def __init__(self, parts: Sequence[AgentPart], num_envs: int, block: NDArray[np.uint8]) -> None:
         columns = _layout(parts, num_envs).columns(block)
         self._parts = [_PartBlock(columns, part) for part in range(len(parts))]
         self._ended: NDArray[np.int64] = columns["ended"].row(0)
+        self._truncated: NDArray[np.bool_] = columns["truncated"].row(0)
 
     @staticmethod
     def size(parts: Sequence[AgentPart], num_envs: int) -> int:
@@ -62,7 +64,7 @@ class StepBlock:
             part.rewards[:], part.terminateds[:], part.truncateds[:] = told[1:]
         count = self._ended[0] = len(step.ended)
         if count:
-            self._ended[1 : 1 + count] = step.ended
+            self._ended[1 : 1 + count], self._truncated[:count] = step.ended, step.truncated
             self.write_first(step.first)
 
     def step(self, infos: Infos, first_infos: Infos) -> VectorStep:
@@ -74,6 +76,7 @@ class StepBlock:
                 for part in self._parts
             ],
             ended=ended,
+            truncated=self._truncated[: len(ended)].copy(),
             first=self.first() if len(ended) else (),
             infos=infos,
             first_infos=first_infos,
@@ -116,7 +119,10 @@ _OF_ALL = ("rewards", "terminateds", "truncateds")
 
 
 def _layout(parts: Sequence[AgentPart], num_envs: int) -> BlockLayout:
-    columns: dict[str, tuple[Any, int]] = {"ended": (np.zeros(1 + num_envs, np.int64), 1)}
+    columns: dict[str, tuple[Any, int]] = {
+        "ended": (np.zeros(1 + num_envs, np.int64), 1),
+        "truncated": (np.zeros(num_envs, np.bool_), 1),
+    }
     for index, part in enumerate(parts):
         slots = num_envs * len(part.agents)
         actions, observations = row_of(part.action_space, slots), row_of(part.observation_space, slots)
