@@ -60,21 +60,27 @@ def test_every_agent_step_stands_in_a_chunk_or_is_counted_whenever_environments_
 
 
 class Told(ConnectorV2):
-    """Looks at all episodes together, as a joint piece."""
+    """Looks at all agents of an environment together: an episode comes by at every one of its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list[int]] = {}
 
     def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
         for episode in episodes:
-            assert not episode.is_done or episode.agent_ids
-            episode.get_observations(-1)
+            self.seen.setdefault(episode.id_, []).append(episode.env_t)
         return batch
 
 
 @settings(max_examples=15)
 @given(drawn_settings, st.lists(st.integers(0, 3), min_size=1, max_size=7))
 def test_joint_pieces_see_the_episodes_that_begin_after_a_loss(drawn: Drawn, events: list[int]) -> None:
-    envs, rollout = losing(drawn, events, joint_connector=lambda env: Told())
+    told = Told()
+    envs, rollout = losing(drawn, events, joint_connector=lambda env: told)
     fragments = run(rollout, 4)
     assert not_emitted(fragments, [env.log for env in envs]) <= rollout.lost.get("workers", 0)
+    assert all(steps == list(range(len(steps))) for steps in told.seen.values())
+    assert {episode.id_ for fragment in fragments for episode in fragment.episodes()} <= told.seen.keys()
 
 
 class Endless(NumberedAgents):
