@@ -1,6 +1,7 @@
 """The environments of a multi-agent rollout, stepped in this process by whoever asks for the next step."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
@@ -49,9 +50,11 @@ class AgentEnvironments:
         self._name = name
         self.envs = self._made(env, num_envs, lanes)
         self.parts = self.envs[0].parts
-        for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
-            with located(f"environment {first_env}"):
-                check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
+        try:
+            self._check_alike()
+        except EnvError:
+            self.close()
+            raise
         self.num_envs = sum(envs.num_envs for envs in self.envs)
 
     def make_lanes(self, lookback: int, module_of: ModuleOf, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
@@ -141,12 +144,20 @@ class AgentEnvironments:
         if isinstance(env, MultiAgentVectorEnv):
             return _ready(env, num_envs, lanes)
         made, first = [], 0
-        for makers in lane_makers(env, num_envs, lanes):
-            made.append(MultiAgentEnvs(makers, first_env=first))
-            first += len(makers)
+        with ExitStack() as opened:
+            for makers in lane_makers(env, num_envs, lanes):
+                made.append(MultiAgentEnvs(makers, first_env=first))
+                opened.callback(made[-1].close)
+                first += len(makers)
+            opened.pop_all()
         return made
 
     # Inside
+
+    def _check_alike(self) -> None:
+        for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
+            with located(f"environment {first_env}"):
+                check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
 
     def _set_out(self) -> None:
         if self.is_started:

@@ -172,6 +172,17 @@ def test_environments_of_different_lanes_have_the_same_agents(where: Any) -> Non
     assert psutil.Process().children() == before
 
 
+def test_environments_are_closed_where_those_of_another_lane_can_not_be_worked_with() -> None:
+    def broken() -> NumberedAgents:
+        raise FileNotFoundError("no simulator here")
+
+    for other in (broken, lambda: NumberedAgents(1, agents=2)):
+        env = NumberedAgents(0)
+        with pytest.raises((EnvError, FileNotFoundError)):
+            MultiAgentRollout([lambda env=env: env, other], lanes=2)
+        assert env.closed
+
+
 def test_what_is_not_known_of_environments_elsewhere_is_refused_with_the_reason() -> None:
     def joint(env: Any) -> list[ConnectorV2]:
         assert env.num_envs == 1
