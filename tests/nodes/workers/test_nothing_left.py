@@ -18,13 +18,13 @@ from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 
+pytestmark = pytest.mark.slow
+
 PLACES = ["threads", "processes", "rollouts"]
 
 PROGRAM = """
 import sys, time
 from rollflow.nodes import Rollout
-
-pytestmark = pytest.mark.slow
 
 with Rollout("CartPole-v1", num_envs=4, where=sys.argv[1], prefetch=int(sys.argv[2])) as rollout:
     for batch in rollout.batches():
