@@ -57,10 +57,7 @@ def mean_return(modules: dict[str, Any], *, trained: list[str], updates: int, se
 def main(seed: int = 0) -> dict[str, float]:
     """Train a policy for each agent, then one for both; the mean return of each, and of acting at random."""
     torch.set_num_threads(1)
-    both, each = (
-        "default_policy",
-        ["agent_0", "agent_1"],
-    )  # an agent's module is the one with its id, or else the default
+    both, each = "default_policy", ["agent_0", "agent_1"]  # an agent's module has its id, or else is the default one
     returns, began = {}, time.perf_counter()
     returns["random"] = mean_return({both: RandomModule}, trained=[], updates=2, seed=seed)
     returns["two policies"] = mean_return(dict.fromkeys(each), trained=each, updates=UPDATES, seed=seed)

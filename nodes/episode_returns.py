@@ -36,19 +36,19 @@ class EpisodeReturns:
     def add(self, fragments: Fragment, source: Hashable) -> None:
         """Add one fragment of one of several rollouts."""
         chunks, lane = fragments.chunks, (source, fragments.lane)
-        lengths = chunks.stop - chunks.start
-        if not len(lengths):
-            return  # every row is dead: no episode is open that this fragment could be missing from
-        starts = np.cumsum(lengths) - lengths
-        rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
         unknown = np.full(fragments.layout.num_slots, np.nan)
         last, so_far = self._open.get(lane, (-1, unknown))
         if fragments.sequence != last + 1:
             so_far = unknown
+        self._open[lane] = fragments.sequence, so_far
+        if not len(chunks.slot):
+            return
+        lengths = chunks.stop - chunks.start
+        starts = np.cumsum(lengths) - lengths
+        rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
         so_far[chunks.slot[~done]] = rewards[~done]
-        self._open[lane] = fragments.sequence, so_far
         whole = done & ~np.isnan(rewards)
         for loss in fragments.losses:
             whole &= ~((chunks.stop == loss.row) & np.isin(chunks.slot, loss.cut))

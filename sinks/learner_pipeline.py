@@ -37,18 +37,18 @@ class _Gathering(abc.ABC, Generic[F]):
     def finish(self) -> Iterator[Learned]:
         """The batch of the fragments that are left."""
         if self._waiting:
-            yield Learned(self._batch())
+            yield self._learned()
 
     def _take(self, fragment: F) -> Learned:
         if fragment.num_steps and (self._lag is None or self._lag.admits(fragment)):
             self._waiting.append(fragment)
         if len(self._waiting) < self._fragments_per_batch:
             return Learned(None)
-        return Learned(self._batch())
+        return self._learned()
 
-    def _batch(self) -> Batch:
+    def _learned(self) -> Learned:
         fragments, self._waiting = self._waiting, []
-        return self._batch_of(fragments)
+        return Learned(self._batch_of(fragments) or None)
 
 
 class LearnerPipeline(_Gathering[Fragment]):

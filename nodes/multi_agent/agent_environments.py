@@ -69,13 +69,14 @@ class AgentEnvironments:
                 index,
                 envs.parts,
                 envs.num_envs,
+                first_env=first_env,
                 num_rows=self.fragment_length,
                 lookback=lookback,
                 name=f"{self.seed}/{self._name}/{index}",
                 module_of=module_of,
                 shared_data=partial(shared_data, index),
             )
-            for index, envs in enumerate(self.envs)
+            for index, (envs, first_env) in enumerate(zip(self.envs, self.first_slots(), strict=True))
         ]
 
     def start(self) -> Iterator[MultiAgentLane]:

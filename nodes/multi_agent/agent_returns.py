@@ -62,10 +62,9 @@ class AgentReturns:
     def _add_agents(self, fragments: MultiAgentFragment) -> None:
         for place, part in enumerate(fragments.parts):
             for module_id in part.outputs:
-                mine = part.of_module(module_id)
-                if len(mine.chunks.slot):
-                    returns = self.by_module.setdefault(module_id, EpisodeReturns(self._window))
-                    returns.add(mine, place)
+                # Also of a fragment in which its agents only wait: one that is missing would be taken for lost.
+                returns = self.by_module.setdefault(module_id, EpisodeReturns(self._window))
+                returns.add(part.of_module(module_id), (place, fragments.lane))
 
 
 def _add_chunks(sums: Any, part: AgentFragment, clock: EnvClock) -> None:

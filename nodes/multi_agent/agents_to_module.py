@@ -84,7 +84,8 @@ class AgentsToModule:
                 yield PreparedAgents(None, lane.cut())
 
     def _take_in(self, lane: MultiAgentLane) -> None:
-        for pipeline in self.pipelines:
+        jointly = [] if self._joint is None else [self._joint.pipeline]
+        for pipeline in (*jointly, *self.pipelines):
             if pipeline.lookback > lane.lookback:
                 raise ConnectorError(
                     f"{pipeline.name} looks back {pipeline.lookback} steps, but fragments keep {lane.lookback}; "

@@ -36,7 +36,7 @@ class JointPieces:
         left: Any = self.pipeline.observation_space
         parts = []
         for part in self._parts:
-            spaces = [left[str(agent)] if isinstance(left, gym.spaces.Dict) else left for agent in part.agents]
+            spaces = [left[str(agent)] if self._is_by_agents(left) else left for agent in part.agents]
             for agent, space in zip(part.agents, spaces, strict=True):
                 if space != spaces[0]:
                     raise ConnectorError(
@@ -47,6 +47,10 @@ class JointPieces:
             same = spaces[0] == part.observation_space
             parts.append(part if same else part._replace(observation_space=spaces[0]))
         return tuple(parts)
+
+    def _is_by_agents(self, space: Any) -> bool:
+        names = {str(agent) for part in self._parts for agent in part.agents}
+        return isinstance(space, gym.spaces.Dict) and set(space.spaces) == names
 
     def __call__(self, lane: MultiAgentLane, modules: ModuleSet, explore: bool, metrics: Any) -> None:
         """Have the pieces see what the last step gave: first the episodes that it has ended, then those that go on."""

@@ -12,6 +12,7 @@ from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.given import acting_copy, module_for
 from rollflow.nodes.module_forward import ModuleForward
 from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
+from rollflow.nodes.multi_agent.random_module import RandomModule
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.stream.episode_ids import EpisodeIds
 from rollflow.stream.errors import EnvError, ModuleError
@@ -78,6 +79,7 @@ class ModuleSet:
                 "module={id: module, ...}, and agent_to_module_mapping_fn where ids are not the agents'"
             )
         named = given if isinstance(given, Mapping) else {DEFAULT_MODULE_ID: given}
+        self._first_ids = frozenset(named)
         self.modules = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
         for module_id, module in self.modules.items():
             self._have_act(module_id, module)
@@ -100,12 +102,14 @@ class ModuleSet:
             module_id = agent if agent in self.modules else DEFAULT_MODULE_ID
         elif callable(mapping):
             module_id = mapping(agent, MultiAgentEpisode(episode_id))
+        elif agent in mapping:
+            module_id = mapping[agent]
         else:
-            module_id = mapping.get(agent)
-        if module_id not in self.modules:
+            raise EnvError(f"agent_to_module_mapping_fn has no agent '{agent}', expected every agent: {list(mapping)}")
+        if module_id not in self.modules or module_id not in self.acting:
+            there = [each for each in self.modules if each in self.acting]
             raise EnvError(
-                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of "
-                f"{list(self.modules)}"
+                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
             )
         return module_id
 
@@ -154,7 +158,7 @@ class ModuleSet:
         """Modules that the mapping names for an agent in one episode or another."""
         mapping = self._mapping
         if mapping is None:
-            return {agent, DEFAULT_MODULE_ID}
+            return {agent if agent in self._first_ids else DEFAULT_MODULE_ID}
         if not callable(mapping):
             return {mapping.get(agent)}
         with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
@@ -163,6 +167,8 @@ class ModuleSet:
 
     def _have_act(self, module_id: Any, module: Any) -> None:
         copy = acting_copy(module, self._device)
+        if isinstance(copy, RandomModule):
+            copy.seed(seed_for(self._seed, f"actions/{module_id}"))
         weights = PolicyWeights(copy)
         flat = type(copy) is DefaultModule if self._flat is None else self._flat
         self.acting[module_id] = Acting(copy, weights, ModuleForward(copy, weights, flat=flat, **self._how))

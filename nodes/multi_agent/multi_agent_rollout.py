@@ -231,7 +231,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         """Lanes with the lookback that was asked for, or is needed. Raises ValueError where the one is too little."""
         needed = {"a stateful module": int(self._stateful)}
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
-        for pipeline in (*self.env_to_module, *self.module_to_env, *learning):
+        jointly = [] if self.joint is None else [self.joint.pipeline]
+        for pipeline in (*jointly, *self.env_to_module, *self.module_to_env, *learning):
             needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
         most, asked = max(needed, key=lambda name: needed[name]), self._lookback_asked
         if asked is not None and asked < needed[most]:

@@ -5,6 +5,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from rollflow.nodes.rl_module import Batch, RLModule
 from rollflow.stream.columns import Columns
@@ -17,9 +18,17 @@ class RandomModule(RLModule):
 
     For Discrete and MultiDiscrete actions, by logits that are all 0; with `explore=False`, by which nothing is sampled,
     that is the first of them. Where observations are a Dict space that has `action_mask`, as those of PettingZoo's
-    classic games, an action whose mask is 0 is never chosen. Bounded Box actions are drawn uniformly, by torch's own
-    generator. Raises ModuleError for other action spaces.
+    classic games, an action whose mask is 0 is never chosen. Bounded Box actions are drawn uniformly, whatever
+    `explore` says. Raises ModuleError for other action spaces.
     """
+
+    def setup(self) -> None:
+        """Draw Box actions from a generator of its own, seeded anew by `seed`."""
+        self._rng = np.random.default_rng()
+
+    def seed(self, seed: int) -> None:
+        """Begin anew; a rollout does so with a seed of the module's id and its own."""
+        self._rng = np.random.default_rng(seed)
 
     def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
         observations, space = batch[Columns.OBS], self.action_space
@@ -31,8 +40,14 @@ class RandomModule(RLModule):
                 logits[observations["action_mask"] == 0] = -torch.inf
             return {Columns.ACTION_DIST_INPUTS: logits}
         if isinstance(space, gym.spaces.Box) and space.is_bounded():
-            low, high = (torch.from_numpy(np.asarray(bound)).to(leaf.device) for bound in (space.low, space.high))
-            return {Columns.ACTIONS: low + (high - low) * torch.rand((len(leaf), *space.shape), device=leaf.device)}
+            return {Columns.ACTIONS: torch.from_numpy(self._drawn(space, len(leaf))).to(leaf.device)}
         raise ModuleError(
             f"RandomModule has no random actions for {space}, expected Discrete, MultiDiscrete or a bounded Box"
         )
+
+    def _drawn(self, space: gym.spaces.Box, count: int) -> NDArray[Any]:
+        shape = (count, *space.shape)
+        if space.dtype.kind == "f":
+            return self._rng.uniform(space.low, space.high, shape).astype(space.dtype)
+        low, high = space.low.astype(np.int64), space.high.astype(np.int64)
+        return self._rng.integers(low, high, shape, endpoint=True).astype(space.dtype)

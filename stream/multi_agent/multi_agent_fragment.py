@@ -1,5 +1,6 @@
 """A fragment of a lane of environments with several agents each."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class EnvClock:
         self.ends: list[tuple[int, int, bool]] = []
         self.losses: list[tuple[int, str]] = []
         self._ends_of: dict[int, list[int]] = {}
+        self._truncated_of: dict[int, list[bool]] = {}
         self._lost: set[tuple[int, int]] = set()
 
     def end(self, envs: NDArray[np.int64], vector_step: int, truncated: NDArray[np.bool_]) -> None:
@@ -34,6 +36,7 @@ class EnvClock:
         for env, is_truncated in zip(envs.tolist(), truncated.tolist(), strict=True):
             self.ends.append((vector_step, env, is_truncated))
             self._ends_of.setdefault(env, []).append(vector_step)
+            self._truncated_of.setdefault(env, []).append(is_truncated)
 
     def lose(self, vector_step: int, reason: str) -> None:
         """All episodes that were going on after a vector step have ended with it, since the environments were lost."""
@@ -48,7 +51,7 @@ class EnvClock:
 
     def nth(self, env: int, vector_step: int) -> int:
         """How many episodes of the environment had ended in the fragment when a vector step began."""
-        return sum(end <= vector_step for end in self._ends_of.get(env, ()))
+        return bisect_right(self._ends_of.get(env, ()), vector_step)
 
     def number(self, env: int, vector_step: int) -> int:
         """The number of the episode that the environment was in then."""
@@ -64,8 +67,8 @@ class EnvClock:
 
     def end_of(self, env: int, nth: int) -> tuple[int, bool] | None:
         """The vector step that ended an episode, and whether it was truncated; None: it goes on."""
-        mine = [(step, is_truncated) for step, of, is_truncated in self.ends if of == env]
-        return mine[nth] if nth < len(mine) else None
+        ends = self._ends_of.get(env, ())
+        return (ends[nth], self._truncated_of[env][nth]) if nth < len(ends) else None
 
     def next(self, vector_step: int) -> "EnvClock":
         """Of the fragment that begins now."""

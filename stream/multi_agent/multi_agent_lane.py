@@ -45,6 +45,7 @@ class MultiAgentLane:
         parts: Sequence[AgentPart],
         num_envs: int,
         *,
+        first_env: int = 0,
         num_rows: int,
         lookback: int,
         name: str,
@@ -63,6 +64,7 @@ class MultiAgentLane:
         self.just_ended = np.zeros(0, np.int64)
         self.is_set_aside = False
         self._shared_data: dict[int, dict[str, Any]] = {}
+        self._first_env = first_env
         self._module_of, self._make_shared_data = module_of, shared_data
         self._part_of: dict[Any, int] = {}  # module id -> its part
         self._place = {agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)}
@@ -181,14 +183,14 @@ class MultiAgentLane:
             try:
                 module_id = self._module_of(agent, episode_id)
             except Exception as error:
-                error.add_note(f"environment {env}, agent '{agent}', vector step {self.vector_steps}")
+                error.add_note(f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}")
                 raise
             if self._part_of.setdefault(module_id, part) != part:
                 other = self.parts[self._part_of[module_id]].part
                 raise EnvError(
-                    f"environment {env}, agent '{agent}', vector step {self.vector_steps}: module '{module_id}' serves "
-                    f"agent '{other.agents[0]}' with observations in {other.observation_space} and actions in "
-                    f"{other.action_space}, but this one's are in {lane.part.observation_space} and "
+                    f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}: module "
+                    f"'{module_id}' serves agent '{other.agents[0]}', with observations in {other.observation_space} "
+                    f"and actions in {other.action_space}, but this one's are in {lane.part.observation_space} and "
                     f"{lane.part.action_space}: expected the same spaces under one module"
                 )
             if module_id not in self.module_ids:

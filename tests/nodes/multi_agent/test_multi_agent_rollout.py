@@ -1,6 +1,7 @@
 """`MultiAgentRollout` as its users see it: numbers worked by hand, modules that come and go, what it refuses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -15,6 +16,7 @@ from rollflow.nodes import (
     MultiAgentEnv,
     MultiAgentRollout,
     PrevActionsPrevRewards,
+    RandomModule,
     RLModule,
 )
 from rollflow.stream import ConnectorError, EnvError, ModuleError
@@ -173,7 +175,7 @@ def test_a_module_that_comes_back_is_the_new_one() -> None:
         (lambda r: r.add_module("a", Values()), ModuleError, "there is a module 'a' already"),
         (lambda r: r.add_module("c", object()), ModuleError, r"has no method forward_exploration\(\)"),
         (lambda r: r.remove_module("c"), ModuleError, r"there is no module 'c', expected one of \['a', 'b'\]"),
-        (lambda r: r.publish({"c": {}}), ModuleError, r"there is no module 'c', expected one of \['a', 'b'\]"),
+        (lambda r: r.publish({"c": {}}), ModuleError, r"there is no module 'c' to publish .* ids among \['a', 'b'\]"),
         (lambda r: r.publish({"a": Values().state_dict(), "b": {}}), ModuleError, "weight"),
     ],
 )
@@ -325,3 +327,46 @@ def test_a_module_can_act_before_agents_can_be_mapped_to_it(monkeypatch: pytest.
     rollout.add_module("late", Values())
     assert seen == [True]
     rollout.environments.close()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_returns_by_module_count_agents_that_act_seldom(rows: int) -> None:
+    makers = [partial(NumberedAgents, env, nested=0, length=6) for env in range(2)]
+    mapping = {f"agent {number}": "ab"[number % 2] for number in range(4)}
+    modules = {"a": RandomModule, "b": RandomModule}
+    options: Any = {"module": modules, "agent_to_module_mapping_fn": mapping, "seed": 1, "num_fragments": 60 // rows}
+    ended = {"a": 0, "b": 0}
+    with MultiAgentRollout(makers, fragment_length=rows, **options) as rollout:
+        for fragment in rollout.fragments():
+            for module_id in fragment.module_ids:
+                chunks = fragment.of_module(module_id).chunks
+                ended[module_id] += int((chunks.terminated | chunks.truncated).sum())
+    assert {module_id: each.count for module_id, each in rollout.returns.by_module.items()} == ended
+    assert min(ended.values()) > 10
+
+
+def test_the_default_module_is_made_for_those_that_have_none_of_their_own() -> None:
+    class Uneven(Talk):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_spaces = {"a": gym.spaces.Discrete(2), "b": gym.spaces.Discrete(9)}
+
+    rollout = MultiAgentRollout(Uneven, module={"a": None, "default_policy": None}, seed=0)
+    assert rollout.module["a"].action_space.n == 2
+    assert rollout.module["default_policy"].action_space.n == 9
+
+
+def test_box_actions_at_random_follow_from_the_seed() -> None:
+    class Pushes(Talk):
+        def __init__(self) -> None:
+            super().__init__()
+            self.action_spaces = dict.fromkeys(self.possible_agents, gym.spaces.Box(-3, 2, (2,), np.int16))
+
+    def actions(seed: int) -> Any:
+        options: Any = {"module": RandomModule, "fragment_length": 20, "num_fragments": 1, "seed": seed}
+        with MultiAgentRollout(Pushes, **options) as rollout:
+            return [batch["default_policy"]["actions"].numpy() for batch in rollout.batches()]
+
+    np.testing.assert_array_equal(actions(3), actions(3))
+    assert not np.array_equal(actions(3), actions(4))
+    assert set(np.unique(actions(3))) == {-3, -2, -1, 0, 1, 2}
