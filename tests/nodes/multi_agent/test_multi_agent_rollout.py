@@ -300,7 +300,7 @@ def test_what_can_not_be_worked_with_is_refused(env: Any, options: Any, error: A
         (
             Uneven,
             {"agent_to_module_mapping_fn": lambda agent, episode: "a"},
-            "agent 'agent 1', vector step 0: module 'a' serves agent 'agent 0' with observations in .* but this one's",
+            "agent 'agent 1', vector step 0: module 'a' serves agent 'agent 0', with observations in .* but this one's",
             "",
         ),
     ],
