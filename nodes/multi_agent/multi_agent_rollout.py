@@ -51,9 +51,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                       alone. To be trained as `rollout.module[id]`. One by itself has the id
                                       "default_policy"
         agent_to_module_mapping_fn    agent id -> module id: a dict, or a function of the agent's id and its episode,
-                                      asked whenever an agent begins an episode. None: the agent's own module where
-                                      there is one with its id, else "default_policy". All agents that a module serves
-                                      have the same spaces
+                                      of which there is the `id_`, asked whenever an agent begins an episode, and
+                                      before the first to find out spaces. None: the agent's own module where there is
+                                      one with its id, else "default_policy". All agents that a module serves have the
+                                      same spaces
         modules_to_train              ids of the modules that batches are made for; None: all
         model_config                  of default modules
         fragment_length               vector steps in a fragment (T)
