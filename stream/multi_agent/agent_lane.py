@@ -12,7 +12,6 @@ An agent that acted and has no observation yet stays in its row, and what it rec
 agents of the part act in every step, they stand in one row, and a step is a handful of writes of whole rows.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,70 +23,49 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import Final, FragmentLayout
 from rollflow.stream.infos import copied
-from rollflow.stream.lane_columns import LaneColumns
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.agent_rows import AgentRows
 from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots
 from rollflow.stream.multi_agent.lost_agents import mark_lost
 from rollflow.stream.multi_agent.vector_step import Observed, PartStep
 from rollflow.stream.space import row_of
-from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree
+from rollflow.stream.tree import Tree, concatenate_trees, map_tree
 
 
-class AgentLane:
+class AgentLane(AgentRows):
     """The agent slots of one part, S in all.
 
-        lane        number of the lane
-        layout      of its fragments, slots being agent slots
-        part        the agents and their spaces
-
-        at                   i64[S] row of each slot's newest observation
         acting               i64[K] ascending: slots whose newest observation is to be answered by an action
-        module               i16[S] which module serves each slot
-        episode_start        i64[S] row of the first observation of the slot's episode
-        episode_number       i64[S] how many episodes with a step the slot had before
         lives                bool[S] whether the slot has an episode
         observation_spaces   that observations may be in where pieces rewrite them, the environments' first
         num_steps            agent steps recorded so far
-        parents              (slot, number of its episode) -> id of the multi-agent episode that it is a part of
         ended                slots whose episodes have ended with the last step, until pieces have seen it
+
+    What it is made with, and where its slots stand, is as in `AgentRows`.
 
     Raises ColumnError whenever an array does not fit its column.
     """
 
     def __init__(self, lane: int, layout: FragmentLayout, part: AgentPart) -> None:
-        self.lane, self.layout, self.part = lane, layout, part
+        super().__init__(lane, layout, part)
         slots = layout.num_slots
-        self.everyone: Slots = np.arange(slots)
-        self.at: Slots = np.full(slots, layout.lookback)
         self.acting: Slots = self.everyone[:0]
-        self.module = np.zeros(slots, np.int16)
-        self._is_assigned = np.zeros(slots, np.bool_)
-        self.episode_start = self.at.copy()
-        self.episode_number = np.zeros(slots, np.int64)
         self.lives = np.zeros(slots, np.bool_)
         self.observation_spaces: Sequence[Any] = (part.observation_space,)
         self.num_steps = 0
-        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
-        self.parents: dict[tuple[int, int], str] = {}
         self.ended: EndedAgents | None = None
         self.live = LiveAgents(self)
-        self._row: int | None = layout.lookback  # of all slots, where it is the same
+        self._is_assigned = np.zeros(slots, np.bool_)
         self._waits = np.zeros(slots, np.bool_)  # acted, and has no observation since
         self._received = np.zeros(slots, np.float32)  # by those that wait
         self._fresh = np.zeros(slots, np.bool_)  # acting, as a mask
-        self._columns = LaneColumns(layout, None)
-        self._space = part.observation_space
         self._raw: Column | None = None  # newest observations, where the column's are of another type; one row
         self._edited: tuple[Slots, Tree] | None = None  # newest ones that pieces have written before others look
         self._typing = True  # until the first observations are settled the obs column may take another type
-        self._outputs: dict[Any, tuple[str, ...]] = {}  # by module
-        self._has_infos = False
         self._begun: list[Slots] = []
         self._groups: list[tuple[int, Slots]] | None = None  # where all act, and nobody has begun since
-        self.module_ids: Sequence[Any] = ()
-        self.fragment = self._fragment(0, self._columns.first(self._space))
 
     # What the environments and the modules say
 
@@ -105,20 +83,7 @@ class AgentLane:
         module     which of `module_ids`
         version    of its weights
         """
-        names = self._outputs.get(self.module_ids[module])
-        if names is None:
-            names = self._add_outputs(self.module_ids[module], outputs)
-        columns = self.fragment.columns
-        try:
-            self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
-            for name in names:
-                self._write(columns[name], slots, outputs[name])
-        except KeyError:
-            self._refuse_outputs(module, names, outputs)
-        if len(outputs) != len(names) + 1:
-            self._refuse_outputs(module, names, outputs)
-        versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
-        versions[rows, slots] = version
+        self._write_outputs(slots, outputs, module, version)
         self._waits[slots] = True
 
     def record_step(self, step: PartStep, vector_step: int) -> None:
@@ -292,58 +257,16 @@ class AgentLane:
         """What a slot that waits has received since it acted."""
         return np.float32(self._received[slot])
 
-    @property
-    def observation_space(self) -> Any:
-        """The space of the `obs` column."""
-        return self._space
-
-    # Fragments
-
-    @property
-    def uncut_steps(self) -> int:
-        """Agent steps in the fragment in the making."""
-        return int(self.at.sum()) - self.layout.lookback * self.layout.num_slots
-
     def cut(self) -> AgentFragment:
         """Give the fragment away, read-only, and begin the next one with the last H steps of every slot."""
-        old, lookback = self.fragment, self.layout.lookback
-        new = self._fragment(old.sequence + 1, self._columns.like(old.columns, are_written=self._raw is None))
-        # Not only the lookback: a slot that waits has its action in the row of its newest observation.
-        rows = self.at + np.arange(-lookback, 1)[:, None]
-        for name, column in new.columns.items():
-            _copy(column.tree, old.columns[name].tree, rows, self.everyone)
-        _copy(new.clock, old.clock, rows, self.everyone)
-        new.module_of[:] = self.module
-        self.episode_start -= self.at - lookback
-        new.episode_start[:] = self.episode_start
-        if self._has_infos:
-            self._hand_infos_on(old, new)
-        old.observation_space = new.observation_space = self._space
-        old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
+        old = self._turn_over(are_written=self._raw is None)
         # Where the lane was stopped before its environments got the newest actions, these are nobody's.
         old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
-        old.serves = self.module.copy()
-        old.module_ids, old.outputs = tuple(self.module_ids), dict(self._outputs)
         old.seal_at(self.at.copy())
-        number = self.episode_number
-        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
-        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
-        self.fragment = new
-        self.at[:] = self._row = lookback
+        self.at[:] = self._row = self.layout.lookback
         return old
 
     # Inside
-
-    def _fragment(self, sequence: int, columns: dict[str, Column]) -> AgentFragment:
-        return AgentFragment(
-            self.layout,
-            self.lane,
-            sequence,
-            columns,
-            part=self.part,
-            episode_start=self.episode_start.copy(),
-            episode_number=self.episode_number.copy(),
-        )
 
     def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
         """All have acted, and all have an observation."""
@@ -440,16 +363,6 @@ class AgentLane:
             self.fragment.clock[self.at[slots], slots] = vector_step
         self._fresh[slots] = True
 
-    def _write(self, column: Column, slots: Slots, values: Tree) -> None:
-        if self._row is not None and len(slots) == self.layout.num_slots:
-            column.write(self._row, values)
-        else:
-            column.write_items(self._rows_of(slots), slots, values)
-
-    def _rows_of(self, slots: Slots) -> Slots | int:
-        """The rows where slots stand, or the one where all do."""
-        return self.at[slots] if self._row is None else self._row
-
     def _newest(self, slots: Slots) -> Tree:
         """The newest observations of slots, `any[K, ...]`, as they came or as pieces have left them so far."""
         if self._edited is not None:
@@ -473,48 +386,3 @@ class AgentLane:
                 self._raw.write(0, old.row(self.layout.lookback))
                 self._space, self.fragment.columns[Columns.OBS] = space, column
                 return
-
-    def _add_outputs(self, module_id: Any, outputs: Mapping[str, Tree]) -> tuple[str, ...]:
-        """The columns for what a module gives, zeros until it does."""
-        names = tuple(name for name in outputs if name != Columns.ACTIONS)
-        for name in names:
-            if name not in self.fragment.columns:
-                row = map_tree(
-                    lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
-                    outputs[name],
-                )
-                column = self._columns.extra(name, row)
-                for leaf in leaves_of(column.tree):
-                    leaf[:] = 0
-                self.fragment.columns[name] = column
-        self._outputs[module_id] = names
-        return names
-
-    def _refuse_outputs(self, module: int, names: Sequence[str], outputs: Mapping[str, Tree]) -> None:
-        expected = {Columns.ACTIONS, *names}
-        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
-        raise ColumnError(
-            f"lane {self.lane}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
-            f"{missing}, new {new}; every step must give {sorted(expected)}"
-        )
-
-    def _infos_in(self, fragment: AgentFragment, row: int) -> AgentInfos:
-        there = fragment.infos[row]
-        if not isinstance(there, AgentInfos):
-            there = fragment.infos[row] = AgentInfos()
-        return there
-
-    def _hand_infos_on(self, old: AgentFragment, new: AgentFragment) -> None:
-        moved = self.at - self.layout.lookback
-        for row, infos in enumerate(old.infos):
-            if isinstance(infos, AgentInfos):
-                for slot, info in infos.of_slots.items():
-                    to = row - int(moved[slot])
-                    if 0 <= to <= self.layout.lookback:
-                        self._infos_in(new, to).of_slots[slot] = info
-
-
-def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
-    """Into the first rows of each leaf, what stands in certain rows of every slot."""
-    for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
-        leaf[: len(rows)] = source[np.minimum(rows, len(source) - 1), slots]

@@ -1,0 +1,178 @@
+"""Where the agent slots of one part stand in the fragment that they are filling, and how their rows are written."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.column import Column
+from rollflow.stream.columns import Columns
+from rollflow.stream.errors import ColumnError
+from rollflow.stream.fragment import FragmentLayout
+from rollflow.stream.lane_columns import LaneColumns
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.ended_agents import Slots
+from rollflow.stream.tree import Tree, leaves_of, map_tree
+
+
+class AgentRows:
+    """The rows of a part's agent slots, S in all, in one fragment after the other.
+
+    lane      number of the lane
+    layout    of its fragments, slots being agent slots
+    part      the agents and their spaces
+
+    everyone          i64[S] all slots
+    at                i64[S] row of each slot's newest observation
+    module            i16[S] which of `module_ids` serves each slot
+    module_ids        of the modules that have served agents in the lane
+    episode_start     i64[S] row of the first observation of the slot's episode
+    episode_number    i64[S] how many episodes with a step the slot had before
+    custom_data       (slot, number of its episode) -> what pieces keep with it
+    parents           (slot, number of its episode) -> id of the multi-agent episode that it is a part of
+    fragment          in the making
+    """
+
+    def __init__(self, lane: int, layout: FragmentLayout, part: AgentPart) -> None:
+        self.lane, self.layout, self.part = lane, layout, part
+        slots = layout.num_slots
+        self.everyone: Slots = np.arange(slots)
+        self.at: Slots = np.full(slots, layout.lookback)
+        self.module = np.zeros(slots, np.int16)
+        self.module_ids: Sequence[Any] = ()
+        self.episode_start = self.at.copy()
+        self.episode_number = np.zeros(slots, np.int64)
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+        self.parents: dict[tuple[int, int], str] = {}
+        self._row: int | None = layout.lookback  # of all slots, where it is the same
+        self._columns = LaneColumns(layout, None)
+        self._space = part.observation_space
+        self._outputs: dict[Any, tuple[str, ...]] = {}  # by module
+        self._has_infos = False
+        self.fragment = self._fragment(0, self._columns.first(self._space))
+
+    @property
+    def observation_space(self) -> Any:
+        """The space of the `obs` column."""
+        return self._space
+
+    @property
+    def uncut_steps(self) -> int:
+        """Agent steps in the fragment in the making."""
+        return int(self.at.sum()) - self.layout.lookback * self.layout.num_slots
+
+    # Writing
+
+    def _write_outputs(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
+        names = self._outputs.get(self.module_ids[module])
+        if names is None:
+            names = self._add_outputs(self.module_ids[module], outputs)
+        columns = self.fragment.columns
+        try:
+            self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
+            for name in names:
+                self._write(columns[name], slots, outputs[name])
+        except KeyError:
+            self._refuse_outputs(module, names, outputs)
+        if len(outputs) != len(names) + 1:
+            self._refuse_outputs(module, names, outputs)
+        versions, rows = columns[Columns.POLICY_VERSION].tree, self._rows_of(slots)
+        versions[rows, slots] = version
+
+    def _write(self, column: Column, slots: Slots, values: Tree) -> None:
+        if self._row is not None and len(slots) == self.layout.num_slots:
+            column.write(self._row, values)
+        else:
+            column.write_items(self._rows_of(slots), slots, values)
+
+    def _rows_of(self, slots: Slots) -> Slots | int:
+        """The rows where slots stand, or the one where all do."""
+        return self.at[slots] if self._row is None else self._row
+
+    def _add_outputs(self, module_id: Any, outputs: Mapping[str, Tree]) -> tuple[str, ...]:
+        """The columns for what a module gives, zeros until it does."""
+        names = tuple(name for name in outputs if name != Columns.ACTIONS)
+        for name in names:
+            if name not in self.fragment.columns:
+                row = map_tree(
+                    lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
+                    outputs[name],
+                )
+                column = self._columns.extra(name, row)
+                for leaf in leaves_of(column.tree):
+                    leaf[:] = 0
+                self.fragment.columns[name] = column
+        self._outputs[module_id] = names
+        return names
+
+    def _refuse_outputs(self, module: int, names: Sequence[str], outputs: Mapping[str, Tree]) -> NoReturn:
+        expected = {Columns.ACTIONS, *names}
+        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
+        raise ColumnError(
+            f"lane {self.lane}: the outputs of module '{self.module_ids[module]}' changed between steps: missing "
+            f"{missing}, new {new}; every step must give {sorted(expected)}"
+        )
+
+    # From fragment to fragment
+
+    def _turn_over(self, *, are_written: bool) -> AgentFragment:
+        """Begin the next fragment, with the last H steps of every slot; the one before, which is still to be sealed.
+
+        are_written    whether observations stand in their column as the environments give them
+        """
+        old, lookback = self.fragment, self.layout.lookback
+        new = self._fragment(old.sequence + 1, self._columns.like(old.columns, are_written=are_written))
+        # Not only the lookback: a slot that waits has its action in the row of its newest observation.
+        rows = self.at + np.arange(-lookback, 1)[:, None]
+        for name, column in new.columns.items():
+            _copy(column.tree, old.columns[name].tree, rows, self.everyone)
+        _copy(new.clock, old.clock, rows, self.everyone)
+        new.module_of[:] = self.module
+        self.episode_start -= self.at - lookback
+        new.episode_start[:] = self.episode_start
+        if self._has_infos:
+            self._hand_infos_on(old, new)
+        old.observation_space = new.observation_space = self._space
+        old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
+        old.serves = self.module.copy()
+        old.module_ids, old.outputs = tuple(self.module_ids), dict(self._outputs)
+        number = self.episode_number
+        self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
+        self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
+        self.fragment = new
+        return old
+
+    def _fragment(self, sequence: int, columns: dict[str, Column]) -> AgentFragment:
+        return AgentFragment(
+            self.layout,
+            self.lane,
+            sequence,
+            columns,
+            part=self.part,
+            episode_start=self.episode_start.copy(),
+            episode_number=self.episode_number.copy(),
+        )
+
+    def _infos_in(self, fragment: AgentFragment, row: int) -> AgentInfos:
+        there = fragment.infos[row]
+        if not isinstance(there, AgentInfos):
+            there = fragment.infos[row] = AgentInfos()
+        return there
+
+    def _hand_infos_on(self, old: AgentFragment, new: AgentFragment) -> None:
+        moved = self.at - self.layout.lookback
+        for row, infos in enumerate(old.infos):
+            if isinstance(infos, AgentInfos):
+                for slot, info in infos.of_slots.items():
+                    to = row - int(moved[slot])
+                    if 0 <= to <= self.layout.lookback:
+                        self._infos_in(new, to).of_slots[slot] = info
+
+
+def _copy(new: Tree, old: Tree, rows: NDArray[np.int64], slots: Slots) -> None:
+    """Into the first rows of each leaf, what stands in certain rows of every slot."""
+    for leaf, source in zip(leaves_of(new), leaves_of(old), strict=True):
+        leaf[: len(rows)] = source[np.minimum(rows, len(source) - 1), slots]
