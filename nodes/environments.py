@@ -7,6 +7,7 @@ import gymnasium as gym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from rollflow.nodes.env_source import EnvSource, is_ready, lane_makers
+from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode_ids import EpisodeIds
@@ -18,7 +19,7 @@ from rollflow.stream.space import is_columnar
 from rollflow.stream.tree import Tree
 
 
-class Environments:
+class Environments(LaneSource):
     """A node that steps vector environments, one per lane: takes a lane's actions, gives its observations.
 
         env                an environment's id, a callable or a list of callables that make one each, a
@@ -51,11 +52,7 @@ class Environments:
         first_lane: int = 0,
         first_slot: int = 0,
     ) -> None:
-        self.seed = seed
-        self.is_started = False
-        self.is_closed = False
-        self.lost_steps = 0  # under way where environments were lost: only workers are
-        self.fragment_length = fragment_length
+        super().__init__(seed, fragment_length)
         self.lookback = -1  # not set yet
         self.lanes: list[Lane] = []
         self.is_shared = False
@@ -109,26 +106,6 @@ class Environments:
             raise
         return lane
 
-    @property
-    def num_lanes(self) -> int:
-        """How many lanes there are."""
-        return len(self.envs)
-
-    @property
-    def most_lanes(self) -> int:
-        """How many there may come to be."""
-        return self.num_lanes
-
-    @property
-    def num_steps(self) -> int:
-        """Transitions that the environments have made."""
-        return sum(lane.num_steps for lane in self.lanes)
-
-    @property
-    def uncut_steps(self) -> int:
-        """Those of them that are in no fragment yet."""
-        return sum(lane.uncut_steps for lane in self.lanes)
-
     def describe(self) -> str:
         """Lanes and slots, for `explain()`."""
         count = len(self.envs)
@@ -165,11 +142,6 @@ class Environments:
         return None
 
     # Inside
-
-    def _begin(self) -> None:
-        if self.is_started:
-            raise RunError("these environments have been run before: a rollout runs once, make another one")
-        self.is_started = True
 
     def _make_lanes(self) -> None:
         self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]

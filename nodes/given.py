@@ -3,13 +3,13 @@
 import copy
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.connectors.connector_pipeline_v2 import pieces_of
+from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.env_source import is_whole
@@ -146,3 +146,15 @@ def check_for_rollouts(
         raise ValueError(
             f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
         )
+
+
+def lookback_for(asked: int | None, pipelines: Iterable[ConnectorPipelineV2], *, stateful: bool) -> int:
+    """Steps of lookback: what was asked for, or what is needed. Raises ValueError where the one is too little."""
+    needed = {"a stateful module": int(stateful)}
+    for pipeline in pipelines:
+        for name, piece in pipeline.get_checkpointable_components():
+            needed[name] = max(piece.lookback, needed.get(name, 0))
+    most = max(needed, key=lambda name: needed[name])
+    if asked is not None and asked < needed[most]:
+        raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
+    return max(1, needed[most]) if asked is None else asked

@@ -20,6 +20,7 @@ from rollflow.nodes.given import (
     check_numbers,
     copied_module,
     copied_pieces,
+    lookback_for,
     pieces_given,
 )
 from rollflow.nodes.lag import LagBound, OnExcess
@@ -209,11 +210,10 @@ class Rollout(RolloutLoop[Fragment]):
         self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, taught, stateful=acting.is_stateful)
         self._lookback_asked, self._stateful = lookback, acting.is_stateful
         self._set_lookback()
-        ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         self._lanes_count = self.environments.num_lanes
         self._num_fragments = num_fragments
         rounds = Rounds(self._lanes_count, lag, self.returns)
-        super().__init__(self.environments, lag=lag, rounds=rounds, ahead=ahead, in_a_thread=prefetch > 0)
+        super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=prefetch)
         self.metrics = MetricsLogger() if metrics is None else metrics
         compiled = compile_options(compile_forward)
         flat = type(self._acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
@@ -353,15 +353,8 @@ class Rollout(RolloutLoop[Fragment]):
             )
 
     def _set_lookback(self) -> None:
-        """Steps of lookback: what was asked for, or what is needed. Raises ValueError where the one is too little."""
-        asked = self._lookback_asked
-        needed = {"a stateful module": int(self._stateful)}
-        for pipeline in (self.env_to_module, self.module_to_env, self.learner_pipeline):
-            needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
-        most = max(needed, key=lambda name: needed[name])
-        if asked is not None and asked < needed[most]:
-            raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
-        self.environments.set_lookback(max(1, needed[most]) if asked is None else asked)
+        pipelines = self.env_to_module, self.module_to_env, self.learner_pipeline
+        self.environments.set_lookback(lookback_for(self._lookback_asked, pipelines, stateful=self._stateful))
         for lane in self.environments.lanes:
             seed_lane(lane, self.seed)
 

@@ -31,19 +31,21 @@ class RolloutLoop(abc.ABC, Generic[F]):
         environments       the node that steps what there is to step
         lag                how old a fragment may be
         rounds             takes fragments and hands them out
-        ahead              fragments of each lane that may be begun beyond the one that is worked on
-        in_a_thread        whether the ring goes on while the reader works
+        prefetch           rounds that it may run ahead of its reader, in a thread of its own; 0: it stands still while
+                           the reader works
 
     It runs once.
     """
 
-    def __init__(self, environments: Any, *, lag: LagBound, rounds: Rounds[F], ahead: int, in_a_thread: bool) -> None:
+    def __init__(self, environments: Any, *, lag: LagBound, rounds: Rounds[F], prefetch: int) -> None:
         self.environments = environments
         self.lag = lag
         self._rounds = rounds
+        is_bound = lag.max_lag is not None and lag.on_excess == "pace"
+        ahead = min(prefetch, lag.max_lag or 0) if is_bound else prefetch
         self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
         self._credits = FragmentCredits(environments.num_lanes * self._fragments_per_lane)
-        self._runs_ahead = in_a_thread
+        self._runs_ahead = prefetch > 0
         self._gates: list[Gate] = []  # that hold it back in a graph
         self._is_in_graph = False
         self._drive: Drive | None = None

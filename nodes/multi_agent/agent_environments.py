@@ -7,6 +7,7 @@ from itertools import accumulate, islice
 from typing import Any
 
 from rollflow.nodes.env_source import sizes_of
+from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs, check_alike
@@ -19,7 +20,7 @@ from rollflow.stream.multi_agent.vector_step import AgentEnvs
 AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
 
 
-class AgentEnvironments:
+class AgentEnvironments(LaneSource):
     """A node that steps environments with several agents: takes a lane's actions, gives its observations.
 
         env                a callable that makes an environment, or a list of callables that make one each: of a
@@ -43,9 +44,7 @@ class AgentEnvironments:
         seed: int = 0,
         name: str = "rollout",
     ) -> None:
-        self.seed, self.fragment_length = seed, fragment_length
-        self.is_started = self.is_closed = False
-        self.lost_steps = 0
+        super().__init__(seed, fragment_length)
         self.lanes: list[MultiAgentLane] = []
         self._name = name
         self.envs = self._made(env, num_envs, lanes)
@@ -81,7 +80,7 @@ class AgentEnvironments:
 
     def start(self) -> Iterator[MultiAgentLane]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
-        self._set_out()
+        self._begin()
         for lane, envs, first_env in zip(self.lanes, self.envs, self.first_slots(), strict=True):
             try:
                 lane.reset(*envs.reset(seeds_for(self.seed, first_env, envs.num_envs)))
@@ -103,26 +102,6 @@ class AgentEnvironments:
     def first_slots(self) -> list[int]:
         """The number of every lane's first environment."""
         return [0, *accumulate(envs.num_envs for envs in self.envs[:-1])]
-
-    @property
-    def num_lanes(self) -> int:
-        """How many lanes there are."""
-        return len(self.envs)
-
-    @property
-    def most_lanes(self) -> int:
-        """How many there may come to be."""
-        return self.num_lanes
-
-    @property
-    def num_steps(self) -> int:
-        """Agent steps that the environments have made."""
-        return sum(lane.num_steps for lane in self.lanes)
-
-    @property
-    def uncut_steps(self) -> int:
-        """Those of them that are in no fragment yet."""
-        return sum(lane.uncut_steps for lane in self.lanes)
 
     def describe(self) -> str:
         """Lanes, environments and agents, for `explain()`."""
@@ -159,11 +138,6 @@ class AgentEnvironments:
         for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
             with located(f"environment {first_env}"):
                 check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
-
-    def _set_out(self) -> None:
-        if self.is_started:
-            raise RunError("these environments have been run before: a rollout runs once, make another one")
-        self.is_started = True
 
 
 def _ready(env: MultiAgentVectorEnv, num_envs: int | None, lanes: int | None) -> list[ArrayEnvs]:

@@ -9,7 +9,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.given import check_numbers, pieces_given
+from rollflow.nodes.given import check_numbers, lookback_for, pieces_given
 from rollflow.nodes.lag import OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.multi_agent.agent_forward import AgentForward
@@ -170,9 +170,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         self._stateful, self._lookback_asked = stateful, lookback
         self.returns = AgentReturns()
         lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
-        ahead = prefetch if max_lag is None or on_excess == "drop" else min(prefetch, max_lag)
         rounds: Rounds[MultiAgentFragment] = Rounds(environments.num_lanes, lag, self.returns)
-        super().__init__(environments, lag=lag, rounds=rounds, ahead=ahead, in_a_thread=prefetch > 0)
+        super().__init__(environments, lag=lag, rounds=rounds, prefetch=prefetch)
         context: dict[str, Any] = {"explore": explore, "metrics": self.metrics}
         self._prepare = AgentsToModule(
             self.env_to_module,
@@ -229,17 +228,11 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     # Inside
 
     def _make_lanes(self) -> None:
-        """Lanes with the lookback that was asked for, or is needed. Raises ValueError where the one is too little."""
-        needed = {"a stateful module": int(self._stateful)}
         learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
         jointly = [] if self.joint is None else [self.joint.pipeline]
-        for pipeline in (*jointly, *self.env_to_module, *self.module_to_env, *learning):
-            needed |= {name: piece.lookback for name, piece in pipeline.get_checkpointable_components()}
-        most, asked = max(needed, key=lambda name: needed[name]), self._lookback_asked
-        if asked is not None and asked < needed[most]:
-            raise ValueError(f"lookback is {asked}, expected at least {needed[most]}: {most} looks back as far as that")
+        pipelines = *jointly, *self.env_to_module, *self.module_to_env, *learning
         self.environments.make_lanes(
-            max(1, needed[most]) if asked is None else asked,
+            lookback_for(self._lookback_asked, pipelines, stateful=self._stateful),
             self._modules.module_of,
             lambda lane, module_id: sampling_data(lane, self.seed, f"module/{module_id}"),
         )

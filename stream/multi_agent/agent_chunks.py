@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollflow.stream.agent_roster import AgentRoster
-from rollflow.stream.agent_share import PendingAction
 from rollflow.stream.agent_timeline import AgentTimeline
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
-from rollflow.stream.tree import map_tree
 
 if TYPE_CHECKING:
     from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -97,10 +95,7 @@ def _named(
     timeline.observed_at = [step - started for step in timeline.observed_at]
     timeline.episode.agent_id, timeline.episode.module_id = agent, module_id
     if part.waits[slot] and not timeline.episode.is_done:
-        row, names = int(part.stops[slot]), (*part.outputs[module_id], Columns.POLICY_VERSION)
-        values = {
-            name: map_tree(lambda leaf: leaf[row, slot], part.columns[name].tree) for name in (Columns.ACTIONS, *names)
-        }
-        timeline.pending = PendingAction(values.pop(Columns.ACTIONS), values)
+        outputs = *part.outputs[module_id], Columns.POLICY_VERSION
+        timeline.pending = part.action_in(int(part.stops[slot]), slot, outputs)
         timeline.received = {stop - started - 1: np.float32(part.received[slot])}
     return agent, timeline

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.agent_share import PendingAction
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
@@ -113,6 +114,11 @@ class AgentFragment(Fragment):
         number, lookback = int(self.episode_number[slot]) + ended, min(t_started, self.layout.lookback)
         flags = {"terminated": False, "truncated": False, "t_started": t_started}
         return self._episode(slot, number, stop, stop, lookback, **flags)
+
+    def action_in(self, row: int, slot: int, outputs: Sequence[str]) -> PendingAction:
+        """What a slot did in a row, with these of its module's extra outputs, before an observation answers it."""
+        values = {name: map_tree(lambda leaf: leaf[row, slot], self.columns[name].tree) for name in outputs}
+        return PendingAction(map_tree(lambda leaf: leaf[row, slot], self.columns[Columns.ACTIONS].tree), values)
 
     def seal_at(self, stops: NDArray[np.int64]) -> None:
         """Take so many rows of every slot as the whole, and make all of it read-only."""

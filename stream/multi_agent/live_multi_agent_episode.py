@@ -4,13 +4,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rollflow.stream.agent_roster import AgentRoster
-from rollflow.stream.agent_share import PendingAction
 from rollflow.stream.agent_timeline import AgentTimeline
-from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EpisodeError
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
-from rollflow.stream.tree import map_tree
 
 if TYPE_CHECKING:
     from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
@@ -86,12 +83,6 @@ def _timelines(
             observed_at[-1] = now
         timeline = AgentTimeline(episode, [step - started for step in observed_at])
         if not ends and part.waits(slot):
-            columns = part.fragment.columns
-            names = [name for name in part.fragment.extra_columns if name in columns]
-            values = {
-                name: map_tree(lambda leaf, row=row, slot=slot: leaf[row, slot], columns[name].tree)
-                for name in (Columns.ACTIONS, *names)
-            }
-            timeline.pending = PendingAction(values.pop(Columns.ACTIONS), values)
+            timeline.pending = part.fragment.action_in(row, slot, part.fragment.extra_columns)
             timeline.received = {now - started - 1: part.received(slot)}
         yield agent, timeline

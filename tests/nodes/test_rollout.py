@@ -1021,3 +1021,16 @@ def test_forward_passes_use_so_many_threads_and_nothing_else_does(threads: int |
     finally:
         torch.set_num_threads(before)
     assert seen == {threads or 3}
+
+
+def test_as_much_lookback_is_kept_as_the_piece_needs_that_looks_furthest_back() -> None:
+    class Back(ConnectorV2):
+        def __init__(self, lookback: int) -> None:
+            super().__init__()
+            self.lookback = lookback
+
+        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+            return batch
+
+    pieces: Any = {"env_to_module_connector": lambda env: Back(5), "learner_connector": lambda seen, done: Back(2)}
+    assert Rollout("CartPole-v1", **pieces).environments.lookback == 5

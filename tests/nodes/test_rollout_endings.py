@@ -4,25 +4,14 @@ from typing import Any
 
 import anyio
 import pytest
+from breaking import Breaks
 from numbered import NumberedModule, numbered_envs
 
-from rollflow.nodes import ConnectorV2, Rollout
+from rollflow.nodes import Rollout
 from rollflow.sinks import LearnerPipeline
 from rollflow.stream import Graph
 
 pytestmark = pytest.mark.anyio
-
-
-class Breaks(ConnectorV2):
-    """Raises at its tenth call."""
-
-    calls = 0
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.calls += 1
-        if self.calls == 10:
-            raise ZeroDivisionError("no more")
-        return batch
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -49,7 +49,7 @@ class AgentProcesses(AgentEnvironments, LaneProcesses):
 
     def start(self) -> Iterator[MultiAgentLane]:
         """Have every environment reset, all at a time; the lanes come by `completed`. Raises RunError a second time."""
-        self._set_out()
+        self._begin()
         self._start_lanes()
         return iter(())
 

@@ -6,27 +6,16 @@ from typing import Any
 
 import anyio
 import pytest
+from breaking import Breaks
 from drawn_agents import Drawn, made
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout
+from rollflow.nodes import MultiAgentRollout
 from rollflow.stream import Graph, Inlet
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 DRAWN = Drawn(3, 2, 4, 1, 9, False, 4, 1, True, 11)
-
-
-class Breaks(ConnectorV2):
-    """Raises at its tenth call."""
-
-    calls = 0
-
-    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        self.calls += 1
-        if self.calls == 10:
-            raise ZeroDivisionError("no more")
-        return batch
 
 
 class BreakingModule(SerialModule):
