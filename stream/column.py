@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.tree import Tree, leaves_of, map_tree
 
+_LEAF = optree.tree_structure(0, none_is_leaf=True)
+
 
 class Column:
     """A tree of arrays `any[rows, N, ...]`: time first, then the slots of a lane.
@@ -22,8 +24,8 @@ class Column:
         self.name = name
         self.tree = tree
         self._leaves: list[NDArray[Any]] = leaves_of(tree)
-        self._treespec = optree.tree_structure(tree, none_is_leaf=True)
         self._array: NDArray[Any] | None = tree if isinstance(tree, np.ndarray) else None
+        self._treespec = _LEAF if self._array is not None else optree.tree_structure(tree, none_is_leaf=True)
         self._shape = self._leaves[0].shape[1:] if self._leaves else ()
         # The dtype that the last whole row came in: another one is checked before it is cast.
         self._source_dtype = self._leaves[0].dtype if self._leaves else np.dtype(bool)

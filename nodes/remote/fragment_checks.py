@@ -34,10 +34,16 @@ def check_columns(columns: Mapping[str, Column], layout: FragmentLayout, rows: i
         for leaf in leaves_of(column.tree):
             if leaf.shape[:2] != (expected, slots):
                 raise _wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
-    known: dict[str, Tree] = {name: np.zeros(slots, dtype) for name, dtype in _KNOWN.items()}
-    known |= {Columns.OBS: row_of(space, slots), Columns.ACTIONS: row_of(layout.action_space, slots)}
-    for name, row in known.items():
-        map_tree(partial(_check_rows, name), columns[name].tree, row)
+    for name, dtype in _KNOWN.items():
+        _check_rows(name, columns[name].tree, dtype, (slots,))
+    for name, of in ((Columns.OBS, space), (Columns.ACTIONS, layout.action_space)):
+        tree = columns[name].tree
+        if isinstance(tree, np.ndarray) and of.shape is not None and of.dtype is not None:  # without a row made for it
+            _check_rows(name, tree, of.dtype, (slots, *of.shape))
+        else:
+            map_tree(
+                lambda leaf, row, name=name: _check_rows(name, leaf, row.dtype, row.shape), tree, row_of(of, slots)
+            )
 
 
 def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
@@ -81,6 +87,8 @@ def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space
 
 def check_ends(fragment: Fragment) -> None:
     """Raise WireError where last observations are of episodes that do not end where they are said to."""
+    if not fragment.finals:
+        return
     chunks = fragment.chunks
     ends = set(zip(chunks.stop.tolist(), chunks.slot.tolist(), strict=True))
     for final in fragment.finals:
@@ -128,9 +136,10 @@ def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:
         check_infos(each, slots, name)
 
 
-def _check_rows(name: str, leaf: NDArray[Any], row: NDArray[Any]) -> None:
-    if leaf.dtype != row.dtype or leaf.shape[1:] != row.shape:
-        raise _wrong(f"{name} is {_shown(leaf)}, expected rows of {_shown(row)}")
+def _check_rows(name: str, leaf: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype != dtype or leaf.shape[1:] != shape:
+        told = _shown(leaf) if isinstance(leaf, np.ndarray) else told_of(leaf)
+        raise _wrong(f"{name} is {told}, expected rows of {np.dtype(dtype)}{list(shape)}")
 
 
 def _check_items(name: str, leaf: Any, like: NDArray[Any]) -> None:

@@ -7,7 +7,7 @@ import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.env_source import is_whole
-from rollflow.nodes.remote.fragment_checks import check_columns, check_ends, check_rest
+from rollflow.nodes.remote.fragment_checks import check_columns, check_ends, check_rest, told_of
 from rollflow.nodes.workers.fragment_codec import described, restored
 from rollflow.stream import wire
 from rollflow.stream.column import Column
@@ -28,7 +28,11 @@ def message_of(
         name: column.rows(0, fragment.last_row + (name == Columns.OBS)) for name, column in fragment.columns.items()
     }
     # A list in place of a tuple is the same to the wire, and not to whoever maps over a tree.
-    forms = {name: map_tree(lambda leaf: leaf[0, :0], column.tree) for name, column in fragment.columns.items()}
+    forms = {
+        name: map_tree(lambda leaf: leaf[0, :0], column.tree)
+        for name, column in fragment.columns.items()
+        if not isinstance(column.tree, np.ndarray)
+    }
     told = {"forms": forms, "space": _which(fragment.observation_space, spaces)}
     return wire.Fragment(lane, number, columns, described(fragment) | told | dict(more))
 
@@ -52,9 +56,10 @@ def fragment_of(
         if not is_whole(which) or not 0 <= which < len(spaces):
             raise WireError(f"space is {which!r:.100}, expected one of {len(spaces)}", "fragment")
         space = spaces[which]
-        columns = {
-            name: Column(name, _formed(tree, rest["forms"][name], name)) for name, tree in message.columns.items()
-        }
+        forms = rest["forms"]
+        if not isinstance(forms, dict):
+            raise WireError(f"forms is {told_of(forms)}, expected a map", "fragment")
+        columns = {name: Column(name, _formed(tree, forms.get(name), name)) for name, tree in message.columns.items()}
         check_columns(columns, layout, rows, space)
         check_rest(rest, layout, rows, space)
         fragment = restored(layout, message.lane, columns, rest, space)
@@ -77,12 +82,15 @@ def _which(space: gym.Space[Any] | None, spaces: Sequence[gym.Space[Any]]) -> in
 
 
 def _formed(tree: Tree, form: Tree, where: str) -> Tree:
-    """A tree with tuples where a form has them. Raises WireError where it differs from that otherwise."""
+    """A tree with tuples where a form has them. Raises WireError where it differs from that otherwise.
+
+    form    None: it is an array
+    """
+    if isinstance(tree, np.ndarray) and (form is None or isinstance(form, np.ndarray)):
+        return tree
     if isinstance(form, dict) and isinstance(tree, dict) and tree.keys() == form.keys():
         return {key: _formed(tree[key], part, f"{where}[{key!r}]") for key, part in form.items()}
     if isinstance(form, tuple | list) and isinstance(tree, list) and len(tree) == len(form):
         parts = [_formed(part, like, f"{where}[{i}]") for i, (part, like) in enumerate(zip(tree, form, strict=True))]
         return type(form)(parts)
-    if isinstance(form, np.ndarray) and isinstance(tree, np.ndarray):
-        return tree
     raise WireError(f"{where} differs from its form", "fragment")
