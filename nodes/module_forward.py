@@ -88,10 +88,7 @@ class ModuleForward:
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One pass with one version of the weights."""
-        fresh = self._weights.take()
-        if fresh is not None:
-            self.policy_version, state = fresh
-            self.module.load_state_dict(state)
+        self.policy_version = self._weights.load_into(self.module)
         self._passes += 1
         # A module that does it once does it always: to look at every pass would cost as much as a small operation.
         looks = self._passes % _LOOK_EVERY == 1

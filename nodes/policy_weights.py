@@ -15,14 +15,18 @@ Shapes = Mapping[str, tuple[int, ...]]
 class PolicyWeights:
     """A one-slot mailbox for weights: publishing replaces what nobody has taken yet, and never waits.
 
-    Version 0 are the weights that the module had when the rollout was made. May be used from any thread.
+        module     whose they are
+        version    of the weights that it has when it begins to act
+
+    May be used from any thread.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, version: int = 0) -> None:
         self._shapes = shapes_of(module.state_dict())
         self._owner = type(module).__name__
         self._lock = threading.Lock()
-        self._version = 0
+        self._loading = threading.Lock()  # held while weights are loaded, which reading them waits for
+        self._version = self._loaded = self.first_version = version
         self._unused: tuple[int, dict[str, Any]] | None = None
 
     @property
@@ -60,14 +64,35 @@ class PolicyWeights:
             unused, self._unused = self._unused, None
         return unused
 
+    def load_into(self, module: Any) -> int:
+        """Have the acting module use the newest weights; the version that it then has."""
+        if self._unused is not None:
+            with self._loading:
+                fresh = self.take()
+                if fresh is not None:
+                    module.load_state_dict(fresh[1])
+                    self._loaded = fresh[0]
+        return self._loaded
+
+    def newest(self, module: Any) -> tuple[int, dict[str, Any]]:
+        """The newest weights and their version, copied: those published last, or else what the acting module has."""
+        with self._loading, self._lock:
+            version, weights = self._unused or (self._loaded, module.state_dict())
+            return version, copied_weights(weights)
+
     def _copied(self, weights: Weights) -> dict[str, Any]:
         self.check(weights)
-        copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
-        return {**weights, **copied}
+        return copied_weights(weights)
 
     def check(self, weights: Weights) -> None:
         """Raise ModuleError when names or shapes are not those of the acting module."""
         check_shapes(shapes_of(weights), self._shapes, self._owner)
+
+
+def copied_weights(weights: Weights) -> dict[str, Any]:
+    """The same with every tensor copied."""
+    copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
+    return {**weights, **copied}
 
 
 def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:

@@ -281,10 +281,7 @@ class Rollout(RolloutLoop[Fragment]):
 
     def _replica(self) -> dict[str, Any]:
         """What a worker needs for a rollout of its own, beside environments."""
-        fresh = self._weights.take()
-        if fresh is not None:
-            self._acting_version, state = fresh
-            self._acting.load_state_dict(state)
+        self._acting_version = self._weights.load_into(self._acting)
         return {
             "module": self._acting,
             "version": self._acting_version,

@@ -11,6 +11,11 @@ import numpy as np
 import torch
 
 from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.common.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
+from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import (
+    TIME_RANK_ADDED,
+    AddTimeDimToBatchAndZeroPad,
+)
 from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.numpy_to_tensor import NumpyToTensor
@@ -19,7 +24,11 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.module_to_env.get_actions import RACES, GetActions, refuse_unusable
 from rollflow.nodes.connectors.module_to_env.listify_data_for_vector_env import ListifyDataForVectorEnv
 from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
+from rollflow.nodes.connectors.module_to_env.remove_single_ts_time_rank_from_batch import (
+    RemoveSingleTsTimeRankFromBatch,
+)
 from rollflow.nodes.connectors.module_to_env.unbatch_to_individual_items import UnBatchToIndividualItems
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.distribution import Categorical, DistributionType
 from rollflow.stream.columns import Columns
 from rollflow.stream.live_episode import LaneEpisodes
@@ -51,6 +60,24 @@ def _observations_as_tensor(
     return batch
 
 
+def _observations_of_stateless(
+    pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+) -> Batch | None:
+    add, _, _, individual, to_tensor = pieces
+    if is_stateful(module):
+        return None
+    return _observations_as_tensor((add, individual, to_tensor), module, batch, episodes, explore, shared_data)
+
+
+def _sampled_without_time(
+    pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
+) -> Batch | None:
+    if shared_data.get(TIME_RANK_ADDED):
+        return None
+    pieces = [piece for piece in pieces if not isinstance(piece, RemoveSingleTsTimeRankFromBatch)]
+    return _sampled_actions(pieces, module, batch, episodes, explore, shared_data)
+
+
 def _sampled_actions(
     pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
 ) -> Batch | None:
@@ -79,6 +106,21 @@ def _sampled_actions(
 
 _FUSED: dict[tuple[type, ...], Fused] = {
     (AddObservationsFromEpisodesToBatch, BatchIndividualItems, NumpyToTensor): _observations_as_tensor,
+    (
+        AddObservationsFromEpisodesToBatch,
+        AddTimeDimToBatchAndZeroPad,
+        AddStatesFromEpisodesToBatch,
+        BatchIndividualItems,
+        NumpyToTensor,
+    ): _observations_of_stateless,
+    (
+        GetActions,
+        TensorToNumpy,
+        UnBatchToIndividualItems,
+        RemoveSingleTsTimeRankFromBatch,
+        NormalizeAndClipActions,
+        ListifyDataForVectorEnv,
+    ): _sampled_without_time,
     (
         GetActions,
         TensorToNumpy,

@@ -9,6 +9,9 @@ from rollflow.nodes.multi_agent.module_set import ModuleSet
 class AgentLagBound(LagBound):
     """A `LagBound` for fragments of several modules: the oldest counts, each beside the newest of its own.
 
+    Under "pace", what a removed module did while another of its id acts already is no older than that one: nobody can
+    hold the rollout back so that there is none.
+
     modules    those that act
     trained    ids of those whose age counts; None: all
     """
@@ -22,8 +25,9 @@ class AgentLagBound(LagBound):
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
         newest = self._modules.versions()
+        first = self._modules.first_versions() if self.on_excess == "pace" else {}
         lags = [
-            newest[module_id] - version
+            newest[module_id] - max(version, first.get(module_id, 0))
             for module_id, version in fragment.policy_versions().items()
             if module_id in newest and (self._trained is None or module_id in self._trained)
         ]

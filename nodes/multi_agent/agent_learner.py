@@ -48,6 +48,10 @@ class AgentLearner:
             self._pipelines[module_id] = made
         return made
 
+    def forget(self, module_id: Any) -> None:
+        """Have another module of this id begin with a pipeline of its own."""
+        self._pipelines.pop(module_id, None)
+
     def batch_of(self, fragments: Sequence[MultiAgentFragment]) -> dict[Any, Batch]:
         """Module id -> its train batch, for those that are trained and have made steps in these fragments."""
         batches = {}

@@ -1,6 +1,7 @@
 """Returns and lengths of finished multi-agent episodes, in all and by module."""
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,20 @@ class AgentReturns:
         count        episodes of environments that have finished so far
         returns      undiscounted sums of all their agents' rewards, of the last `window`, oldest first
         lengths      their env steps
-        by_module    module id -> the returns of the agents that it served, each agent's episode by itself
+        by_module    module id -> the returns of the agents that it served, each agent's episode by itself. Those of a
+                     module for which `is_there` is False go with the last fragments that it served in
 
     An episode counts from its reset on. One of which a fragment is missing is left out, and so is one that ended
     because its environment was lost.
     """
 
-    def __init__(self, window: int = 100) -> None:
+    def __init__(self, is_there: Callable[[Any], bool], window: int = 100) -> None:
         self.count = 0
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
         self.by_module: dict[Any, EpisodeReturns] = {}
-        self._window = window
+        self._is_there, self._window = is_there, window
+        self._serving: dict[int, set[Any]] = {}  # lane -> the modules of its last fragment
         self._open: dict[int, tuple[int, np.ndarray[Any, np.dtype[np.float64]]]] = {}  # lane -> last fragment, so far
 
     def __call__(self, fragments: MultiAgentFragment) -> None:
@@ -65,6 +68,10 @@ class AgentReturns:
                 # Also of a fragment in which its agents only wait: one that is missing would be taken for lost.
                 returns = self.by_module.setdefault(module_id, EpisodeReturns(self._window))
                 returns.add(part.of_module(module_id), (place, fragments.lane))
+        self._serving[fragments.lane] = set(fragments.module_ids)
+        for module_id in self.by_module.keys() - set().union(*self._serving.values()):
+            if not self._is_there(module_id):
+                del self.by_module[module_id]
 
 
 def _add_chunks(sums: Any, part: AgentFragment, clock: EnvClock) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.multi_agent.acting_module import acting_in
 from rollflow.nodes.multi_agent.joint_pieces import JointPieces
 from rollflow.nodes.multi_agent.module_set import ModuleSet
 from rollflow.stream.errors import ConnectorError
@@ -23,8 +24,7 @@ class AgentsToModule:
     """A node that makes a batch for every module out of the agents that are to act, and cuts full fragments.
 
     pipelines        of each part: may change the observations of its agents' episodes, and makes the batches
-    modules          what the pieces see as `rl_module`: each the one whose agents they are given
-    explore          what the pieces see as `explore`
+    modules          what joint pieces see as `rl_module`; the others see the one whose agents they are given
     num_lanes        lanes that come by
     num_fragments    after so many fragments a lane stops; None: it never does
     metrics          what the pieces see as `metrics`
@@ -37,12 +37,11 @@ class AgentsToModule:
         *,
         joint: JointPieces | None = None,
         num_lanes: int = 1,
-        explore: bool = True,
         num_fragments: int | None = None,
         metrics: Any = None,
     ) -> None:
         self.pipelines, self._joint = pipelines, joint
-        self._modules, self._explore, self._metrics = modules, explore, metrics
+        self._modules, self._metrics = modules, metrics
         self._num_fragments, self._going = num_fragments, num_lanes
         self._lanes: dict[int, MultiAgentLane] = {}
 
@@ -101,7 +100,7 @@ class AgentsToModule:
 
     def _see_jointly(self, lane: MultiAgentLane, joint: JointPieces) -> None:
         try:
-            joint(lane, self._modules, self._explore, self._metrics)
+            joint(lane, self._modules, self._modules.explores, self._metrics)
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
@@ -110,20 +109,15 @@ class AgentsToModule:
         if part.ended is not None:
             if pipeline.changes_episodes:
                 for place, slots in part.ended_by_module():
-                    ended = part.show_ended(slots)
+                    ended, acting = part.show_ended(slots), acting_in(lane, place)
                     shared_data = dict(lane.shared_data_of(place))
-                    pipeline.run(self._acting(lane, place), {}, ended, self._explore, shared_data, self._metrics)
+                    pipeline.run(acting.module, {}, ended, acting.explore, shared_data, self._metrics)
                     part.edit_ended(ended)
             part.settle_ended()
         for place, slots in part.by_module(part.acting):
-            shown = part.show(slots)
+            shown, acting = part.show(slots), acting_in(lane, place)
             shared_data = lane.shared_data_of(place)
             shared_data["step"] = lane.vector_steps
-            lane.batches[place] = pipeline.run(
-                self._acting(lane, place), {}, shown, self._explore, shared_data, self._metrics
-            )
+            lane.batches[place] = pipeline.run(acting.module, {}, shown, acting.explore, shared_data, self._metrics)
             part.settle(shown)
             lane.shown[place] = shown
-
-    def _acting(self, lane: MultiAgentLane, place: int) -> Any:
-        return self._modules.acting[lane.module_ids[place]].module

@@ -2,15 +2,18 @@
 
 import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.given import acting_copy, module_for
 from rollflow.nodes.module_forward import ModuleForward
+from rollflow.nodes.multi_agent.acting_module import ActingModule
 from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
 from rollflow.nodes.multi_agent.random_module import RandomModule
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
@@ -19,24 +22,18 @@ from rollflow.stream.errors import EnvError, ModuleError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent_episode import DEFAULT_MODULE_ID, MultiAgentEpisode
 from rollflow.stream.seeding import seed_for
+from rollflow.stream.tree import Tree, map_tree
 
 _PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
 
 AgentToModule = Mapping[Any, Any] | Callable[..., Any] | None
 
 
-@dataclass(slots=True)
-class Acting:
-    """One module as it acts.
+class _Past(NamedTuple):
+    """What is known of the modules that had an id and were removed."""
 
-    module     the copy that acts
-    weights    what is published for it
-    forward    a pass
-    """
-
-    module: Any
-    weights: PolicyWeights
-    forward: ModuleForward
+    version: int  # the last one
+    state: Tree  # shapes and dtypes of the initial state
 
 
 class ModuleSet:
@@ -47,10 +44,13 @@ class ModuleSet:
                    agent's own module where there is one with its id, else "default_policy"
         parts      the agents by their spaces
         seen       of each part, the space that the module sees observations in
-        acting     how forward passes are done: what `ModuleForward` takes beside module and weights
+        explore    whether actions are sampled, of all modules or by id; of those that are not named they are
+        may_be_stateful    whether fragments keep what a state is known by, when a stateful module is added later
+        acting     how forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
 
-    modules    those that are trained, by id: adding one to the set has it act from then on
-    acting     those that act, by id
+    modules    those that are trained, by id
+    acting     those that agents which begin may be served by, by id. Whoever serves an agent is held by its lane, also
+               when it has been removed, or another has been added under its id
 
     Raises ModuleError for what are no modules.
     """
@@ -65,6 +65,8 @@ class ModuleSet:
         model_config: Any,
         device: Any,
         seed: int,
+        explore: bool | Mapping[Any, bool],
+        may_be_stateful: bool,
         acting: Mapping[str, Any],
     ) -> None:
         self._mapping = mapping
@@ -72,7 +74,9 @@ class ModuleSet:
         self._model_config, self._device, self._seed = model_config, device, seed
         self._how = dict(acting)
         self._flat = self._how.pop("flat")
-        self.acting: dict[Any, Acting] = {}
+        self.acting: dict[Any, ActingModule] = {}
+        self._past: dict[Any, _Past] = {}
+        self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
         if given is None and len(parts) > 1:
             raise ModuleError(
                 f"the agents have {len(parts)} different pairs of spaces, of which one module can serve one; expected "
@@ -81,22 +85,41 @@ class ModuleSet:
         named = given if isinstance(given, Mapping) else {DEFAULT_MODULE_ID: given}
         self._first_ids = frozenset(named)
         self.modules = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
+        self._explore, self._may_be_stateful = self._checked_explore(explore), True
         for module_id, module in self.modules.items():
-            self._have_act(module_id, module)
+            self._have_act(module_id, module, self._explores(module_id))
+        self._may_be_stateful = may_be_stateful
 
-    def add(self, module_id: Any, module: Any) -> None:
-        """Have a module act from now on, for agents whose episodes begin. From any thread."""
-        self.modules.check_new(module_id)
-        made = self._made(module_id, module)
-        self._have_act(module_id, made)  # before an agent can be mapped to it: lanes may go on meanwhile
-        self.modules.add_module(module_id, made)
+    @property
+    def is_stateful(self) -> bool:
+        """Whether one of them has a state."""
+        return any(is_stateful(acting.module) for acting in list(self.acting.values()))
+
+    @property
+    def explores(self) -> bool:
+        """Whether a module's actions are sampled."""
+        return any(acting.explore for acting in list(self.acting.values()))
+
+    def add(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
+        """Have a module act from now on, for agents whose episodes begin. From any thread.
+
+        Raises ModuleError for an id that is taken, and for one whose last module had another state.
+        """
+        with self._lock:
+            self.modules.check_new(module_id)
+            made = self._made(module_id, module)
+            # Before an agent can be mapped to it: lanes may go on meanwhile.
+            self._have_act(module_id, made, self._explores(module_id) if explore is None else explore)
+            self.modules.add_module(module_id, made)
 
     def remove(self, module_id: Any) -> None:
         """Have no agent that begins served by a module: those that it serves keep it until their episodes end."""
-        self.modules.remove_module(module_id)
+        with self._lock:
+            self.modules.remove_module(module_id)
+            self._retire(module_id)
 
-    def module_of(self, agent: Any, episode_id: str) -> Any:
-        """The id of the module that serves an agent in an episode. Raises EnvError for one that does not exist."""
+    def module_of(self, agent: Any, episode_id: str) -> ActingModule:
+        """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
         mapping = self._mapping
         if mapping is None:
             module_id = agent if agent in self.modules else DEFAULT_MODULE_ID
@@ -106,30 +129,46 @@ class ModuleSet:
             module_id = mapping[agent]
         else:
             raise EnvError(f"agent_to_module_mapping_fn has no agent '{agent}', expected every agent: {list(mapping)}")
-        if module_id not in self.modules or module_id not in self.acting:
+        acting = self.acting.get(module_id)
+        if acting is None or module_id not in self.modules:
             there = [each for each in self.modules if each in self.acting]
             raise EnvError(
                 f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
             )
-        return module_id
+        return acting
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next pass of each module named use its weights; the policy versions that they get.
 
         Raises ModuleError for a module that does not exist, and for weights that are not its own; then none is used.
         """
-        for module_id, state in weights.items():
-            if module_id not in self.modules:
-                raise ModuleError(
-                    f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
-                    f"with ids among {list(self.modules)}"
-                )
-            self.acting[module_id].weights.check(state)
-        return {module_id: self.acting[module_id].weights.publish(state) for module_id, state in weights.items()}
+        with self._lock:
+            for module_id, state in weights.items():
+                if module_id not in self.modules:
+                    raise ModuleError(
+                        f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
+                        f"with ids among {list(self.modules)}"
+                    )
+                self.acting[module_id].weights.check(state)
+            return {module_id: self.acting[module_id].weights.publish(state) for module_id, state in weights.items()}
 
     def versions(self) -> dict[Any, int]:
         """Module id -> the policy version that was published last."""
-        return {module_id: self.acting[module_id].weights.version for module_id in self.modules}
+        acting = dict(self.acting)
+        return {module_id: acting[module_id].weights.version for module_id in self.modules if module_id in acting}
+
+    def first_versions(self) -> dict[Any, int]:
+        """Module id -> the policy version that the module began with; 0 but for one whose id was another's."""
+        return {module_id: acting.weights.first_version for module_id, acting in list(self.acting.items())}
+
+    def newest_weights(self, module_id: Any) -> tuple[int, dict[str, Any]]:
+        """The newest version of a module that acts, and copies of its weights.
+
+        Raises ModuleError where there is none of this id.
+        """
+        self.modules[module_id]
+        acting = self.acting[module_id]
+        return acting.weights.newest(acting.module)
 
     def _made(self, module_id: Any, module: Any) -> Any:
         part = self._part_for(module_id, module)
@@ -165,10 +204,54 @@ class ModuleSet:
             return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in range(_MOST_PROBES)}
         return set()
 
-    def _have_act(self, module_id: Any, module: Any) -> None:
+    def _checked_explore(self, explore: bool | Mapping[Any, bool]) -> bool | Mapping[Any, bool]:
+        if not isinstance(explore, Mapping):
+            return explore
+        unknown = [module_id for module_id in explore if module_id not in self.modules]
+        if unknown or not all(isinstance(each, bool) for each in explore.values()):
+            raise ModuleError(
+                f"explore is {dict(explore)!r}, expected a bool, or a dict: module id -> bool, with ids among "
+                f"{list(self.modules)}; for others add_module takes it"
+            )
+        return dict(explore)
+
+    def _explores(self, module_id: Any) -> bool:
+        return self._explore.get(module_id, True) if isinstance(self._explore, Mapping) else self._explore
+
+    def _have_act(self, module_id: Any, module: Any, explore: bool) -> None:
+        state = _kind_of_state(module)
+        if state and not self._may_be_stateful:
+            raise ModuleError(
+                f"module '{module_id}' is stateful, but lookback is 0: expected a rollout with lookback=1 or more, so "
+                "that fragments keep the state before their first step"
+            )
+        past = self._past.get(module_id)
+        if past is not None and past.state != state:
+            raise ModuleError(
+                f"module '{module_id}' has the initial state {state}, and the one of this id that was removed had "
+                f"{past.state}; expected the same, since batches may have rows of both, or another id"
+            )
         copy = acting_copy(module, self._device)
+        version = 0 if past is None else past.version + 1  # what the removed one acted with stays apart
+        name = f"{module_id}/{version}" if version else f"{module_id}"
         if isinstance(copy, RandomModule):
-            copy.seed(seed_for(self._seed, f"actions/{module_id}"))
-        weights = PolicyWeights(copy)
+            copy.seed(seed_for(self._seed, f"actions/{name}"))
+        weights = PolicyWeights(copy, version)
         flat = type(copy) is DefaultModule if self._flat is None else self._flat
-        self.acting[module_id] = Acting(copy, weights, ModuleForward(copy, weights, flat=flat, **self._how))
+        forward = ModuleForward(copy, weights, explore=explore, flat=flat, **self._how)
+        self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{name}")
+
+    def _retire(self, module_id: Any) -> None:
+        removed = self.acting.pop(module_id)
+        removed.is_removed = True
+        self._past[module_id] = _Past(removed.weights.version, _kind_of_state(removed.module))
+
+
+def _kind_of_state(module: Any) -> Tree:
+    """Shapes and dtypes of a module's initial state, {} where it has none."""
+    if not is_stateful(module):
+        return {}
+    arrays = map_tree(
+        lambda leaf: leaf.cpu().numpy() if torch.is_tensor(leaf) else np.asarray(leaf), module.get_initial_state()
+    )
+    return map_tree(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", arrays)

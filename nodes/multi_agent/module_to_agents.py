@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
-from rollflow.nodes.multi_agent.module_set import ModuleSet
+from rollflow.nodes.multi_agent.acting_module import acting_in
 from rollflow.stream.columns import Columns
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.ended_agents import Slots
@@ -17,17 +17,14 @@ from rollflow.stream.tree import Tree, concatenate_trees, map_tree, stack_trees
 class ModuleToAgents:
     """A node that runs a module-to-env pipeline over every module's output and records the actions that come out.
 
-    pipelines    of each part: make `actions` (and maybe `actions_for_env`) out of outputs
-    modules      what the pieces see as `rl_module`: each the one whose output they are given
-    explore      what the pieces see as `explore`
+    pipelines    of each part: make `actions` (and maybe `actions_for_env`) out of outputs; their pieces see the module
+                 whose output they are given as `rl_module`
     metrics      what the pieces see as `metrics`
     """
 
-    def __init__(
-        self, pipelines: Sequence[ModuleToEnvPipeline], modules: ModuleSet, *, explore: bool = True, metrics: Any = None
-    ) -> None:
+    def __init__(self, pipelines: Sequence[ModuleToEnvPipeline], *, metrics: Any = None) -> None:
         self.pipelines = pipelines
-        self._modules, self._explore, self._metrics = modules, explore, metrics
+        self._metrics = metrics
 
     def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
         """Work out the actions of all agents that are to act."""
@@ -45,9 +42,9 @@ class ModuleToAgents:
     def _act(
         self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
     ) -> tuple[Slots, Tree]:
-        module = self._modules.acting[lane.module_ids[place]].module
+        acting, shared_data = acting_in(lane, place), lane.shared_data_of(place)
         batch = pipeline.run(
-            module, lane.batches[place], lane.shown[place], self._explore, lane.shared_data_of(place), self._metrics
+            acting.module, lane.batches[place], lane.shown[place], acting.explore, shared_data, self._metrics
         )
         if not pipeline.columnar:
             batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}

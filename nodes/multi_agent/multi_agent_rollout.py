@@ -1,14 +1,13 @@
 """Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import check_numbers, lookback_for, pieces_given
 from rollflow.nodes.lag import OnExcess
 from rollflow.nodes.metrics_logger import MetricsLogger
@@ -30,9 +29,17 @@ from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.multi_agent_episode import DEFAULT_MODULE_ID
 from rollflow.stream.seeding import fresh_seed
 
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
+
+
+class ActingWeights(NamedTuple):
+    """The weights that a module acts with."""
+
+    version: int  # the policy version
+    weights: dict[str, Any]  # a `state_dict()`, copied
 
 
 class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
@@ -61,7 +68,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         lookback                      agent steps that a chunk can look back (H); None: as many as pieces need, and at
                                       least 1
         seed                          of environments and sampling; None: a fresh one, to be read from `seed`
-        explore                       whether actions are sampled
+        explore                       whether actions are sampled; or a dict, module id -> whether its are, as those of
+                                      modules that it does not name are
         joint_connector               `lambda env: piece or list of pieces` that see all agents of an environment
                                       together, as `MultiAgentEpisode`s, before all others; they may rewrite the newest
                                       observations. `env` is the environments of the first lane
@@ -100,7 +108,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         fragment_length: int = 128,
         lookback: int | None = None,
         seed: int | None = None,
-        explore: bool = True,
+        explore: bool | Mapping[Any, bool] = True,
         joint_connector: Callable[[Any], Pieces] | None = None,
         env_to_module_connector: Callable[[AgentPart], Pieces] | None = None,
         module_to_env_connector: Callable[[AgentPart], Pieces] | None = None,
@@ -154,35 +162,36 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             model_config=model_config,
             device=device,
             seed=self.seed,
-            acting={"explore": explore, "flat": flat_forward, "threads": forward_threads, "compiled": None},
+            explore=explore,
+            may_be_stateful=lookback != 0,
+            acting={"flat": flat_forward, "threads": forward_threads, "compiled": None},
         )
         self.module: MultiRLModule = self._modules.modules
         self.learner = AgentLearner(self.module, modules_to_train, learner_connector, self.metrics)
-        stateful = any(is_stateful(acting.module) for acting in self._modules.acting.values())
+        # With what a stateful module needs: one may be added. The pieces do nothing for others.
         self.env_to_module = [
-            EnvToModulePipeline.default(*_spaces(part), pieces, stateful=stateful, device=device)
+            EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=device)
             for part, pieces in zip(parts, before, strict=True)
         ]
         self.module_to_env = [
-            ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=stateful)
+            ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=True)
             for part, pieces in zip(parts, after, strict=True)
         ]
-        self._stateful, self._lookback_asked = stateful, lookback
-        self.returns = AgentReturns()
+        self._lookback_asked = lookback
+        self.returns = AgentReturns(self.module.__contains__)
         lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
         rounds: Rounds[MultiAgentFragment] = Rounds(environments.num_lanes, lag, self.returns)
         super().__init__(environments, lag=lag, rounds=rounds, prefetch=prefetch)
-        context: dict[str, Any] = {"explore": explore, "metrics": self.metrics}
         self._prepare = AgentsToModule(
             self.env_to_module,
             self._modules,
             joint=self.joint,
             num_lanes=environments.num_lanes,
             num_fragments=num_fragments,
-            **context,
+            metrics=self.metrics,
         )
-        self._forward = AgentForward(self._modules)
-        self._act = ModuleToAgents(self.module_to_env, self._modules, **context)
+        self._forward = AgentForward()
+        self._act = ModuleToAgents(self.module_to_env, metrics=self.metrics)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; the versions that they get.
@@ -192,19 +201,34 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         """
         return self._modules.publish(weights)
 
-    def add_module(self, module_id: Any, module: Any) -> None:
+    def acting_weights(self, module_id: Any = DEFAULT_MODULE_ID) -> ActingWeights:
+        """Copies of the weights that a module acts with, those published last, and their policy version.
+
+        From any thread. `rollout.module[module_id].state_dict()` are those of the module that is trained. Raises
+        ModuleError for a module that there is not.
+        """
+        return ActingWeights(*self._modules.newest_weights(module_id))
+
+    def add_module(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
         """Have a module act from now on, for agents that are mapped to it when they begin. From any thread.
 
-        It is not trained where `modules_to_train` was given. Raises ModuleError for an id that is taken.
+            explore    whether its actions are sampled; None: as the rollout was given it
+
+        It is not trained where `modules_to_train` was given. Under the id of one that was removed its policy versions
+        go on from there; agents that the removed one serves keep that until their episodes end, and batches have the
+        rows of both. Raises ModuleError for an id that is taken, and for a module whose initial state is not like that
+        of the one that was removed.
         """
-        self._modules.add(module_id, module)
+        self._modules.add(module_id, module, explore=explore)
 
     def remove_module(self, module_id: Any) -> None:
         """Have a module serve no agent that begins; those that it serves keep it until their episodes end.
 
-        Raises ModuleError for one that there is not.
+        Then nothing of it is kept, nor its returns, but the number of its last version. Raises ModuleError for one
+        that there is not.
         """
         self._modules.remove(module_id)
+        self.learner.forget(module_id)
 
     @property
     def policy_versions(self) -> dict[Any, int]:
@@ -232,9 +256,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         jointly = [] if self.joint is None else [self.joint.pipeline]
         pipelines = *jointly, *self.env_to_module, *self.module_to_env, *learning
         self.environments.make_lanes(
-            lookback_for(self._lookback_asked, pipelines, stateful=self._stateful),
+            lookback_for(self._lookback_asked, pipelines, stateful=self._modules.is_stateful),
             self._modules.module_of,
-            lambda lane, module_id: sampling_data(lane, self.seed, f"module/{module_id}"),
+            lambda lane, acting: sampling_data(lane, self.seed, acting.seed_name),
         )
 
 

@@ -42,7 +42,7 @@ class AgentFragment(Fragment):
     `stops`; what stands behind is of no meaning. Next to the columns:
 
         clock        i64[H+T+1, S]   vector step at which the observation came
-        module_of    i16[H+T, S]     which of `module_ids` acted
+        module_of    i16[H+T, S]     which of `module_ids` acted; several may have one id, added one after the other
         stops        i64[S]          row after the slot's last transition
         acts         bool[S]         whether the newest observation, in row `stops`, waits for an action
         waits        bool[S]         whether an action stands there whose observation is yet to come
@@ -50,7 +50,8 @@ class AgentFragment(Fragment):
         serves       i16[S]          which of `module_ids` serves the slot at the end
         ends         (row, slot) of an episode's last step -> the vector step that it was
         parents      (slot, number of its episode) -> id of the multi-agent episode that it is a part of
-        outputs      module id -> names of its extra outputs; columns of others have zeros in its rows
+        outputs      module id -> names of its extra outputs, of those that all modules give which have been added under
+                     the id; columns of others have zeros in its rows
     """
 
     clock: NDArray[np.int64]
@@ -142,7 +143,8 @@ class ModuleFragment(AgentFragment):
         # All but the chunks is the whole one's, so its constructor is not called again.
         self.__dict__.update(whole.__dict__)
         self._module_id = module_id
-        chosen = whole.chunk_modules == list(whole.module_ids).index(module_id)
+        places = [place for place, each in enumerate(whole.module_ids) if each == module_id]
+        chosen = np.isin(whole.chunk_modules, places)
         chunks = whole.chunks
         fields = {name: getattr(chunks, name)[chosen] for name in ChunkIndex.__slots__}
         self.__dict__ |= {"chunks": ChunkIndex(**fields), "chunk_modules": whole.chunk_modules[chosen]}

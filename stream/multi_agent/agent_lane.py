@@ -80,7 +80,7 @@ class AgentLane(AgentRows):
     def record_actions(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
         """Write what a module gave for these slots: `actions` and every extra output, trees of arrays `any[K, ...]`.
 
-        module     which of `module_ids`
+        module     its place
         version    of its weights
         """
         self._write_outputs(slots, outputs, module, version)
@@ -138,6 +138,10 @@ class AgentLane(AgentRows):
         if self.module[slot] != module or not self._is_assigned[slot]:
             self.module[slot], self._is_assigned[slot], self._groups = module, True, None
             self.fragment.module_of[self.at[slot] :, slot] = module
+
+    def serving(self) -> set[int]:
+        """Places of the modules that serve a slot whose episode goes on."""
+        return set(np.unique(self.module[self.lives]).tolist())
 
     def ended_by_module(self) -> list[tuple[int, Slots]]:
         """The slots whose episodes have ended with the last step, by the modules that served them."""

@@ -27,8 +27,8 @@ class AgentRows:
 
     everyone          i64[S] all slots
     at                i64[S] row of each slot's newest observation
-    module            i16[S] which of `module_ids` serves each slot
-    module_ids        of the modules that have served agents in the lane
+    module            i16[S] place of the module that serves each slot, or served it last
+    module_ids        of the lane's modules, by place
     episode_start     i64[S] row of the first observation of the slot's episode
     episode_number    i64[S] how many episodes with a step the slot had before
     custom_data       (slot, number of its episode) -> what pieces keep with it
@@ -50,7 +50,7 @@ class AgentRows:
         self._row: int | None = layout.lookback  # of all slots, where it is the same
         self._columns = LaneColumns(layout, None)
         self._space = part.observation_space
-        self._outputs: dict[Any, tuple[str, ...]] = {}  # by module
+        self._outputs: dict[int, tuple[str, ...]] = {}  # by the module's place
         self._has_infos = False
         self.fragment = self._fragment(0, self._columns.first(self._space))
 
@@ -67,9 +67,9 @@ class AgentRows:
     # Writing
 
     def _write_outputs(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
-        names = self._outputs.get(self.module_ids[module])
+        names = self._outputs.get(module)
         if names is None:
-            names = self._add_outputs(self.module_ids[module], outputs)
+            names = self._add_outputs(module, outputs)
         columns = self.fragment.columns
         try:
             self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
@@ -92,7 +92,7 @@ class AgentRows:
         """The rows where slots stand, or the one where all do."""
         return self.at[slots] if self._row is None else self._row
 
-    def _add_outputs(self, module_id: Any, outputs: Mapping[str, Tree]) -> tuple[str, ...]:
+    def _add_outputs(self, module: int, outputs: Mapping[str, Tree]) -> tuple[str, ...]:
         """The columns for what a module gives, zeros until it does."""
         names = tuple(name for name in outputs if name != Columns.ACTIONS)
         for name in names:
@@ -105,8 +105,23 @@ class AgentRows:
                 for leaf in leaves_of(column.tree):
                     leaf[:] = 0
                 self.fragment.columns[name] = column
-        self._outputs[module_id] = names
+        self._outputs[module] = names
         return names
+
+    def forget(self, module: int) -> None:
+        """Keep nothing of a module that serves nobody any more, nor columns that it alone had outputs for."""
+        names = self._outputs.pop(module, ())
+        needed = set().union(*self._outputs.values())
+        for name in set(names) - needed:
+            del self.fragment.columns[name]
+
+    def _outputs_by_id(self) -> dict[Any, tuple[str, ...]]:
+        """Module id -> names of the extra outputs that all modules of this id give."""
+        by_id: dict[Any, tuple[str, ...]] = {}
+        for module, names in self._outputs.items():
+            before = by_id.get(self.module_ids[module], names)
+            by_id[self.module_ids[module]] = tuple(name for name in before if name in names)
+        return by_id
 
     def _refuse_outputs(self, module: int, names: Sequence[str], outputs: Mapping[str, Tree]) -> NoReturn:
         expected = {Columns.ACTIONS, *names}
@@ -138,7 +153,7 @@ class AgentRows:
         old.observation_space = new.observation_space = self._space
         old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
         old.serves = self.module.copy()
-        old.module_ids, old.outputs = tuple(self.module_ids), dict(self._outputs)
+        old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
         number = self.episode_number
         self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
         self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,24 @@ from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgen
 from rollflow.stream.multi_agent.vector_step import Observed, VectorStep
 
 Infos = Mapping[Any, Mapping[str, Any]]
-ModuleOf = Callable[[Any, str], Any]
-"""Agent id, id of the multi-agent episode -> module id."""
+
+
+class ServingModule(Protocol):
+    """A module as it was added: one that is added later under the same id is another.
+
+    module_id     its id
+    is_removed    whether it serves nobody any more but those whom it serves already
+    """
+
+    @property
+    def module_id(self) -> Any: ...
+
+    @property
+    def is_removed(self) -> bool: ...
+
+
+ModuleOf = Callable[[Any, str], ServingModule]
+"""Agent id, id of the multi-agent episode -> the module that serves the agent."""
 
 
 class MultiAgentLane:
@@ -32,7 +48,9 @@ class MultiAgentLane:
     name          what episode ids are derived from; of this lane alone
     module_of     which module serves an agent in an episode: asked when the agent begins
 
-    module_ids      modules that there are, or have been; lanes refer to them by place
+    modules         that serve agents, or have served; lanes refer to them by place. None: the place is free, as that of
+                    a removed module becomes when a fragment is cut and none of its agents' episodes goes on
+    module_ids      their ids
     vector_steps    since the first reset
     batches         (part, module) by places -> what flows between the stages: column -> tree of arrays any[K, ...]
     shared_data     module place -> what connector pieces tell each other
@@ -50,10 +68,11 @@ class MultiAgentLane:
         lookback: int,
         name: str,
         module_of: ModuleOf,
-        shared_data: Callable[[Any], dict[str, Any]],
+        shared_data: Callable[[ServingModule], dict[str, Any]],
     ) -> None:
         self.index, self.num_envs, self.num_rows = index, num_envs, num_rows
         self.lookback = lookback
+        self.modules: list[ServingModule | None] = []
         self.module_ids: list[Any] = []
         self.vector_steps = 0
         self.batches: dict[int, dict[str, Any]] = {}
@@ -67,7 +86,10 @@ class MultiAgentLane:
         self._first_env = first_env
         self._module_of, self._make_shared_data = module_of, shared_data
         self._part_of: dict[Any, int] = {}  # module id -> its part
-        self._place = {agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)}
+        self._places: dict[ServingModule, int] = {}
+        self._place_of_agent = {
+            agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)
+        }
         self.episode_ids = EpisodeIds(name)
         self.clock = EnvClock(0, np.zeros(num_envs, np.int64), np.zeros(num_envs, np.int64))
         self.parts = [self._part(i, part, name) for i, part in enumerate(parts)]
@@ -109,7 +131,9 @@ class MultiAgentLane:
         """What the connector pieces of a module tell each other."""
         made = self._shared_data.get(module)
         if made is None:
-            made = self._shared_data[module] = self._make_shared_data(self.module_ids[module])
+            serving = self.modules[module]
+            assert serving is not None
+            made = self._shared_data[module] = self._make_shared_data(serving)
         return made
 
     # Fragments
@@ -140,10 +164,12 @@ class MultiAgentLane:
         custom_data, going = copy.deepcopy(self.custom_data), set(enumerate(self.clock.numbers.tolist()))
         self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
         self.sequence += 1
+        parts = [lane.cut() for lane in self.parts]
+        self._drop_removed()
         return MultiAgentFragment(
             self.index,
             self.sequence - 1,
-            [lane.cut() for lane in self.parts],
+            parts,
             num_envs=self.num_envs,
             num_rows=self.vector_steps - clock.first,
             clock=clock,
@@ -181,10 +207,11 @@ class MultiAgentLane:
             agent = agents[place]
             episode_id = self.episode_ids(env, self.clock.number(env, self.vector_steps + 1))
             try:
-                module_id = self._module_of(agent, episode_id)
+                module = self._module_of(agent, episode_id)
             except Exception as error:
                 error.add_note(f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}")
                 raise
+            module_id = module.module_id
             if self._part_of.setdefault(module_id, part) != part:
                 other = self.parts[self._part_of[module_id]].part
                 raise EnvError(
@@ -193,16 +220,43 @@ class MultiAgentLane:
                     f"and actions in {other.action_space}, but this one's are in {lane.part.observation_space} and "
                     f"{lane.part.action_space}: expected the same spaces under one module"
                 )
+            lane.assign(slot, self._place_for(module), episode_id)
+
+    def _place_for(self, module: ServingModule) -> int:
+        """The module's place, a free one where it is new."""
+        known = self._places.get(module)
+        if known is not None:
+            return known
+        if None not in self.modules:
+            self.modules.append(None)
+            self.module_ids.append(None)
+        place = self._places[module] = self.modules.index(None)
+        self.modules[place], self.module_ids[place] = module, module.module_id
+        return place
+
+    def _drop_removed(self) -> None:
+        """Keep nothing of removed modules that serve no episode that goes on; a fragment has just been cut."""
+        removed = [place for place, module in enumerate(self.modules) if module is not None and module.is_removed]
+        if not removed:
+            return
+        serving = set().union(*(lane.serving() for lane in self.parts))
+        for place in set(removed) - serving:
+            module_id = self.module_ids[place]
+            del self._places[self.modules[place]]  # type: ignore[arg-type]  # it is none of the free ones
+            self.modules[place] = self.module_ids[place] = None
+            for by_place in (self._shared_data, self.batches, self.shown, self.policy_versions):
+                by_place.pop(place, None)
+            for lane in self.parts:
+                lane.forget(place)
             if module_id not in self.module_ids:
-                self.module_ids.append(module_id)
-            lane.assign(slot, self.module_ids.index(module_id), episode_id)
+                del self._part_of[module_id]
 
     def _record_infos(self, infos: Sequence[Infos], envs: Sequence[int], *, are_first: bool = False) -> None:
         of_parts: list[dict[int, Mapping[str, Any]]] = [{} for _ in self.parts]
         for env, of_agents in zip(envs, infos, strict=True):
             for agent, info in of_agents.items():
-                if info and agent in self._place:
-                    part, place = self._place[agent]
+                if info and agent in self._place_of_agent:
+                    part, place = self._place_of_agent[agent]
                     of_parts[part][env * len(self.parts[part].part.agents) + place] = info
         for lane, of_slots in zip(self.parts, of_parts, strict=True):
             lane.record_infos(of_slots, are_first=are_first)

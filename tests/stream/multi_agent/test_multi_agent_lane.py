@@ -1,6 +1,6 @@
 """A lane of two agents, stepped by hand: each has a row of its own."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -13,6 +13,14 @@ from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 from rollflow.stream.multi_agent.vector_step import Observed, PartStep, VectorStep
 
 PART = AgentPart(("a", "b"), gym.spaces.Box(0, 100, (), np.float32), gym.spaces.Discrete(50))
+
+
+class Serving(NamedTuple):
+    module_id: str
+    is_removed: bool = False
+
+
+M, N = Serving("m"), Serving("n")
 NOBODY = np.zeros(2, np.bool_)
 
 
@@ -25,8 +33,8 @@ def lane_of(num_rows: int = 2, lookback: int = 1) -> MultiAgentLane:
         num_rows=num_rows,
         lookback=lookback,
         name="here",
-        module_of=lambda agent, episode_id: {"a": "m", "b": "n"}[agent],
-        shared_data=lambda module_id: {},
+        module_of=lambda agent, episode_id: {"a": M, "b": N}[agent],
+        shared_data=lambda module: {},
     )
 
 
