@@ -40,3 +40,8 @@ def concatenate_trees(trees: Sequence[Tree]) -> Tree:
     if len(trees) == 1:
         return trees[0]
     return map_tree(lambda *leaves: np.concatenate(leaves), *trees)
+
+
+def kind_of(tree: Tree) -> Tree:
+    """Structure, dtypes and shapes behind the leading axis of a tree of arrays `any[N, ...]`, to be compared."""
+    return map_tree(lambda leaf: (leaf.dtype, leaf.shape[1:]), tree)

@@ -7,7 +7,6 @@ import numpy as np
 
 from rollflow.stream.agent_roster import AgentRoster
 from rollflow.stream.agent_timeline import AgentTimeline
-from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
@@ -95,7 +94,6 @@ def _named(
     timeline.observed_at = [step - started for step in timeline.observed_at]
     timeline.episode.agent_id, timeline.episode.module_id = agent, module_id
     if part.waits[slot] and not timeline.episode.is_done:
-        outputs = *part.outputs[module_id], Columns.POLICY_VERSION
-        timeline.pending = part.action_in(int(part.stops[slot]), slot, outputs)
+        timeline.pending = part.of_module(module_id).action_in(int(part.stops[slot]), slot)
         timeline.received = {stop - started - 1: np.float32(part.received[slot])}
     return agent, timeline

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.live_episode import LaneEpisodes, LiveEpisode
 from rollflow.stream.tree import Tree, map_tree, stack_trees
@@ -81,7 +82,7 @@ class AgentEpisodes(LaneEpisodes):
 
     def previous(self, name: str) -> Tree | None:
         """What the step before recorded in a column, a tree of arrays `any[K, ...]`; None where it has nothing yet."""
-        column = self._agents.fragment.columns.get(name)
+        column = self._columns.get(name)
         return None if column is None else column.items(np.maximum(self._rows - 1, 0), self.slots)
 
     def just_begun(self) -> NDArray[np.bool_]:
@@ -117,7 +118,19 @@ class AgentEpisodes(LaneEpisodes):
             taken[before] = 0
             return taken
 
-        return map_tree(window, self._agents.fragment.columns[name].tree)
+        return map_tree(window, self._columns[name].tree)
+
+    @property
+    def _columns(self) -> Mapping[str, Column]:
+        """As the module calls them whose agents these are."""
+        lane = self._agents
+        return (lane.fragment_for(_module_in(lane, int(self.slots[0]))) if len(self) else lane.fragment).columns
+
+
+def _module_in(lane: "AgentLane", slot: int) -> int:
+    """Place of the module that serves a slot, or that has served it in the episode that the last step has ended."""
+    has_ended = lane.ended is not None and lane.ended.has(slot)
+    return int(lane.fragment.module_of[lane.at[slot] - 1, slot] if has_ended else lane.module[slot])
 
 
 class LiveAgents:
@@ -137,9 +150,8 @@ class LiveAgents:
             made = self._made[slot] = LiveEpisode(_SlotLane(self._lane, slot), slot)  # type: ignore[arg-type]
             made.agent_id = self._lane.part.agents[slot % len(self._lane.part.agents)]
         lane, ended = self._lane, self._lane.ended
-        has_ended = ended is not None and ended.has(slot)
-        module = lane.fragment.module_of[lane.at[slot] - 1, slot] if has_ended else lane.module[slot]
-        number = (ended.numbers if has_ended else lane.episode_number)[slot]  # type: ignore[union-attr]
+        module = _module_in(lane, slot)
+        number = (ended.numbers if ended is not None and ended.has(slot) else lane.episode_number)[slot]
         made.module_id = lane.module_ids[module] if module < len(lane.module_ids) else None
         made.multi_agent_episode_id = lane.parents.get((slot, int(number)))
         return made
@@ -166,7 +178,7 @@ class _SlotLane:
 
     @property
     def fragment(self) -> "Fragment":
-        return self._lane.fragment
+        return self._lane.fragment_for(_module_in(self._lane, self._slot))
 
     @property
     def row(self) -> int:

@@ -1,7 +1,7 @@
 """What the agents of one part did in one fragment of a multi-agent lane."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.agent_share import PendingAction
+from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
@@ -50,8 +51,9 @@ class AgentFragment(Fragment):
         serves       i16[S]          which of `module_ids` serves the slot at the end
         ends         (row, slot) of an episode's last step -> the vector step that it was
         parents      (slot, number of its episode) -> id of the multi-agent episode that it is a part of
-        outputs      module id -> names of its extra outputs, of those that all modules give which have been added under
-                     the id; columns of others have zeros in its rows
+        outputs      module id -> its extra outputs, name -> column: those that all modules give alike which have been
+                     added under the id. Columns of others have zeros in its rows. An output that is not like one of
+                     the same name of another module has a column of its own, which `of_module` calls by the name
     """
 
     clock: NDArray[np.int64]
@@ -66,7 +68,7 @@ class AgentFragment(Fragment):
         self.ends: dict[tuple[int, int], int] = {}
         self.parents: Mapping[tuple[int, int], str] = {}
         self.module_ids: Sequence[Any] = ()
-        self.outputs: Mapping[Any, tuple[str, ...]] = {}
+        self.outputs: Mapping[Any, Mapping[str, str]] = {}
         self.acts = self.waits = np.zeros(slots, np.bool_)
         self.received = np.zeros(slots, np.float32)
         self.serves = np.zeros(slots, np.int16)
@@ -114,11 +116,13 @@ class AgentFragment(Fragment):
         t_started = 0 if ended else max(0, self.first_row - int(self.episode_start[slot]))
         number, lookback = int(self.episode_number[slot]) + ended, min(t_started, self.layout.lookback)
         flags = {"terminated": False, "truncated": False, "t_started": t_started}
-        return self._episode(slot, number, stop, stop, lookback, **flags)
+        module_id = self.module_ids[int(self.serves[slot])]
+        view = self.of_module(module_id) if module_id in self.outputs else self
+        return view._episode(slot, number, stop, stop, lookback, **flags)
 
-    def action_in(self, row: int, slot: int, outputs: Sequence[str]) -> PendingAction:
-        """What a slot did in a row, with these of its module's extra outputs, before an observation answers it."""
-        values = {name: map_tree(lambda leaf: leaf[row, slot], self.columns[name].tree) for name in outputs}
+    def action_in(self, row: int, slot: int) -> PendingAction:
+        """What a slot did in a row, with the extra outputs, before an observation answers it."""
+        values = {name: map_tree(lambda leaf: leaf[row, slot], self.columns[name].tree) for name in self.extra_columns}
         return PendingAction(map_tree(lambda leaf: leaf[row, slot], self.columns[Columns.ACTIONS].tree), values)
 
     def seal_at(self, stops: NDArray[np.int64]) -> None:
@@ -143,6 +147,9 @@ class ModuleFragment(AgentFragment):
         # All but the chunks is the whole one's, so its constructor is not called again.
         self.__dict__.update(whole.__dict__)
         self._module_id = module_id
+        renamed = {column for names in whole.outputs.values() for name, column in names.items() if name != column}
+        if renamed:
+            self.columns = named_columns(whole.columns, whole.outputs[module_id], renamed)
         places = [place for place, each in enumerate(whole.module_ids) if each == module_id]
         chosen = np.isin(whole.chunk_modules, places)
         chunks = whole.chunks
@@ -177,3 +184,15 @@ class ModuleFragment(AgentFragment):
                 chosen: Any = np.flatnonzero(mine)
                 observations = map_tree(lambda leaf, at=chosen: leaf[at], final.observations)
                 yield Final(final.row, final.slots[chosen], observations, final.infos)
+
+
+def named_columns(
+    columns: Mapping[str, Column], outputs: Mapping[str, str], renamed: Collection[str]
+) -> dict[str, Column]:
+    """Columns as one module calls them.
+
+    outputs    of the module: name -> column
+    renamed    columns that are not called as the outputs in them
+    """
+    own = {name: columns[column] for name, column in outputs.items()}
+    return {name: column for name, column in columns.items() if name not in renamed} | own

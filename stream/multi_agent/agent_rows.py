@@ -1,7 +1,8 @@
 """Where the agent slots of one part stand in the fragment that they are filling, and how their rows are written."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain, count
 from typing import Any, NoReturn
 
 import numpy as np
@@ -12,10 +13,10 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import FragmentLayout
 from rollflow.stream.lane_columns import LaneColumns
-from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos, named_columns
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.ended_agents import Slots
-from rollflow.stream.tree import Tree, leaves_of, map_tree
+from rollflow.stream.tree import Tree, kind_of, leaves_of, map_tree
 
 
 class AgentRows:
@@ -50,7 +51,8 @@ class AgentRows:
         self._row: int | None = layout.lookback  # of all slots, where it is the same
         self._columns = LaneColumns(layout, None)
         self._space = part.observation_space
-        self._outputs: dict[int, tuple[str, ...]] = {}  # by the module's place
+        self._outputs: dict[int, dict[str, str]] = {}  # by the module's place: name -> column
+        self._renamed: set[str] = set()  # columns that are not called as the outputs in them
         self._has_infos = False
         self.fragment = self._fragment(0, self._columns.first(self._space))
 
@@ -69,12 +71,14 @@ class AgentRows:
     def _write_outputs(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
         names = self._outputs.get(module)
         if names is None:
-            names = self._add_outputs(module, outputs)
+            names = self._outputs[module] = {
+                name: self._column_for(name, values) for name, values in outputs.items() if name != Columns.ACTIONS
+            }
         columns = self.fragment.columns
         try:
             self._write(columns[Columns.ACTIONS], slots, outputs[Columns.ACTIONS])
-            for name in names:
-                self._write(columns[name], slots, outputs[name])
+            for name, column in names.items():
+                self._write(columns[column], slots, outputs[name])
         except KeyError:
             self._refuse_outputs(module, names, outputs)
         if len(outputs) != len(names) + 1:
@@ -92,38 +96,49 @@ class AgentRows:
         """The rows where slots stand, or the one where all do."""
         return self.at[slots] if self._row is None else self._row
 
-    def _add_outputs(self, module: int, outputs: Mapping[str, Tree]) -> tuple[str, ...]:
-        """The columns for what a module gives, zeros until it does."""
-        names = tuple(name for name in outputs if name != Columns.ACTIONS)
-        for name in names:
-            if name not in self.fragment.columns:
-                row = map_tree(
-                    lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype),
-                    outputs[name],
-                )
-                column = self._columns.extra(name, row)
-                for leaf in leaves_of(column.tree):
-                    leaf[:] = 0
-                self.fragment.columns[name] = column
-        self._outputs[module] = names
-        return names
+    def _column_for(self, name: str, values: Tree) -> str:
+        """The column for an output: modules share one as long as theirs are alike. A new one has zeros."""
+        row = map_tree(
+            lambda leaf: np.zeros((self.layout.num_slots, *np.shape(leaf)[1:]), np.asarray(leaf).dtype), values
+        )
+        columns = self.fragment.columns
+        names = chain([name], (f"{name}#{number}" for number in count(2)))
+        column = next(each for each in names if each not in columns or kind_of(columns[each].row(0)) == kind_of(row))
+        if column not in columns:
+            columns[column] = self._columns.extra(column, row)
+            for leaf in leaves_of(columns[column].tree):
+                leaf[:] = 0
+        if column != name:
+            self._renamed.add(column)
+        return column
 
     def forget(self, module: int) -> None:
         """Keep nothing of a module that serves nobody any more, nor columns that it alone had outputs for."""
-        names = self._outputs.pop(module, ())
-        needed = set().union(*self._outputs.values())
-        for name in set(names) - needed:
-            del self.fragment.columns[name]
+        dropped = set(self._outputs.pop(module, {}).values())
+        dropped.difference_update(*(names.values() for names in self._outputs.values()))
+        self._renamed -= dropped
+        for column in dropped:
+            del self.fragment.columns[column]
 
-    def _outputs_by_id(self) -> dict[Any, tuple[str, ...]]:
-        """Module id -> names of the extra outputs that all modules of this id give."""
-        by_id: dict[Any, tuple[str, ...]] = {}
+    def fragment_for(self, module: int) -> AgentFragment:
+        """The fragment in the making, its columns named as the module at a place names its outputs."""
+        if not self._renamed:
+            return self.fragment
+        fragment = copy.copy(self.fragment)
+        fragment.columns = named_columns(fragment.columns, self._outputs.get(module, {}), self._renamed)
+        return fragment
+
+    def _outputs_by_id(self) -> dict[Any, dict[str, str]]:
+        """Module id -> the extra outputs that all modules of this id give alike, name -> column."""
+        by_id: dict[Any, dict[str, str]] = {}
         for module, names in self._outputs.items():
             before = by_id.get(self.module_ids[module], names)
-            by_id[self.module_ids[module]] = tuple(name for name in before if name in names)
+            by_id[self.module_ids[module]] = {
+                name: column for name, column in before.items() if names.get(name) == column
+            }
         return by_id
 
-    def _refuse_outputs(self, module: int, names: Sequence[str], outputs: Mapping[str, Tree]) -> NoReturn:
+    def _refuse_outputs(self, module: int, names: Collection[str], outputs: Mapping[str, Tree]) -> NoReturn:
         expected = {Columns.ACTIONS, *names}
         missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
         raise ColumnError(

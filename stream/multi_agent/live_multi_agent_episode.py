@@ -83,6 +83,6 @@ def _timelines(
             observed_at[-1] = now
         timeline = AgentTimeline(episode, [step - started for step in observed_at])
         if not ends and part.waits(slot):
-            timeline.pending = part.fragment.action_in(row, slot, part.fragment.extra_columns)
+            timeline.pending = part.fragment_for(int(part.module[slot])).action_in(row, slot)
             timeline.received = {now - started - 1: part.received(slot)}
         yield agent, timeline

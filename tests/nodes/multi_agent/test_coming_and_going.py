@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RLModule
+from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, RLModule
 from rollflow.stream import ModuleError
 
 AGENTS = ("a", "b")
@@ -209,6 +209,65 @@ def test_a_stateful_module_is_refused_where_fragments_keep_nothing_of_the_ones_b
         with pytest.raises(ModuleError, match="module 'late' is stateful, but lookback is 0"):
             rollout.add_module("late", Acts(state=1))
         assert "late" not in rollout.module
+
+
+# Outputs
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (torch.full((3,), 1.5), torch.full((2,), 2.5)),
+        (torch.tensor(7), torch.tensor(0.25)),
+        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2)),
+    ],
+)
+def test_outputs_of_one_name_may_differ_from_module_to_module(ours: Any, theirs: Any) -> None:
+    modules = {"a": Acts(0, outputs={"told": ours}), "b": Acts(1, outputs={"told": theirs})}
+    with marathon(module=modules, length=5, fragment_length=3, num_fragments=3) as rollout:
+        for fragment in rollout.fragments():
+            for module_id, told in (("a", ours), ("b", theirs)):
+                part = fragment.of_module(module_id)
+                np.testing.assert_array_equal(part.gather("told"), np.broadcast_to(told, (3, *told.shape)))
+                assert part.gather("told").dtype == told.numpy().dtype
+                assert part.extra_columns == ("told", "policy_version")
+            for episode in fragment.episodes():
+                for agent, told in (("a", ours), ("b", theirs)):
+                    own = episode.agent_episodes[agent]
+                    assert set(own.extra_model_outputs) == {"told", "policy_version"}
+                    np.testing.assert_array_equal(own.get_extra_model_outputs("told", -1), told)
+
+
+def test_states_may_differ_from_module_to_module() -> None:
+    modules = {"a": Acts(0, state=1), "b": Acts(1, state=3)}
+    with marathon(module=modules, length=5, fragment_length=3, num_fragments=3) as rollout:
+        batches = list(rollout.batches())
+    for module_id, width in (("a", 1), ("b", 3)):
+        assert [batch[module_id]["count"].tolist() for batch in batches] == [
+            [[1.0, 2.0, 3.0, 0.0]],
+            [[4.0, 5.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]],
+            [[2.0, 3.0, 4.0, 0.0]],
+        ]
+        assert {batch[module_id]["state_in"]["count"].shape[1] for batch in batches} == {width}
+
+
+def test_pieces_see_the_outputs_of_their_own_module() -> None:
+    seen: dict[str, set[Any]] = {"a": set(), "b": set()}
+
+    class Looks(ConnectorV2):
+        def __call__(self, *, episodes: Any, batch: Any, **kwargs: Any) -> Any:
+            for episode in self.single_agent_episode_iterator(episodes):
+                if len(episode):
+                    assert set(episode.extra_model_outputs) == {"told", "policy_version"}
+                    seen[episode.module_id].add(np.shape(episode.get_extra_model_outputs("told", -1)))
+            return batch
+
+    modules = {name: Acts(0, outputs={"told": torch.zeros(size)}) for name, size in (("a", 2), ("b", 3))}
+    with marathon(
+        module=modules, env_to_module_connector=lambda part: Looks(), joint_connector=lambda env: Looks()
+    ) as r:
+        list(r.fragments())
+    assert seen == {"a": {(2,)}, "b": {(3,)}}
 
 
 # Weights that act
