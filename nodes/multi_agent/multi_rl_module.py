@@ -1,15 +1,16 @@
 """Modules by their ids: the interface of RLlib's `MultiRLModule`."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from rollflow.nodes.rl_module import Batch
 from rollflow.stream.errors import ModuleError
 
 
 class MultiRLModule(Mapping[Any, Any]):
-    """Modules by id, each with its own weights.
+    """Modules by id, each with its own weights: a mapping.
 
         modules    id -> an `RLModule`, or whatever else has `forward_exploration` and `forward_inference`
 
@@ -38,9 +39,21 @@ class MultiRLModule(Mapping[Any, Any]):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def add_module(self, module_id: Any, module: Any) -> None:
-        """Add a module."""
-        self.check_new(module_id)
+    def __repr__(self) -> str:
+        modules = ", ".join(f"{module_id!r}: {type(module).__name__}" for module_id, module in self._there())
+        return f"<{type(self).__name__} {modules}>"
+
+    def get(self, module_id: Any, default: Any = None) -> Any:
+        """The module of an id, or `default`."""
+        return self._modules.get(module_id, default)
+
+    def add_module(self, module_id: Any, module: Any, *, override: bool = False) -> None:
+        """Add a module; with `override` in the place of one that there may be.
+
+        To a rollout's modules add by `rollout.add_module`, which has it act.
+        """
+        if not override:
+            self.check_new(module_id)
         self._modules[module_id] = module
 
     def check_new(self, module_id: Any) -> None:
@@ -48,27 +61,81 @@ class MultiRLModule(Mapping[Any, Any]):
         if module_id in self._modules:
             raise ModuleError(f"there is a module '{module_id}' already, expected another id, or remove_module first")
 
-    def remove_module(self, module_id: Any) -> Any:
-        """Take a module out, and return it."""
-        module = self[module_id]
-        del self._modules[module_id]
+    def remove_module(self, module_id: Any, *, raise_err_if_not_found: bool = True) -> Any:
+        """Take a module out, and return it; None where there is none, and that is no error."""
+        module = self[module_id] if raise_err_if_not_found else self.get(module_id)
+        self._modules.pop(module_id, None)
         return module
 
-    def foreach_module(self, function: Callable[[Any, Any], Any]) -> list[Any]:
-        """What `function(module id, module)` gives for each."""
-        return [function(module_id, module) for module_id, module in self._modules.items()]
+    def foreach_module(self, func: Callable[[Any, Any], Any], *, return_dict: bool = False) -> Any:
+        """What `func(module id, module)` gives for each, as a list, or as a dict by module ids."""
+        made = {module_id: func(module_id, module) for module_id, module in self._there()}
+        return made if return_dict else list(made.values())
+
+    # Forward, for those that a dict has batches for: module id -> batch, and module id -> output
+
+    def forward_exploration(self, batch: Mapping[Any, Batch], **kwargs: Any) -> dict[Any, Batch]:
+        """For actions that are to be sampled."""
+        return {module_id: self[module_id].forward_exploration(own, **kwargs) for module_id, own in batch.items()}
+
+    def forward_inference(self, batch: Mapping[Any, Batch], **kwargs: Any) -> dict[Any, Batch]:
+        """For actions that are to be the likeliest."""
+        return {module_id: self[module_id].forward_inference(own, **kwargs) for module_id, own in batch.items()}
+
+    def forward_train(self, batch: Mapping[Any, Batch], **kwargs: Any) -> dict[Any, Batch]:
+        """For losses."""
+        return {module_id: self[module_id].forward_train(own, **kwargs) for module_id, own in batch.items()}
+
+    def __call__(self, batch: Mapping[Any, Batch], **kwargs: Any) -> dict[Any, Batch]:
+        """`forward_train`."""
+        return self.forward_train(batch, **kwargs)
+
+    # As torch has it, for the modules that are networks
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters of all modules that are networks, for an optimizer."""
-        for module in self._modules.values():
-            if isinstance(module, torch.nn.Module):
-                yield from module.parameters()
+        """The parameters of all modules, for an optimizer."""
+        for _, network in self._networks():
+            yield from network.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The same with their names, after the module's id and a dot."""
+        for module_id, network in self._networks():
+            for name, parameter in network.named_parameters():
+                yield f"{module_id}.{name}", parameter
+
+    def to(self, device: Any) -> Self:
+        """Move all modules to a device."""
+        for _, network in self._networks():
+            network.to(device)
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Put all modules into training mode, or out of it."""
+        for _, network in self._networks():
+            network.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put all modules into evaluation mode."""
+        return self.train(False)
 
     def state_dict(self) -> dict[Any, dict[str, Any]]:
         """Module id -> its `state_dict()`."""
-        return {module_id: module.state_dict() for module_id, module in self._modules.items()}
+        return {module_id: module.state_dict() for module_id, module in self._there()}
 
     def load_state_dict(self, state: Mapping[Any, Mapping[str, Any]]) -> None:
         """Take over what `state_dict` gave, for the modules that it names."""
         for module_id, weights in state.items():
             self[module_id].load_state_dict(weights)
+
+    get_state = state_dict
+    set_state = load_state_dict
+
+    def _there(self) -> list[tuple[Any, Any]]:
+        """Ids and modules as they are now: others may be added meanwhile."""
+        return list(self._modules.items())
+
+    def _networks(self) -> Iterator[tuple[Any, torch.nn.Module]]:
+        for module_id, module in self._there():
+            if isinstance(module, torch.nn.Module):
+                yield module_id, module
