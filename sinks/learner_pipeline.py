@@ -90,6 +90,9 @@ class LearnerPipeline(_Gathering[Fragment]):
 class MultiAgentLearnerPipeline(_Gathering[MultiAgentFragment]):
     """The same for fragments of a `MultiAgentRollout`: a batch is a dict, module id -> train batch.
 
+    Pieces see copies of the modules as `rl_module`, with the weights that were published last: `rollout.module` may be
+    trained meanwhile.
+
     learner                makes the batches, as `rollout.learner` does
     fragments_per_batch    how many fragments make one batch; a rollout of several lanes wants as many
     lag                    how old a fragment may be: `rollout.lag`
@@ -104,4 +107,4 @@ class MultiAgentLearnerPipeline(_Gathering[MultiAgentFragment]):
         return self._take(fragments)
 
     def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
-        return self.learner.batch_of(fragments)
+        return self.learner.batch_of(fragments, as_published=True)

@@ -6,7 +6,8 @@ from typing import Any
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import pieces_given
-from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
+from rollflow.nodes.multi_agent.module_set import ModuleSet
+from rollflow.nodes.multi_agent.published_modules import PublishedModules
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -17,7 +18,7 @@ Batch = dict[str, Any]
 class AgentLearner:
     """Makes a batch for every module that is trained.
 
-        modules      by id; what pieces see as `rl_module`
+        acting       the modules
         to_train     ids of those that batches are made for; None: all that there are
         connector    `lambda obs_space, act_space: piece or list of pieces`, called for every module
         metrics      what the pieces see as `metrics`
@@ -25,12 +26,14 @@ class AgentLearner:
     Raises ModuleError where there is no module of an id that is to be trained.
     """
 
-    def __init__(self, modules: MultiRLModule, to_train: Sequence[Any] | None, connector: Any, metrics: Any) -> None:
+    def __init__(self, acting: ModuleSet, to_train: Sequence[Any] | None, connector: Any, metrics: Any) -> None:
+        modules = acting.modules
         unknown = [] if to_train is None else [module_id for module_id in to_train if module_id not in modules]
         if unknown or isinstance(to_train, str):
             raise ModuleError(f"modules_to_train is {to_train!r}, expected a list of ids among {list(modules)}")
         self.to_train = None if to_train is None else frozenset(to_train)
         self._modules, self._connector, self._metrics = modules, connector, metrics
+        self._published = PublishedModules(acting)
         self._pipelines: dict[Any, LearnerConnectorPipeline] = {}
 
     def trains(self, module_id: Any) -> bool:
@@ -39,34 +42,42 @@ class AgentLearner:
 
     def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
         """The pipeline of one module, made when first asked for."""
-        made = self._pipelines.get(module_id)
-        if made is None:
-            module = self._modules[module_id]
-            spaces = module.observation_space, module.action_space
-            taught = pieces_given(self._connector, "learner_connector", *spaces)
-            made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
-            self._pipelines[module_id] = made
-        return made
+        return self._pipeline_for(module_id, self._modules[module_id])
 
     def forget(self, module_id: Any) -> None:
-        """Have another module of this id begin with a pipeline of its own."""
+        """Keep nothing of a module that has been removed: another of its id begins with a pipeline of its own."""
         self._pipelines.pop(module_id, None)
+        self._published.forget(module_id)
 
-    def batch_of(self, fragments: Sequence[MultiAgentFragment]) -> dict[Any, Batch]:
-        """Module id -> its train batch, for those that are trained and have made steps in these fragments."""
+    def batch_of(self, fragments: Sequence[MultiAgentFragment], *, as_published: bool = False) -> dict[Any, Batch]:
+        """Module id -> its train batch, for those that are trained and have made steps in these fragments.
+
+        as_published    pieces see copies of the modules, with the weights published last, and not those that are
+                        trained: these may then be trained in another thread meanwhile
+        """
         batches = {}
         for module_id in dict.fromkeys(module_id for fragment in fragments for module_id in fragment.module_ids):
             if not self.trains(module_id):
                 continue
             parts = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
             parts = [part for part in parts if len(part.chunks.slot)]
-            if parts:
-                batches[module_id] = self._batch_of(module_id, parts)
+            module = (self._published if as_published else self._modules).get(module_id)
+            if parts and module is not None:  # it may have been removed in another thread since
+                batches[module_id] = self._batch_of(module_id, module, parts)
         return batches
 
-    def _batch_of(self, module_id: Any, parts: Sequence[ModuleFragment]) -> Batch:
+    def _batch_of(self, module_id: Any, module: Any, parts: Sequence[ModuleFragment]) -> Batch:
         try:
-            return self.pipeline_of(module_id).of_fragments(parts, self._modules[module_id], self._metrics)
+            return self._pipeline_for(module_id, module).of_fragments(parts, module, self._metrics)
         except Exception as error:
             error.add_note(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train")
             raise
+
+    def _pipeline_for(self, module_id: Any, module: Any) -> LearnerConnectorPipeline:
+        made = self._pipelines.get(module_id)
+        if made is None:
+            spaces = module.observation_space, module.action_space
+            taught = pieces_given(self._connector, "learner_connector", *spaces)
+            made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
+            self._pipelines[module_id] = made
+        return made

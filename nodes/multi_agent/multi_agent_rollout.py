@@ -167,7 +167,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             acting={"flat": flat_forward, "threads": forward_threads, "compiled": None},
         )
         self.module: MultiRLModule = self._modules.modules
-        self.learner = AgentLearner(self.module, modules_to_train, learner_connector, self.metrics)
+        self.learner = AgentLearner(self._modules, modules_to_train, learner_connector, self.metrics)
         # With what a stateful module needs: one may be added. The pieces do nothing for others.
         self.env_to_module = [
             EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=device)

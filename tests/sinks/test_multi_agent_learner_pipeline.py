@@ -3,9 +3,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numbered_agents import NUM_ACTIONS, NumberedAgents
 
-from rollflow.nodes import MultiAgentRollout, RLModule
+from rollflow.nodes import ConnectorV2, MultiAgentRollout, RLModule
 from rollflow.sinks import MultiAgentLearnerPipeline
 from rollflow.stream import Graph
 
@@ -56,3 +57,47 @@ async def test_a_batch_may_be_of_several_fragments_and_of_one_module() -> None:
     async with graph.run() as run:
         batches = [batch async for batch in run["batches"]]
     assert [list(batch) for batch in batches] == [["b"]] * 3
+
+
+class Valued(Counting):
+    """Its values are its weight."""
+
+    def setup(self) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def compute_values(self, batch: dict[str, Any], embeddings: Any = None) -> torch.Tensor:
+        return self.weight.expand(len(batch["obs"])).clone()
+
+
+class AddValues(ConnectorV2):
+    def __call__(self, *, rl_module: Any, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        steps = sum(map(len, episodes))
+        batch["values"] = [rl_module.compute_values({"obs": np.zeros(steps)}).detach().numpy()[0]] * steps
+        return batch
+
+
+async def test_pieces_see_what_was_published_and_not_what_is_being_trained() -> None:
+    rollout = MultiAgentRollout(
+        [partial(NumberedAgents, 0, nested=0)],
+        module=Valued(),
+        learner_connector=lambda obs, act: AddValues(),
+        fragment_length=4,
+        num_fragments=20,
+        seed=2,
+    )
+    graph = Graph("learning")
+    graph.add(rollout=rollout, learner=MultiAgentLearnerPipeline(rollout.learner))
+    graph.connect("rollout.fragments", "learner", capacity=1)
+    graph.output("batches", "learner", capacity=1)
+    trained, seen = rollout.module["default_policy"], []
+    async with graph.run() as run:
+        async for batch in run["batches"]:
+            seen += batch["default_policy"]["values"].unique().tolist()
+            with torch.no_grad():
+                trained.weight.fill_(100.0)  # in the middle of an update
+                published = float(len(seen))
+                rollout.publish({"default_policy": {"weight": torch.tensor(published)}})
+    assert 100.0 not in seen
+    assert seen == sorted(seen)
+    assert seen[0] == 0.0
+    assert seen[-1] >= 10.0
