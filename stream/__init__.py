@@ -18,7 +18,8 @@ from rollflow.stream.errors import (
     RunError,
     WireError,
 )
-from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun

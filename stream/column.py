@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.tree import Tree, leaves_of, map_tree
 
-_LEAF = optree.tree_structure(0, none_is_leaf=True)
+_ARRAY: Tree = np.empty(0)
+_LEAF = optree.tree_structure(_ARRAY, none_is_leaf=True)
 
 
 class Column:

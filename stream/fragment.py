@@ -13,7 +13,7 @@ gymnasium's SAME_STEP or DISABLED mode has its last observation in `finals`, sin
 the next episode's first. Under NEXT_STEP the row after an end only resets: it is dead, no transition.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,8 +27,9 @@ from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import REWARD_SPACE, SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.live_episode import EndedWindow, InfosWindow, SealedEpisode
-from rollflow.stream.tree import Tree, concatenate_trees, map_tree
+from rollflow.stream.tree import Tree, map_tree
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
 
@@ -236,6 +237,8 @@ class Fragment:
         gap: Any = 2 if layout.resets_next_step else 1
         if self.losses:
             ended_slot, ended_row, gap = self._with_losses(ended_slot, ended_row, gap)
+        if not len(ended_slot):
+            return self._open_chunks(begin)
         # Each slot begins one chunk and, at every end, another; the sort keeps a slot's chunks in time order.
         slot = np.concatenate([everyone, ended_slot])
         order = np.argsort(slot, kind="stable")
@@ -271,7 +274,7 @@ class Fragment:
         order: NDArray[np.int64] = (np.repeat(chunks.start - self.first_row, lengths) + offset) * slots
         return order + np.repeat(chunks.slot, lengths)
 
-    def episodes(self) -> "FragmentEpisodes":
+    def episodes(self) -> FragmentEpisodes:
         """The chunks as a sequence of `SingleAgentEpisode`, made when asked for."""
         return FragmentEpisodes([self])
 
@@ -355,6 +358,22 @@ class Fragment:
             f"{self.num_rows} vector steps x {self.layout.num_slots} slots>"
         )
 
+    def _open_chunks(self, begin: NDArray[np.int64]) -> ChunkIndex:
+        """The chunks where nothing ends: one of every slot that has a transition."""
+        slot = np.flatnonzero(begin < self.stops)
+        t_started = np.maximum(self.first_row - self.episode_start[slot], 0)
+        nothing = np.zeros(len(slot), bool)
+        return ChunkIndex(
+            slot=slot,
+            number=self.episode_number[slot],
+            start=begin[slot],
+            stop=self.stops[slot],
+            t_started=t_started,
+            lookback=np.minimum(t_started, self.layout.lookback),
+            terminated=nothing,
+            truncated=nothing,
+        )
+
     def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:
         obs, space = self.columns[Columns.OBS], self.observation_space
         if final is not None:
@@ -377,63 +396,3 @@ class Fragment:
             for final in self.finals
             for i, slot in enumerate(final.slots)
         }
-
-
-class FragmentEpisodes(Sequence[SingleAgentEpisode]):
-    """The chunks of some fragments, fragment by fragment, as episodes that are made only when asked for.
-
-    A learner piece that loops over it gets episodes; one that asks for columns gets all rows at once.
-    """
-
-    def __init__(self, fragments: Sequence[Fragment]) -> None:
-        self.fragments = list(fragments)
-        self._bounds = np.cumsum([len(fragment.chunks.slot) for fragment in self.fragments])
-        self._made: dict[int, SingleAgentEpisode] = {}
-
-    def __len__(self) -> int:
-        return int(self._bounds[-1]) if self.fragments else 0
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]  # an IndexError for what lies outside, as a list gives
-        episode = self._made.get(position)
-        if episode is None:
-            which = int(np.searchsorted(self._bounds, position, side="right"))
-            before = int(self._bounds[which - 1]) if which else 0
-            episode = self._made[position] = self.fragments[which].chunk(position - before)
-        return episode
-
-    @property
-    def extra_columns(self) -> tuple[str, ...]:
-        """Names of the extra model outputs that every fragment has."""
-        return self.fragments[0].extra_columns if self.fragments else ()
-
-    @cached_property
-    def lengths(self) -> NDArray[np.int64]:
-        """i64[C]: steps of each chunk."""
-        return np.concatenate([fragment.chunks.stop - fragment.chunks.start for fragment in self.fragments])
-
-    def gather(self, name: str) -> Tree:
-        """A column's rows of all chunks, end to end: a tree of new arrays `any[sum(lengths), ...]`."""
-        return concatenate_trees([fragment.gather(name) for fragment in self.fragments])
-
-    def last_observations(self) -> Tree:
-        """The observation after each chunk's last step: a tree of new arrays `any[C, ...]`."""
-        return concatenate_trees([fragment.last_observations() for fragment in self.fragments])
-
-    def last(self, name: str) -> Tree:
-        """What each chunk's last step recorded in a column: a tree of new arrays `any[C, ...]`."""
-        return concatenate_trees([fragment.last(name) for fragment in self.fragments])
-
-    def preceding(self, name: str) -> Tree:
-        """What the step before each chunk recorded in a column: as `Fragment.preceding`."""
-        return concatenate_trees([fragment.preceding(name) for fragment in self.fragments])
-
-    def recent_observations(self, count: int) -> Tree:
-        """The last `count` observations at every step of all chunks: as `Fragment.recent_observations`."""
-        return concatenate_trees([fragment.recent_observations(count) for fragment in self.fragments])
-
-    def chunk_index(self, field: str) -> NDArray[Any]:
-        """One field of every fragment's `ChunkIndex`, end to end: `any[C]`."""
-        return np.concatenate([getattr(fragment.chunks, field) for fragment in self.fragments])

@@ -9,7 +9,7 @@ from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.multi_agent_episode import DEFAULT_MODULE_ID, MultiAgentEpisode
 

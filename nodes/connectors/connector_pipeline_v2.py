@@ -11,7 +11,7 @@ import gymnasium as gym
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.fused import Fused, fused_tail
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 
 NameOrClass = str | type

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.multi_agent.agent_chunks import episode_of
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, ModuleFragment
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode

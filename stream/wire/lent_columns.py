@@ -42,7 +42,10 @@ class LentLeaf(NamedTuple):
 
     def array(self, blocks: list[NDArray[np.uint8]]) -> NDArray[Any]:
         """The array, a view. Raises WireError where it lies in none of these blocks."""
-        (array,) = self.arrays(blocks, 1, 0)
+        if 0 in self.shape:
+            return np.empty(self.shape, self.dtype)
+        array: NDArray[Any] = np.ndarray(self.shape, self.dtype, self._block_of(blocks, 1, 0), self.offset)
+        self._check_bool(array)
         return array
 
     def arrays(self, blocks: list[NDArray[np.uint8]], count: int, stride: int) -> list[NDArray[Any]]:
@@ -52,16 +55,26 @@ class LentLeaf(NamedTuple):
         """
         if 0 in self.shape:
             return [np.empty(self.shape, self.dtype) for _ in range(count)]
-        least = self.offset + (count - 1) * stride + self.nbytes
-        if self.block >= len(blocks) or least > len(blocks[self.block]):
-            sizes = [len(block) for block in blocks]
-            told = f"lent: {count} of {self} at every {stride} bytes"
-            raise WireError(f"{told} does not lie in its blocks, of {sizes!r:.100} bytes", "memory")
-        block, shape, strides = blocks[self.block], (count, *self.shape), (stride, *_strides(self.shape, self.dtype))
+        block = self._block_of(blocks, count, stride)
+        shape, strides = (count, *self.shape), (stride, *_strides(self.shape, self.dtype))
         every: NDArray[Any] = np.ndarray(shape, self.dtype, block, self.offset, strides)
-        if self.dtype.kind == "b" and (most := every.view(np.uint8).max()) > 1:
-            raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
+        self._check_bool(every)
         return [every[index, ...] for index in range(count)]
+
+    def _block_of(self, blocks: list[NDArray[np.uint8]], count: int, stride: int) -> NDArray[np.uint8]:
+        """What it lies in. Raises WireError where it does not."""
+        if self.block < len(blocks):
+            block = blocks[self.block]
+            if self.offset + (count - 1) * stride + self.nbytes <= len(block):
+                return block
+        sizes = [len(block) for block in blocks]
+        told = f"lent: {count} of {self} at every {stride} bytes"
+        raise WireError(f"{told} does not lie in its blocks, of {sizes!r:.100} bytes", "memory")
+
+    def _check_bool(self, array: NDArray[Any]) -> None:
+        """Raise WireError for bools that are none."""
+        if self.dtype.kind == "b" and (most := array.view(np.uint8).max()) > 1:
+            raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
 
 
 @lru_cache

@@ -67,7 +67,8 @@ def test_workers_and_memory_are_measured() -> None:
 @pytest.mark.slow
 def test_ways_to_a_trainer_are_measured() -> None:
     lines = transport.measure(TINY, {"4 KiB": 1 << 12})
-    assert [line["where"] for line in lines] == ["shm", "unix", "tcp", "copied here", "mp.Queue", "torch's queue"]
+    ways = ["shm", "unix", "tcp"]
+    assert [line["where"] for line in lines] == [*ways, *ways, "copied here", "mp.Queue", "torch's queue"]
     assert all(line.keys() >= KEYS for line in lines)
 
 

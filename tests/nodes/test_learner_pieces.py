@@ -34,7 +34,7 @@ from rollflow.nodes import (
 )
 from rollflow.nodes.connectors.learner.discount import discounted_sums
 from rollflow.stream import ConnectorError, Fragment, ModuleError, SingleAgentEpisode
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 
 
 def episode(rewards: list[float], *, logp: float = -math.log(2), nested: bool = False, **ends: bool) -> Any:

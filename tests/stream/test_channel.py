@@ -1,3 +1,4 @@
+import itertools
 from typing import Any
 
 import anyio
@@ -6,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.stream import Inlet, Outlet
-from rollflow.stream.channel import CHECKPOINT_EVERY, Channel, SourceStop
+from rollflow.stream.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel, SourceStop
 from rollflow.stream.meter import NodeMeter
 
 
@@ -170,8 +171,16 @@ async def test_a_reader_that_waits_is_told_of_the_end() -> None:
 
 
 @pytest.mark.anyio
-async def test_ends_that_never_wait_still_pass_through_the_event_loop() -> None:
-    outlet, inlet = ends(Channel[int]("c", 10 * CHECKPOINT_EVERY))
+@pytest.mark.parametrize(("step_ns", "count"), [(0, CHECKPOINT_EVERY - 1), (CHECKPOINT_NS, 0)])
+async def test_ends_that_never_wait_still_pass_through_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, step_ns: int, count: int
+) -> None:
+    times = itertools.count(step=step_ns)
+    monkeypatch.setattr("rollflow.stream.channel.clock", lambda: next(times))
+    channel = Channel[int]("c", 10 * CHECKPOINT_EVERY)
+    for number in range(CHECKPOINT_EVERY):
+        channel.offer(number)
+    outlet, inlet = ends(channel)
     sent, received = 0, 0
     with anyio.CancelScope() as scope:
         scope.cancel()
@@ -183,7 +192,7 @@ async def test_ends_that_never_wait_still_pass_through_the_event_loop() -> None:
         while True:
             await inlet.receive()
             received += 1
-    assert (sent, received) == (CHECKPOINT_EVERY - 1, CHECKPOINT_EVERY - 1)
+    assert (sent, received) == (count, count)
 
 
 @pytest.mark.anyio

@@ -14,7 +14,7 @@ from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError, ModuleError
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.tree import Tree, map_tree, stack_trees
 

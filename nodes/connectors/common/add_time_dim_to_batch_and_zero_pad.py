@@ -12,7 +12,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, Connecto
 from rollflow.nodes.connectors.stateful import is_stateful, max_seq_len_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree
 
 TIME_RANK_ADDED = "_added_single_ts_time_rank"

@@ -13,7 +13,7 @@ from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch im
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 from rollflow.stream.space import flat_size, flatten, is_columnar
 from rollflow.stream.tree import Tree, map_tree, stack_trees

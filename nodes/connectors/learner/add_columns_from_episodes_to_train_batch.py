@@ -7,7 +7,7 @@ import numpy as np
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 
 
 class AddColumnsFromEpisodesToTrainBatch(ConnectorV2):

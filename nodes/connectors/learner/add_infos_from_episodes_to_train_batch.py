@@ -6,7 +6,8 @@ import numpy as np
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
-from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.infos import info_of
 
 

@@ -7,7 +7,7 @@ from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch im
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.learner.train_steps import TrainSteps, is_in_list_form
 from rollflow.stream.columns import Columns
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 
 
 class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):

@@ -22,7 +22,8 @@ from rollflow.nodes.connectors.learner.add_columns_from_episodes_to_train_batch 
 )
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.fragment import Fragment, FragmentEpisodes
+from rollflow.stream.fragment import Fragment
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
 from rollflow.stream.tree import leaves_of
 

@@ -14,7 +14,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.fragment import FragmentEpisodes
+from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 
 Floats = NDArray[np.float32]
