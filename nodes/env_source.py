@@ -10,6 +10,7 @@ import numpy as np
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.stream.errors import EnvError
 
 EnvMaker = Callable[[], gym.Env[Any, Any]]
@@ -123,22 +124,29 @@ def _spec_of(env_id: str) -> EnvSpec:
 
 def _side_by_side(makers: Sequence[EnvMaker]) -> VectorEnv[Any, Any, Any]:
     made: list[gym.Env[Any, Any]] = []
-    for make in makers:
-        try:
-            env = make()
-        except Exception as error:
-            error.add_note(f"in the callable for slot {len(made)}")
-            raise
-        if hasattr(env, "possible_agents"):
-            raise EnvError(
-                f"the callable for slot {len(made)} gave {env!r}, which has several agents; expected a gymnasium.Env "
-                "of one: for several there is MultiAgentRollout"
-            )
-        if not isinstance(env, gym.Env):
-            raise EnvError(f"the callable for slot {len(made)} gave {env!r}, expected a gymnasium.Env")
-        if any(env is other for other in made):
-            raise EnvError(f"the callable for slot {len(made)} gave an environment that another slot has already")
-        made.append(env)
-    # A lane copies what it is given before the next step, so the environments may reuse their arrays.
-    envs = iter(made)
-    return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+    with closing_on_error(lambda: close_all((f"slot {slot}", env.close) for slot, env in enumerate(made))):
+        for make in makers:
+            made.append(_made(make, made))
+        # A lane copies what it is given before the next step, so the environments may reuse their arrays.
+        envs = iter(made)
+        return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def _made(make: EnvMaker, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
+    """The environment of a slot, after those of the slots before. Raises EnvError for what is none."""
+    slot = len(before)
+    try:
+        env: Any = make()
+    except Exception as error:
+        error.add_note(f"in the callable for slot {slot}")
+        raise
+    if hasattr(env, "possible_agents"):
+        raise EnvError(
+            f"the callable for slot {slot} gave {env!r}, which has several agents; expected a gymnasium.Env of one: "
+            "for several there is MultiAgentRollout"
+        )
+    if not isinstance(env, gym.Env):
+        raise EnvError(f"the callable for slot {slot} gave {env!r}, expected a gymnasium.Env")
+    if any(env is other for other in before):
+        raise EnvError(f"the callable for slot {slot} gave an environment that another slot has already")
+    return env

@@ -6,6 +6,7 @@ from typing import Any
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.env_source import EnvSource, is_ready, lane_makers
 from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.stepping import Step, autoreset_mode, reset_first, step_of
@@ -58,13 +59,15 @@ class Environments(LaneSource):
         self.is_shared = False
         self._is_ours = not is_ready(env)
         self._name, self._first_lane, self._first_slot = name, first_lane, first_slot
+        self._opened: list[VectorEnv[Any, Any, Any]] = []  # made here, and to be closed here
         self.envs = self._made(env, num_envs, lanes)
         first = self.envs[0]
         self.observation_space: gym.Space[Any] = first.single_observation_space
         self.action_space: gym.Space[Any] = first.single_action_space
         self.num_envs = sum(vector.num_envs for vector in self.envs)
-        for index, vector in enumerate(self.envs):
-            self._check_spaces(vector, index)
+        with closing_on_error(self._close_opened):
+            for index, vector in enumerate(self.envs):
+                self._check_spaces(vector, index)
         self.set_lookback(lookback)
 
     def set_lookback(self, lookback: int) -> None:
@@ -114,11 +117,9 @@ class Environments(LaneSource):
         return f"{count} lane{'s' if count > 1 else ''} × {sizes} slot{'s' if slots != [1] else ''}"
 
     def close(self) -> None:
-        """Close the environments that this node made itself."""
+        """Close the environments that this node made itself, all of them, also where one raises."""
         self.is_closed = True
-        if self._is_ours:
-            for env in self.envs:
-                env.close()
+        self._close_opened()
 
     def first_slots(self) -> list[int]:
         """The number of every lane's first slot."""
@@ -131,9 +132,13 @@ class Environments(LaneSource):
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
         """One vector environment per lane."""
-        envs = [maker.make() for maker in lane_makers(env, num_envs, lanes)]
-        if self._is_ours:
-            _check_apart(envs)
+        envs = []
+        with closing_on_error(self._close_opened):
+            for maker in lane_makers(env, num_envs, lanes):
+                envs.append(maker.make())
+                if self._is_ours:
+                    self._opened.append(envs[-1])
+            _check_apart(self._opened)
         self._steps: list[Step] = [step_of(env, is_ours=self._is_ours) for env in envs]
         return envs
 
@@ -142,6 +147,10 @@ class Environments(LaneSource):
         return None
 
     # Inside
+
+    def _close_opened(self) -> None:
+        opened, self._opened = self._opened, []
+        close_all(closing for lane, vector in enumerate(opened) for closing in _closings(vector, lane))
 
     def _make_lanes(self) -> None:
         self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
@@ -174,6 +183,13 @@ class Environments(LaneSource):
                 raise EnvError(
                     f"environment of lane {index}: its {kind} space is {space}, expected that of lane 0, {first}"
                 )
+
+
+def _closings(vector: VectorEnv[Any, Any, Any], lane: int) -> list[Closing]:
+    if not isinstance(vector, SyncVectorEnv):
+        return [(f"the environments of lane {lane}", vector.close)]
+    vector.closed = True  # its own close would stop at the first environment that raises
+    return [(f"the environment in slot {slot} of lane {lane}", env.close) for slot, env in enumerate(vector.envs)]
 
 
 def _check_apart(envs: Sequence[VectorEnv[Any, Any, Any]]) -> None:

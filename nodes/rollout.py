@@ -9,6 +9,7 @@ import gymnasium as gym
 
 from rollflow.nodes.acting import acting_for, compile_options
 from rollflow.nodes.choice import Asked
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.default_module import DefaultModule
@@ -188,52 +189,55 @@ class Rollout(RolloutLoop[Fragment]):
             fragment_length=fragment_length,
             seed=self.seed,
         )
-        acting = acting_for(
-            self.environments.envs[0],
-            (self.environments.observation_space, self.environments.action_space),
-            module=module,
-            model_config=model_config,
-            env_to_module_connector=env_to_module_connector,
-            module_to_env_connector=module_to_env_connector,
-            device=device,
-            seed=self.seed,
-        )
-        self.module, self._acting = acting.module, acting.copy
-        self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
-        self._makes_module = module is None
-        self._compared = False
-        if debug:
-            self.env_to_module.fuses = self.module_to_env.fuses = False
-        self._weights = PolicyWeights(self._acting)
-        lag = LagBound(self._weights, max_lag, on_excess)
-        taught = pieces_given(learner_connector, "learner_connector", *acting.spaces)
-        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, taught, stateful=acting.is_stateful)
-        self._lookback_asked, self._stateful = lookback, acting.is_stateful
-        self._set_lookback()
-        self._lanes_count = self.environments.num_lanes
-        self._num_fragments = num_fragments
-        rounds = Rounds(self._lanes_count, lag, self.returns)
-        super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=prefetch)
-        self.metrics = MetricsLogger() if metrics is None else metrics
-        compiled = compile_options(compile_forward)
-        flat = type(self._acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
-        self._acting_version = 0  # of the copy that workers are given
-        self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
-        self._how_to_act["compiled"] = compiled
-        self._forward = ModuleForward(self._acting, self._weights, **self._how_to_act)
-        context = {"module": self._acting, "explore": explore, "metrics": self.metrics}
-        self._prepare = EnvToModule(
-            self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
-        )
-        self._act = ModuleToEnv(self.module_to_env, **context)
-        self._deal = Deal(self._lanes_count, num_fragments)
-        self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
-        if isinstance(self.environments, RolloutsElsewhere):
-            self.environments.replica, self.environments.heard = self._replica, self._heard
-            self.environments.acting = self._how_to_act
-        if isinstance(self.environments, RemoteLanes):
-            self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
-        self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
+        with closing_on_error(self.environments.close):
+            acting = acting_for(
+                self.environments.envs[0],
+                (self.environments.observation_space, self.environments.action_space),
+                module=module,
+                model_config=model_config,
+                env_to_module_connector=env_to_module_connector,
+                module_to_env_connector=module_to_env_connector,
+                device=device,
+                seed=self.seed,
+            )
+            self.module, self._acting = acting.module, acting.copy
+            self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
+            self._makes_module = module is None
+            self._compared = False
+            if debug:
+                self.env_to_module.fuses = self.module_to_env.fuses = False
+            self._weights = PolicyWeights(self._acting)
+            lag = LagBound(self._weights, max_lag, on_excess)
+            taught = pieces_given(learner_connector, "learner_connector", *acting.spaces)
+            self.learner_pipeline = LearnerConnectorPipeline.default(
+                *acting.spaces, taught, stateful=acting.is_stateful
+            )
+            self._lookback_asked, self._stateful = lookback, acting.is_stateful
+            self._set_lookback()
+            self._lanes_count = self.environments.num_lanes
+            self._num_fragments = num_fragments
+            rounds = Rounds(self._lanes_count, lag, self.returns)
+            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=prefetch)
+            self.metrics = MetricsLogger() if metrics is None else metrics
+            compiled = compile_options(compile_forward)
+            flat = type(self._acting) is DefaultModule and compiled is None if flat_forward is None else flat_forward
+            self._acting_version = 0  # of the copy that workers are given
+            self._how_to_act: dict[str, Any] = {"explore": explore, "flat": flat, "threads": forward_threads}
+            self._how_to_act["compiled"] = compiled
+            self._forward = ModuleForward(self._acting, self._weights, **self._how_to_act)
+            context = {"module": self._acting, "explore": explore, "metrics": self.metrics}
+            self._prepare = EnvToModule(
+                self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
+            )
+            self._act = ModuleToEnv(self.module_to_env, **context)
+            self._deal = Deal(self._lanes_count, num_fragments)
+            self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
+            if isinstance(self.environments, RolloutsElsewhere):
+                self.environments.replica, self.environments.heard = self._replica, self._heard
+                self.environments.acting = self._how_to_act
+            if isinstance(self.environments, RemoteLanes):
+                self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
+            self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
 
     def explain(self) -> str:
         """How it runs: what is chained into one task, how much each edge holds, and why it goes where it goes."""

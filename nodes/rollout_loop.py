@@ -2,12 +2,13 @@
 
 import abc
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import anyio
 
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.lag import LagBound
 from rollflow.nodes.pace import AllOf, FragmentCredits
@@ -88,15 +89,12 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     def __enter__(self) -> Self:
         self._begin()
-        ring = self._ring(self._credits)
-        drive: type[Drive] = PortalDrive
-        if can_run_inline(ring):
-            drive = ThreadDrive if self._runs_ahead else InlineDrive
-        try:
+        with self._ending_on_error():
+            ring = self._ring(self._credits)
+            drive: type[Drive] = PortalDrive
+            if can_run_inline(ring):
+                drive = ThreadDrive if self._runs_ahead else InlineDrive
             self._drive = drive(ring, self._credits)
-        except BaseException:
-            self._end()
-            raise
         return self
 
     def __exit__(
@@ -110,8 +108,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
     async def __aenter__(self) -> Self:
         self._begin()
-        running = self._ring(self._credits).run()
-        self._async_run = running, await running.__aenter__()
+        with self._ending_on_error():
+            running = self._ring(self._credits).run()
+            self._async_run = running, await running.__aenter__()
         return self
 
     async def __aexit__(
@@ -204,6 +203,16 @@ class RolloutLoop(abc.ABC, Generic[F]):
             raise RunError(f"the rollout is {self._state}: it runs once, make another one")
         self._check_ready()
         self._state = "running"
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """Close the environments where the rollout can't be entered: nobody leaves it then."""
+        try:
+            with closing_on_error(self.environments.close):
+                yield
+        except BaseException:
+            self._end()
+            raise
 
     def _not_entered(self, expected: str) -> str:
         entered = "by 'async with'" if self._drive is None else "by 'with'"

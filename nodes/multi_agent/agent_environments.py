@@ -1,11 +1,11 @@
 """The environments of a multi-agent rollout, stepped in this process by whoever asks for the next step."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env_source import sizes_of
 from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
@@ -24,7 +24,7 @@ class AgentEnvironments(LaneSource):
     """A node that steps environments with several agents: takes a lane's actions, gives its observations.
 
         env                a callable that makes an environment, or a list of callables that make one each: of a
-                           `MultiAgentEnv`, or of what PettingZoo has; or a `MultiAgentVectorEnv`
+                           `MultiAgentEnv`, or of what PettingZoo has; or a `MultiAgentVectorEnv`, which is left open
         num_envs           environments in all; taken from `env` where that is a list or a vector environment
         lanes              groups of environments that step on their own; None: one
         fragment_length    vector steps in a fragment (T)
@@ -47,13 +47,11 @@ class AgentEnvironments(LaneSource):
         super().__init__(seed, fragment_length)
         self.lanes: list[MultiAgentLane] = []
         self._name = name
+        self._opened: list[Any] = []  # made here, and to be closed here
         self.envs = self._made(env, num_envs, lanes)
         self.parts = self.envs[0].parts
-        try:
+        with closing_on_error(self.close):
             self._check_alike()
-        except EnvError:
-            self.close()
-            raise
         self.num_envs = sum(envs.num_envs for envs in self.envs)
 
     def make_lanes(self, lookback: int, module_of: ModuleOf, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
@@ -112,10 +110,10 @@ class AgentEnvironments(LaneSource):
         return f"{count} {names[0]} × {told} {names[1]} × {agents} agents"
 
     def close(self) -> None:
-        """Close the environments."""
+        """Close the environments that this node made itself, all of them, also where one raises."""
         self.is_closed = True
-        for envs in self.envs:
-            envs.close()
+        opened, self._opened = self._opened, []
+        close_all((f"the environments of lane {lane}", envs.close) for lane, envs in enumerate(opened))
 
     # What other ways of stepping do otherwise
 
@@ -123,14 +121,12 @@ class AgentEnvironments(LaneSource):
         """The environments of every lane."""
         if isinstance(env, MultiAgentVectorEnv):
             return _ready(env, num_envs, lanes)
-        made, first = [], 0
-        with ExitStack() as opened:
+        first = 0
+        with closing_on_error(self.close):
             for makers in lane_makers(env, num_envs, lanes):
-                made.append(MultiAgentEnvs(makers, first_env=first))
-                opened.callback(made[-1].close)
+                self._opened.append(MultiAgentEnvs(makers, first_env=first))
                 first += len(makers)
-            opened.pop_all()
-        return made
+        return list(self._opened)
 
     # Inside
 

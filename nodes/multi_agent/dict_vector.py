@@ -1,7 +1,6 @@
 """Dict environments side by side."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.agent_states import AgentStates
 from rollflow.nodes.multi_agent.given_actions import given_actions
@@ -36,18 +36,19 @@ class MultiAgentEnvs:
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], *, first_env: int = 0) -> None:
-        with ExitStack() as opened:
-            self.envs = _made(makers, first_env, opened)
+        self.envs: list[Any] = []
+        self._opened: list[Closing] = []
+        self._first_env = first_env
+        with closing_on_error(self.close):
+            self._make(makers)
             with located(f"environment {first_env}"):
                 spaces = agent_spaces(self.envs[0])
                 self.parts = parts_of(*spaces)
             for env, each in enumerate(self.envs[1:], first_env + 1):
                 with located(f"environment {env}"):
                     check_alike(agent_spaces(each), spaces, first_env)
-            self._opened = opened.pop_all()
         self.num_envs = len(self.envs)
         self.possible_agents, self.observation_spaces, self.action_spaces = spaces
-        self._first_env = first_env
         self._slots = AgentSlots(self.parts, self.num_envs)
         self._places = Places(self._slots, first_env)
         self._states = AgentStates(self._slots, self._places)
@@ -98,10 +99,27 @@ class MultiAgentEnvs:
         return VectorStep(parts, ended.envs, ended.truncated, first_observed, infos, first_infos)
 
     def close(self) -> None:
-        """Close the environments."""
-        self._opened.close()
+        """Close the environments, all of them, also where one raises."""
+        opened, self._opened = self._opened, []
+        close_all(opened)
 
     # Inside
+
+    def _make(self, makers: Sequence[Callable[[], Any]]) -> None:
+        if not len(makers):
+            raise EnvError("there are no makers of environments, expected at least one")
+        for env, make in enumerate(makers, self._first_env):
+            try:
+                each = adapted(make())
+            except Exception as error:
+                error.add_note(f"in the callable for environment {env}")
+                raise
+            if any(each is other for other in self.envs):
+                raise EnvError(f"the callable for environment {env} gave one that another has already given")
+            self.envs.append(each)
+            close = getattr(each, "close", None)
+            if callable(close):
+                self._opened.append((f"environment {env}", close))
 
     def _reset(self, envs: NDArray[np.int64], seeds: Sequence[int] | None) -> tuple[list[Observed], Infos]:
         numbers = envs.tolist()
@@ -135,25 +153,6 @@ class MultiAgentEnvs:
         acting = self._states.acting
         shares = enumerate(self._slots.split(acting))
         self._acting = [self._slots.slots_of(part, acting[share]) for part, share in shares]
-
-
-def _made(makers: Sequence[Callable[[], Any]], first_env: int, opened: ExitStack) -> list[Any]:
-    if not len(makers):
-        raise EnvError("there are no makers of environments, expected at least one")
-    made: list[Any] = []
-    for env, make in enumerate(makers, first_env):
-        try:
-            each = adapted(make())
-        except Exception as error:
-            error.add_note(f"in the callable for environment {env}")
-            raise
-        if any(each is other for other in made):
-            raise EnvError(f"the callable for environment {env} gave one that another has already given")
-        made.append(each)
-        close = getattr(each, "close", None)
-        if callable(close):
-            opened.callback(close)
-    return made
 
 
 def check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:

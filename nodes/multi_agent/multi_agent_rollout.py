@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
@@ -149,49 +150,50 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             fragment_length=fragment_length,
             seed=self.seed,
         )
-        joint = pieces_given(joint_connector, "joint_connector", environments.envs[0])
-        self.joint = JointPieces(environments.parts, joint) if joint else None
-        parts = environments.parts if self.joint is None else self.joint.parts_left()
-        before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in parts]
-        after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in parts]
-        self._modules = ModuleSet(
-            module,
-            agent_to_module_mapping_fn,
-            parts,
-            tuple(_seen(part, pieces) for part, pieces in zip(parts, before, strict=True)),
-            model_config=model_config,
-            device=device,
-            seed=self.seed,
-            explore=explore,
-            may_be_stateful=lookback != 0,
-            acting={"flat": flat_forward, "threads": forward_threads, "compiled": None},
-        )
-        self.module: MultiRLModule = self._modules.modules
-        self.learner = AgentLearner(self._modules, modules_to_train, learner_connector, self.metrics)
-        # With what a stateful module needs: one may be added. The pieces do nothing for others.
-        self.env_to_module = [
-            EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=device)
-            for part, pieces in zip(parts, before, strict=True)
-        ]
-        self.module_to_env = [
-            ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=True)
-            for part, pieces in zip(parts, after, strict=True)
-        ]
-        self._lookback_asked = lookback
-        self.returns = AgentReturns(self.module.__contains__)
-        lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
-        rounds: Rounds[MultiAgentFragment] = Rounds(environments.num_lanes, lag, self.returns)
-        super().__init__(environments, lag=lag, rounds=rounds, prefetch=prefetch)
-        self._prepare = AgentsToModule(
-            self.env_to_module,
-            self._modules,
-            joint=self.joint,
-            num_lanes=environments.num_lanes,
-            num_fragments=num_fragments,
-            metrics=self.metrics,
-        )
-        self._forward = AgentForward()
-        self._act = ModuleToAgents(self.module_to_env, metrics=self.metrics)
+        with closing_on_error(environments.close):
+            joint = pieces_given(joint_connector, "joint_connector", environments.envs[0])
+            self.joint = JointPieces(environments.parts, joint) if joint else None
+            parts = environments.parts if self.joint is None else self.joint.parts_left()
+            before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in parts]
+            after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in parts]
+            self._modules = ModuleSet(
+                module,
+                agent_to_module_mapping_fn,
+                parts,
+                tuple(_seen(part, pieces) for part, pieces in zip(parts, before, strict=True)),
+                model_config=model_config,
+                device=device,
+                seed=self.seed,
+                explore=explore,
+                may_be_stateful=lookback != 0,
+                acting={"flat": flat_forward, "threads": forward_threads, "compiled": None},
+            )
+            self.module: MultiRLModule = self._modules.modules
+            self.learner = AgentLearner(self._modules, modules_to_train, learner_connector, self.metrics)
+            # With what a stateful module needs: one may be added. The pieces do nothing for others.
+            self.env_to_module = [
+                EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=device)
+                for part, pieces in zip(parts, before, strict=True)
+            ]
+            self.module_to_env = [
+                ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=True)
+                for part, pieces in zip(parts, after, strict=True)
+            ]
+            self._lookback_asked = lookback
+            self.returns = AgentReturns(self.module.__contains__)
+            lag = AgentLagBound(self._modules, self.learner.to_train, max_lag, on_excess)
+            rounds: Rounds[MultiAgentFragment] = Rounds(environments.num_lanes, lag, self.returns)
+            super().__init__(environments, lag=lag, rounds=rounds, prefetch=prefetch)
+            self._prepare = AgentsToModule(
+                self.env_to_module,
+                self._modules,
+                joint=self.joint,
+                num_lanes=environments.num_lanes,
+                num_fragments=num_fragments,
+                metrics=self.metrics,
+            )
+            self._forward = AgentForward()
+            self._act = ModuleToAgents(self.module_to_env, metrics=self.metrics)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; the versions that they get.
