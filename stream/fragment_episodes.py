@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.tree import Tree, concatenate_trees
+from rollflow.stream.tree import Tree, concatenate_trees, kind_of
 
 if TYPE_CHECKING:
     from rollflow.stream.fragment import Fragment
@@ -41,8 +41,11 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
-        """Names of the extra model outputs that every fragment has."""
-        return self.fragments[0].extra_columns if self.fragments else ()
+        """Names of the extra model outputs that every fragment has, and all alike."""
+        if len(self.fragments) < 2:
+            return self.fragments[0].extra_columns if self.fragments else ()
+        first, *others = (_kinds(fragment) for fragment in self.fragments)
+        return tuple(name for name in first if all(kinds.get(name) == first[name] for kinds in others))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -72,3 +75,7 @@ class FragmentEpisodes(Sequence[SingleAgentEpisode]):
     def chunk_index(self, field: str) -> NDArray[Any]:
         """One field of every fragment's `ChunkIndex`, end to end: `any[C]`."""
         return np.concatenate([getattr(fragment.chunks, field) for fragment in self.fragments])
+
+
+def _kinds(fragment: "Fragment") -> dict[str, Tree]:
+    return {name: kind_of(fragment.columns[name].row(0)) for name in fragment.extra_columns}

@@ -83,6 +83,11 @@ class ModuleSet:
                 "module={id: module, ...}, and agent_to_module_mapping_fn where ids are not the agents'"
             )
         named = given if isinstance(given, Mapping) else {DEFAULT_MODULE_ID: given}
+        if model_config is not None and all(module is not None for module in named.values()):
+            raise ModuleError(
+                "model_config is for default modules, but every module is given: expected a None among them, or "
+                "model_config to be given to your modules' constructors instead"
+            )
         self._first_ids = frozenset(named)
         self.modules = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
         self._explore, self._may_be_stateful = self._checked_explore(explore), True

@@ -166,6 +166,22 @@ def test_of_two_modules_of_one_id_the_columns_are_those_that_both_have() -> None
     assert not {"x", "z"} & both.keys()
 
 
+def test_lanes_may_be_at_different_modules_of_one_id() -> None:
+    first = {"x": torch.zeros(()), "y": torch.zeros(2), "z": torch.zeros(())}
+    second = {"y": torch.ones(3), "z": torch.ones(())}
+    makers = [lambda: Marathon(2), lambda: Marathon(50)]
+    modules = {"a": Acts(0, outputs=first), "b": Acts(1)}
+    with MultiAgentRollout(makers, module=modules, lanes=2, fragment_length=2, num_fragments=4, seed=0) as rollout:
+        batches = rollout.batches()
+        next(iter(batches))
+        rollout.remove_module("a")
+        rollout.add_module("a", Acts(7, outputs=second))
+        *_, batch = batches
+    assert batch["a"]["actions"].tolist() == [7, 7, 0, 0]
+    assert batch["a"]["z"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert not {"x", "y"} & batch["a"].keys()
+
+
 def test_under_an_id_states_stay_alike() -> None:
     with marathon() as rollout:
         rollout.remove_module("a")

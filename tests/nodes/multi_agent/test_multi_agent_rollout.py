@@ -269,6 +269,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "more lanes": (Talk, {"lanes": 2}, EnvError, "lanes"),
     "several parts": (Uneven, {"module": None}, ModuleError, "2 different pairs of spaces, of which one module"),
     "no modules": (Talk, {"module": {}}, ModuleError, "expected a dict with at least one: module id -> module"),
+    "no default module": (Talk, {"model_config": {}}, ModuleError, "model_config is for default modules, but every"),
     "no module": (Talk, {"module": object()}, ModuleError, r"has no method forward_exploration\(\)"),
     "unknown to train": (Talk, {"modules_to_train": ["z"]}, ModuleError, r"is \['z'\], expected a list of ids among"),
     "a name to train": (Talk, {"modules_to_train": "a"}, ModuleError, "expected a list of ids among"),
