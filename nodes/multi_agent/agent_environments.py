@@ -10,7 +10,8 @@ from rollflow.nodes.env_source import sizes_of
 from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs, check_alike
+from rollflow.nodes.multi_agent.dict_vector import check_alike
+from rollflow.nodes.multi_agent.lane_envs import lane_envs, made_by
 from rollflow.nodes.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.stepping import seeds_for
 from rollflow.stream.errors import EnvError, RunError, located
@@ -24,9 +25,10 @@ class AgentEnvironments(LaneSource):
     """A node that steps environments with several agents: takes a lane's actions, gives its observations.
 
         env                a callable that makes an environment, or a list of callables that make one each: of a
-                           `MultiAgentEnv`, or of what PettingZoo has; or a `MultiAgentVectorEnv`, which is left open
-        num_envs           environments in all; taken from `env` where that is a list or a vector environment
-        lanes              groups of environments that step on their own; None: one
+                           `MultiAgentEnv`, or of what PettingZoo has; or that make a `MultiAgentVectorEnv` each, which
+                           is a lane by itself; or such a one, which is left open
+        num_envs           environments in all; taken from `env` where that is a list or has vector environments
+        lanes              groups of environments that step on their own; None: one, or one for each vector environment
         fragment_length    vector steps in a fragment (T)
         seed               of every environment
         name               what the episode ids are derived from, beside the seed
@@ -50,9 +52,14 @@ class AgentEnvironments(LaneSource):
         self._opened: list[Any] = []  # made here, and to be closed here
         self.envs = self._made(env, num_envs, lanes)
         self.parts = self.envs[0].parts
+        self.num_envs = sum(envs.num_envs for envs in self.envs)
         with closing_on_error(self.close):
             self._check_alike()
-        self.num_envs = sum(envs.num_envs for envs in self.envs)
+            if num_envs not in (None, self.num_envs):
+                raise EnvError(
+                    f"num_envs is {num_envs}, but the callables made {self.num_envs} environments; expected it to be "
+                    "left out"
+                )
 
     def make_lanes(self, lookback: int, module_of: ModuleOf, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
         """Have lanes that look back so many agent steps (H). Before the first step only.
@@ -121,11 +128,15 @@ class AgentEnvironments(LaneSource):
         """The environments of every lane."""
         if isinstance(env, MultiAgentVectorEnv):
             return _ready(env, num_envs, lanes)
-        first = 0
+        given = lane_makers(env, num_envs, lanes)
+        made = made_by(given[0][0], 0)
+        if lanes is None and isinstance(made, MultiAgentVectorEnv):
+            given = [[make] for make in given[0]]
+        given[0][0], first = lambda: made, 0
         with closing_on_error(self.close):
-            for makers in lane_makers(env, num_envs, lanes):
-                self._opened.append(MultiAgentEnvs(makers, first_env=first))
-                first += len(makers)
+            for makers in given:
+                self._opened.append(lane_envs(makers, first_env=first))
+                first += self._opened[-1].num_envs
         return list(self._opened)
 
     # Inside

@@ -1,6 +1,6 @@
 """What a lane takes from environments that are vectorized already."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,8 @@ class ArrayEnvs:
 
     first_env    the number of the first environment, in errors
 
-    Raises EnvError for arrays that do not fit the spaces, rewards that are no finite numbers, and actions that are not
-    everybody's.
+    Raises EnvError for arrays that do not fit the spaces, rewards that are no finite numbers, infos that are no dicts
+    by agents, and actions that are not everybody's.
     """
 
     def __init__(self, env: MultiAgentVectorEnv, *, first_env: int = 0) -> None:
@@ -50,7 +50,7 @@ class ArrayEnvs:
         observations, infos = self.env.reset_arrays(seeds)
         observed = [Observed(None, tree) for tree in self._flat(observations, self.num_envs, "observations")]
         self._places.steps[:] = 0
-        return observed, infos
+        return observed, self._known(infos, range(self.num_envs), "infos")
 
     def step(self, actions: Actions) -> VectorStep:
         """Step every environment with everybody's actions."""
@@ -71,8 +71,10 @@ class ArrayEnvs:
         ]
         ended = np.flatnonzero(terminateds | truncateds)
         self._places.steps += 1
+        infos = self._known(told.infos, range(self.num_envs), "infos")
         first = self._first(told, ended)
-        return VectorStep(parts, ended, ~terminateds[ended], first, told.infos, told.first_infos)
+        first_infos = self._known(told.first_infos, ended.tolist(), "first infos")
+        return VectorStep(parts, ended, ~terminateds[ended], first, infos, first_infos)
 
     def close(self) -> None:
         """Close the environments."""
@@ -153,6 +155,27 @@ class ArrayEnvs:
         if not (isinstance(flags, np.ndarray) and flags.dtype == np.bool_ and flags.shape == (self.num_envs,)):
             raise EnvError(f"environments from {self._first_env}: {name} are {flags!r}, expected bool[{self.num_envs}]")
         return flags
+
+    def _known(self, infos: Any, envs: Sequence[int], name: str) -> AgentInfos:
+        """Infos of these environments. Raises EnvError for what is not agent -> dict."""
+        if not isinstance(infos, Sequence) or len(infos) not in (0, len(envs)):
+            raise EnvError(
+                f"environments from {self._first_env}: {name} are {infos!r:.200}, expected a dict for each of "
+                f"{len(envs)} environments, or () where there are none"
+            )
+        for env, of_agents in zip(envs, infos, strict=False):
+            if not isinstance(of_agents, Mapping):
+                raise EnvError(f"{self._places.at(env)}: its {name} are {of_agents!r:.200}, expected a dict by agents")
+            for agent, info in of_agents.items():
+                if agent not in self.observation_spaces:
+                    raise EnvError(
+                        f"{self._places.of_agent(env, agent)}: {name} have it, but it is not in 'possible_agents', "
+                        f"{list(self.possible_agents)}"
+                    )
+                if not isinstance(info, Mapping):
+                    where = self._places.of_agent(env, agent)
+                    raise EnvError(f"{where}: {name} have {info!r:.200}, expected a dict")
+        return infos
 
     def _of(self, part: int) -> str:
         agents = ", ".join(map(repr, self.parts[part].agents))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollflow.nodes.closing import Closing, close_all, closing_on_error
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.agent_states import AgentStates
+from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.given_actions import given_actions
 from rollflow.nodes.multi_agent.multi_agent_env import AgentSpaces, agent_spaces
 from rollflow.nodes.multi_agent.observation_rows import ObservationRows
@@ -110,7 +111,7 @@ class MultiAgentEnvs:
             raise EnvError("there are no makers of environments, expected at least one")
         for env, make in enumerate(makers, self._first_env):
             try:
-                each = adapted(make())
+                each = adapted(_apart(make()))
             except Exception as error:
                 error.add_note(f"in the callable for environment {env}")
                 raise
@@ -153,6 +154,17 @@ class MultiAgentEnvs:
         acting = self._states.acting
         shares = enumerate(self._slots.split(acting))
         self._acting = [self._slots.slots_of(part, acting[share]) for part, share in shares]
+
+
+def _apart(env: Any) -> Any:
+    """The environment. Raises EnvError where it is many already."""
+    if isinstance(env, MultiAgentVectorEnv):
+        with closing_on_error(env.close):
+            raise EnvError(
+                f"the callable made a {type(env).__name__}, a MultiAgentVectorEnv of {env.num_envs} environments, "
+                "which is a lane by itself; expected num_envs to be left out, and as many lanes as there are callables"
+            )
+    return env
 
 
 def check_alike(spaces: AgentSpaces, first: AgentSpaces, first_env: int) -> None:

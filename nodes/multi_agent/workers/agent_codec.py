@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollflow.nodes.multi_agent.dict_vector import Infos, MultiAgentEnvs
+from rollflow.nodes.multi_agent.dict_vector import Infos
+from rollflow.nodes.multi_agent.lane_envs import LaneEnvs
 from rollflow.stream.errors import ColumnError, EnvError
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.packing import pack
@@ -30,7 +31,7 @@ class AgentsElsewhere:
         )
 
 
-def describe(envs: MultiAgentEnvs) -> bytes:
+def describe(envs: LaneEnvs) -> bytes:
     """What `AgentsElsewhere` is made of. Raises EnvError for agents that have no packed form."""
     place = {agent: place for place, agent in enumerate(envs.possible_agents)}
     told = {

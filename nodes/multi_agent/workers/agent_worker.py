@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.nodes.multi_agent.lane_envs import LaneEnvs, lane_envs
 from rollflow.nodes.multi_agent.workers.agent_codec import InfoCodec, describe
 from rollflow.nodes.multi_agent.workers.step_block import StepBlock
 from rollflow.nodes.stepping import seeds_for
@@ -30,9 +30,9 @@ class AgentLaneMaker:
     makers: Sequence[Any]
     first_env: int
 
-    def make(self) -> MultiAgentEnvs:
+    def make(self) -> LaneEnvs:
         """The environments. Raises EnvError where they can't be stepped together."""
-        return MultiAgentEnvs(self.makers, first_env=self.first_env)
+        return lane_envs(self.makers, first_env=self.first_env)
 
 
 class AgentServer(LaneServer):
@@ -40,7 +40,7 @@ class AgentServer(LaneServer):
 
     def __init__(self, sock: socket.socket) -> None:
         super().__init__(sock)
-        self._envs: MultiAgentEnvs | None = None
+        self._envs: LaneEnvs | None = None
         self._infos = InfoCodec(())
         self._block: StepBlock | None = None
         self._seeds: Sequence[int] = ()

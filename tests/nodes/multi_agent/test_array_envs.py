@@ -247,3 +247,34 @@ def test_seeds_and_agents_are_checked() -> None:
     env.possible_agents = ()
     with pytest.raises(EnvError, match="'possible_agents' is missing or empty"):
         ArrayEnvs(env)
+
+
+@pytest.mark.parametrize(
+    ("infos", "match"),
+    [
+        (None, "infos are None, expected a dict for each of 2 environments, or () where there are none"),
+        ([{}], r"infos are \[\{\}\], expected a dict for each of 2 environments"),
+        ([{}, 5], "environment 1, env step 1: its infos are 5, expected a dict by agents"),
+        ([{"nobody": {}}, {}], "environment 0, env step 1, agent 'nobody': infos have it, but it is not in 'possible"),
+        ([{}, {"hider 1": 7}], "environment 1, env step 1, agent 'hider 1': infos have 7, expected a dict"),
+    ],
+)
+def test_infos_are_checked(infos: Any, match: str) -> None:
+    env = HideAndSeek(2)
+    envs = ArrayEnvs(env)
+    envs.reset()
+    env.changed = {"infos": infos}
+    with pytest.raises(EnvError, match=match.replace("()", r"\(\)")):
+        envs.step(everybody(2))
+
+
+def test_first_infos_are_those_of_the_environments_that_have_ended() -> None:
+    env = HideAndSeek(2)
+    envs = ArrayEnvs(env)
+    envs.reset()
+    env.changed = {"first_infos": ()}
+    for _ in range(2):
+        envs.step(everybody(2))
+    env.changed = {"first_infos": [{}, {}]}
+    with pytest.raises(EnvError, match=r"first infos are .*, expected a dict for each of 1 environments"):
+        envs.step(everybody(2))
