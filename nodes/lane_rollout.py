@@ -141,7 +141,8 @@ class LaneRollout:
         self._turns = _Turns(weights.between)
         context = {"module": module, "explore": plan.acting["explore"], "metrics": self._metrics}
         forward = _FirstInTurn(module, weights, self._turns, began, **plan.acting)
-        prepare, act = EnvToModule(env_to_module, **context), ModuleToEnv(module_to_env, **context)
+        prepare = EnvToModule(env_to_module, **context)
+        act = ModuleToEnv(module_to_env, threads=plan.acting["threads"], **context)
         self._run = InlineRun(ring_of(environments, prepare, forward, act, self._turns))
         self._run.__enter__()
 

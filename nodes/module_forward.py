@@ -9,6 +9,7 @@ import torch
 
 from rollflow.nodes.flat_forward import FlatForward
 from rollflow.nodes.policy_weights import PolicyWeights
+from rollflow.nodes.torch_threads import TorchThreads
 from rollflow.stream.channel import Inlet, Outlet
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.lane import Lane
@@ -48,7 +49,7 @@ class ModuleForward:
         forward: Callable[[dict[str, Any]], dict[str, Any]] = (
             module.forward_exploration if explore else module.forward_inference
         )
-        self._threads = threads
+        self._threads = TorchThreads(threads)
         self._passes = 0
         self._name = "forward_exploration" if explore else "forward_inference"
         self._flat = FlatForward(forward) if flat else None
@@ -93,16 +94,8 @@ class ModuleForward:
         # A module that does it once does it always: to look at every pass would cost as much as a small operation.
         looks = self._passes % _LOOK_EVERY == 1
         versions = _versions(batch) if looks else None
-        before = torch.get_num_threads()
-        threads = before if self._threads is None else self._threads
-        if threads != before:
-            torch.set_num_threads(threads)
-        try:
-            with self._inference_mode:
-                output = self._forward(batch)
-        finally:
-            if threads != before:
-                torch.set_num_threads(before)
+        with self._threads, self._inference_mode:
+            output = self._forward(batch)
         if looks and versions != _versions(batch):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "

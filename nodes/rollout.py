@@ -91,8 +91,9 @@ class Rollout(RolloutLoop[Fragment]):
                                    calls; for a module that does the same at every call: see `FlatForward`. None: for a
                                    `DefaultModule` alone
         compile_forward            forward passes by `torch.compile`, with these options if it is a mapping of them
-        forward_threads            torch's threads for a forward pass while acting. One is best for small networks: two
-                                   wait for each other, and for whatever else runs. None: as torch is set
+        forward_threads            torch's threads for forward passes while acting and for what makes actions of them.
+                                   One is best for small networks: two wait for each other, and for whatever else runs.
+                                   None: as torch is set
         device                     where forward passes while acting are done; None: where the module is
         metrics                    what pieces log into; None: a `MetricsLogger`, to be read as `rollout.metrics`
         debug                      everything inline, in the loop's thread, whatever else is asked for: a breakpoint in
@@ -229,7 +230,7 @@ class Rollout(RolloutLoop[Fragment]):
             self._prepare = EnvToModule(
                 self.env_to_module, num_lanes=self._lanes_count, num_fragments=num_fragments, **context
             )
-            self._act = ModuleToEnv(self.module_to_env, **context)
+            self._act = ModuleToEnv(self.module_to_env, threads=forward_threads, **context)
             self._deal = Deal(self._lanes_count, num_fragments)
             self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
             if isinstance(self.environments, RolloutsElsewhere):

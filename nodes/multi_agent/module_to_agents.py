@@ -7,6 +7,7 @@ import numpy as np
 
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.multi_agent.acting_module import acting_in
+from rollflow.nodes.torch_threads import TorchThreads
 from rollflow.stream.columns import Columns
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.ended_agents import Slots
@@ -20,10 +21,14 @@ class ModuleToAgents:
     pipelines    of each part: make `actions` (and maybe `actions_for_env`) out of outputs; their pieces see the module
                  whose output they are given as `rl_module`
     metrics      what the pieces see as `metrics`
+    threads      that torch uses meanwhile; None: as many as it is set to
     """
 
-    def __init__(self, pipelines: Sequence[ModuleToEnvPipeline], *, metrics: Any = None) -> None:
+    def __init__(
+        self, pipelines: Sequence[ModuleToEnvPipeline], *, metrics: Any = None, threads: int | None = None
+    ) -> None:
         self.pipelines = pipelines
+        self._threads = TorchThreads(threads)
         self._metrics = metrics
 
     def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
@@ -43,9 +48,10 @@ class ModuleToAgents:
         self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
     ) -> tuple[Slots, Tree]:
         acting, shared_data = acting_in(lane, place), lane.shared_data_of(place)
-        batch = pipeline.run(
-            acting.module, lane.batches[place], lane.shown[place], acting.explore, shared_data, self._metrics
-        )
+        with self._threads:
+            batch = pipeline.run(
+                acting.module, lane.batches[place], lane.shown[place], acting.explore, shared_data, self._metrics
+            )
         if not pipeline.columnar:
             batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
         part.record_actions(slots, batch, place, lane.policy_versions[place])

@@ -193,7 +193,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 metrics=self.metrics,
             )
             self._forward = AgentForward()
-            self._act = ModuleToAgents(self.module_to_env, metrics=self.metrics)
+            self._act = ModuleToAgents(self.module_to_env, metrics=self.metrics, threads=forward_threads)
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
         """Have the next passes use weights, module id -> `state_dict()`, which are copied; the versions that they get.

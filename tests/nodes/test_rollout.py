@@ -1004,23 +1004,30 @@ def test_a_piece_is_told_when_fill_stands_for_what_was_cut_away(lookback: int | 
 
 
 @pytest.mark.parametrize("threads", [1, 2, None])
-def test_forward_passes_use_so_many_threads_and_nothing_else_does(threads: int | None) -> None:
+def test_forward_passes_and_sampling_use_so_many_threads_and_nothing_else_does(threads: int | None) -> None:
     seen: set[int] = set()
+    sampling: set[int] = set()
 
     class Watches(NumberedModule):
         def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
             seen.add(torch.get_num_threads())
             return super()._forward(batch)
 
+    def watch(batch: Any) -> Any:
+        sampling.add(torch.get_num_threads())
+        return batch
+
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        with numbered(module=Watches(), forward_threads=threads, num_fragments=2) as rollout:
+        rollout = numbered(module=Watches(), forward_threads=threads, num_fragments=2)
+        rollout.module_to_env.prepend(LambdaConnector(watch))
+        with rollout:
             for _ in rollout.fragments():
                 assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
-    assert seen == {threads or 3}
+    assert seen == sampling == {threads or 3}
 
 
 def test_as_much_lookback_is_kept_as_the_piece_needs_that_looks_furthest_back() -> None:

@@ -1,0 +1,93 @@
+"""Memory of a rollout of several agents that come and go: flat, however long it runs and whoever stalls."""
+
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+
+from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule
+from rollflow.stream import Graph, Inlet
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+MORE = 3 << 20  # bytes: what the allocator and torch may still take at the beginning
+
+
+class Guests(MultiAgentEnv):
+    """Six agents, who come and leave at any time, each once in an episode; it has 30 steps."""
+
+    def __init__(self) -> None:
+        self.possible_agents = [f"guest {number}" for number in range(6)]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, gym.spaces.Box(-1, 1, (20,), np.float32))
+        self.action_spaces = dict.fromkeys(self.possible_agents, gym.spaces.Discrete(2))
+        self._random = np.random.default_rng(0)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self._left = 30
+        self.agents, self._waiting = self.possible_agents[:3], self.possible_agents[3:]
+        return self._seen(), {}
+
+    def step(self, actions: Any) -> Any:
+        self._left -= 1
+        leaving = [agent for agent in self.agents if len(self.agents) > 1 and self._random.random() < 0.05]
+        leaving = leaving[: len(self.agents) - 1]
+        coming = [agent for agent in self._waiting if self._random.random() < 0.05]
+        self._waiting = [agent for agent in self._waiting if agent not in coming]
+        rewards = dict.fromkeys(self.agents, 1.0)
+        gone = {agent: True for agent in leaving}
+        seen = self._seen()
+        self.agents = [agent for agent in self.agents if agent not in leaving] + coming
+        return seen | self._seen(), rewards, gone | {"__all__": self._left == 0}, {"__all__": False}, {}
+
+    def _seen(self) -> dict[str, Any]:
+        return {agent: np.zeros(20, np.float32) for agent in self.agents}
+
+
+def rollout(num_fragments: int | None = None) -> MultiAgentRollout:
+    return MultiAgentRollout(
+        Guests, module=RandomModule, num_envs=4, fragment_length=32, seed=0, num_fragments=num_fragments
+    )
+
+
+def taken() -> int:
+    """Bytes of this process."""
+    return int(psutil.Process().memory_info().rss)
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_however_long_it_runs() -> None:
+    with rollout(400) as made:
+        for number, _ in enumerate(made.batches()):
+            if number == 150:
+                before = taken()
+    assert number == 399
+    assert taken() - before < MORE
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_memory_stays_flat_while_a_sink_stalls() -> None:
+    made = rollout()
+    is_warm, stalled = anyio.Event(), anyio.Event()
+
+    class Stalls:
+        async def run(self, fragments: Inlet[MultiAgentFragment]) -> None:
+            for _ in range(50):
+                await fragments.receive()
+            is_warm.set()
+            await stalled.wait()
+
+    graph = Graph("stalled")
+    graph.add(rollout=made, sink=Stalls())
+    graph.connect("rollout.fragments", "sink", capacity=2)
+    async with graph.run():
+        await is_warm.wait()
+        await anyio.wait_all_tasks_blocked()
+        before, steps = taken(), made.num_steps
+        for _ in range(1000):
+            await anyio.lowlevel.checkpoint()
+        assert made.num_steps == steps
+        assert taken() - before < 2**20
+        stalled.set()
