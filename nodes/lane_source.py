@@ -1,6 +1,7 @@
 """What nodes that step environments have in common, of one agent each or of several."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from rollflow.stream.errors import RunError
@@ -44,6 +45,10 @@ class LaneSource:
     def uncut_steps(self) -> int:
         """Those of them that are in no fragment yet."""
         return sum(lane.uncut_steps for lane in self.lanes)
+
+    def first_slots(self) -> list[int]:
+        """The number of every lane's first environment."""
+        return [0, *accumulate(envs.num_envs for envs in self.envs[:-1])]
 
     def _begin(self) -> None:
         if self.is_started:

@@ -32,7 +32,6 @@ from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.remote.remote_envs import RemoteHosts, RemoteRollouts
-from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.ring import ring_of, seed_lane
 from rollflow.nodes.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rollouts_elsewhere import Deal, RolloutsElsewhere, Turns, ring_of_turns
@@ -236,8 +235,7 @@ class Rollout(RolloutLoop[Fragment]):
             if isinstance(self.environments, RolloutsElsewhere):
                 self.environments.replica, self.environments.heard = self._replica, self._heard
                 self.environments.acting = self._how_to_act
-            if isinstance(self.environments, RemoteLanes):
-                self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
+            self._follow_lanes(self._prepare, self._deal)
             self._gathering = self._gathering_forward(max_batch, max_wait, forward_in_thread)
 
     def explain(self) -> str:
@@ -295,20 +293,9 @@ class Rollout(RolloutLoop[Fragment]):
         }
 
     def _lane_joined(self, lane: Lane | Turns, fills_a_vacancy: bool) -> None:
-        """Make room for a lane that has come while the rollout runs."""
         if isinstance(lane, Lane):
             seed_lane(lane, self.seed)
-        for node in (self._prepare, self._deal):
-            node.expect(int(not fills_a_vacancy))
-        self._credits.add(self._fragments_per_lane)
-        self._rounds.size += int(not fills_a_vacancy)
-
-    def _lane_left(self, lane: Lane | Turns, was_the_last: bool) -> None:
-        """A lane goes round for the last time; where it is the last, others are waited for."""
-        self._credits.add(-self._fragments_per_lane)
-        for node in (self._prepare, self._deal):
-            node.expect(int(was_the_last))
-        self._rounds.size -= int(not was_the_last)
+        super()._lane_joined(lane, fills_a_vacancy)
 
     def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
         """Take in what a worker's connectors have learnt and logged."""

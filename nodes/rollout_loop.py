@@ -12,6 +12,7 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.drive import Drive, InlineDrive, PortalDrive, ThreadDrive
 from rollflow.nodes.lag import LagBound
 from rollflow.nodes.pace import AllOf, FragmentCredits
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.rounds import Emitted, Rounds
 from rollflow.stream.errors import GraphError, RunError
 from rollflow.stream.gate import Gate
@@ -70,6 +71,28 @@ class RolloutLoop(abc.ABC, Generic[F]):
     def _with_parts(self, report: Report) -> Report:
         """The report, with what is counted elsewhere."""
         return report
+
+    # Lanes that come and go while it runs
+
+    def _follow_lanes(self, *stages: Any) -> None:
+        """Have stages that count lanes, rounds and credits know of the lanes that hosts bring and take with them."""
+        if isinstance(self.environments, RemoteLanes):
+            self._counting = stages
+            self.environments.joined, self.environments.left = self._lane_joined, self._lane_left
+
+    def _lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
+        """Make room for a lane that has come."""
+        for stage in self._counting:
+            stage.expect(int(not fills_a_vacancy))
+        self._credits.add(self._fragments_per_lane)
+        self._rounds.size += int(not fills_a_vacancy)
+
+    def _lane_left(self, lane: Any, was_the_last: bool) -> None:
+        """A lane goes round for the last time; where it is the last, others are waited for."""
+        self._credits.add(-self._fragments_per_lane)
+        for stage in self._counting:
+            stage.expect(int(was_the_last))
+        self._rounds.size -= int(not was_the_last)
 
     # The graph
 

@@ -174,7 +174,7 @@ def _final_items(infos: Mapping[str, Any], slots: Sequence[int]) -> list[Tree]:
     return [map_tree(lambda leaf, i=i: leaf[i], final) for i in slots]
 
 
-def close_failed(env: VectorEnv[Any, Any, Any]) -> None:
+def close_failed(env: Any) -> None:
     """Close environments that have raised: closing them may fail as well, which is logged."""
     try:
         env.close()

@@ -3,13 +3,16 @@
 from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from agent_logs import AgentStep, At, steps_of
+from doomed_agents import logs_of
 from numbered_agents import AgentsTold
 from serial_module import at_of
 
+from rollflow.nodes import MultiAgentRollout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
@@ -95,3 +98,14 @@ def check_multi_agent_chunks(fragments: Sequence[MultiAgentFragment]) -> None:
         for (earlier, before), (later, episode) in pairwise(episodes):
             if episode.id_ == before.id_ and later == earlier + 1:
                 assert (episode.env_t_started, before.is_done) == (before.env_t, False)
+
+
+def check_laws(rollout: MultiAgentRollout, fragments: Sequence[MultiAgentFragment], folder: Path, envs: int) -> None:
+    """What the environments' logs tell of stands in a chunk or is counted; all else is as it should be."""
+    logs = [log for slot in range(envs) for log in logs_of(folder, slot)]
+    missing = not_emitted(fragments, logs)
+    assert missing <= rollout.lost.get("workers", 0)
+    assert rollout.num_steps == len(emitted_steps(fragments))
+    assert rollout.lost.keys() <= {"workers"}
+    check_continuity(fragments)
+    check_multi_agent_chunks(fragments)

@@ -218,10 +218,21 @@ def listening(kind: type[Remote] = RemoteEnvs, **options: Any) -> Remote:  # typ
 
 
 class RawHost:
-    """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its one lane has two slots."""
+    """A host made by hand, to misbehave: says its Hello, and gives requests one by one; its one lane has two slots.
 
-    def __init__(self, address: Any, *, secret: bytes | None = None, kind: type[Host] = EnvHost, **said: Any) -> None:
-        makers = [lambda slot=slot: NumberedEnv(900 + slot) for slot in range(2)]
+    env    makes an environment of a slot, numbered as no other is
+    """
+
+    def __init__(
+        self,
+        address: Any,
+        *,
+        secret: bytes | None = None,
+        kind: type[Host] = EnvHost,
+        env: Callable[[int], Any] = NumberedEnv,
+        **said: Any,
+    ) -> None:
+        makers = [lambda slot=slot: env(900 + slot) for slot in range(2)]
         with kind(makers, secret=secret, name="raw") as pattern:  # type: ignore[call-arg]
             self.hello = replace(pattern._hello(), **said)
         self.sock = socket.create_connection((address.host, address.port))

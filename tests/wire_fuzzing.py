@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 import numpy as np
 from wire_ends import Ends, StreamEnds, greeted, running, taken_from
-from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
+from wire_messages import CHALLENGE, EXAMPLES, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
@@ -87,6 +87,30 @@ def _gateway_stepping() -> Connection:
     return ends.gateway
 
 
+def _gateway_of_agents() -> Connection:
+    ends = running(said=agents_hello())
+    ends.gateway.ask(Reset(0, 1, (1, 2), None))
+    (request,) = ends.to_host()
+    assert isinstance(request, Reset)
+    ends.host.answer(request, first_agent_rows())
+    ends.to_gateway()
+    step = EXAMPLES["agents step"]
+    assert isinstance(step, Step)
+    ends.gateway.ask(step)
+    taken_from(ends.gateway)
+    return ends.gateway
+
+
+def _host_of_agents() -> Connection:
+    ends = running(said=agents_hello())
+    ends.gateway.ask(Reset(0, 1, (1, 2), None))
+    (request,) = ends.to_host()
+    assert isinstance(request, Reset)
+    ends.host.answer(request, first_agent_rows())
+    taken_from(ends.host)
+    return ends.host
+
+
 def _gateway_of_rollouts() -> Connection:
     ends = running(said=hello(role="rollout"), credits=2)
     ends.gateway.ask(Turn(0, 1))
@@ -122,6 +146,9 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_new_host, [OPEN_CHALLENGE, OPEN_CHALLENGE + OPEN_WELCOME + frame_as("reset")]),
     (_at_first_gateway, [frame_as("goodbye"), frame_as("refused")]),
     (_gateway_stepping, [frame_as("rows"), stream_of("metrics", "rows", "ping", "pong"), stream_of("rows", "refused")]),
+    (_new_gateway, [frame_as("agents hello") + OPEN_PROOF]),
+    (_gateway_of_agents, [frame_as("agent rows"), stream_of("ping", "agent rows", "refused")]),
+    (_host_of_agents, [frame_as("agents step"), stream_of("agents step", "ping", "goodbye")]),
     (_gateway_of_rollouts, [frame_as("fragment"), stream_of("metrics", "fragment", "metrics")]),
     (_host_stepping, [frame_as("step"), stream_of("ping", "credit", "reset", "step"), stream_of("step", "goodbye")]),
     (

@@ -10,6 +10,7 @@ from gymnasium import spaces
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
+    AgentRows,
     Block,
     Challenge,
     Credit,
@@ -94,6 +95,59 @@ def first_rows(**changed: Any) -> Rows:
     return rows(**{"number": 1, "final_slots": (), "final_infos": {}} | nothing | changed)
 
 
+def agents_hello(**changed: Any) -> Hello:
+    """A lane of two environments with the agents "red" and "blue", of the same spaces, and 7, of others."""
+    observed, done = (
+        describe_space(spaces.Tuple(parts))
+        for parts in (
+            [spaces.Box(-1.0, 1.0, (2,), np.float32), spaces.Discrete(4)],
+            [spaces.Discrete(3), spaces.Discrete(2)],
+        )
+    )
+    fields: dict[str, Any] = {"role": "agents", "slots": (2,), "agents": ("red", "blue", 7), "parts": (0, 0, 1)}
+    return hello(**fields | {"observation_space": observed, "action_space": done, "metadata": {}} | changed)
+
+
+def agent_step(**changed: Any) -> Step:
+    """Everybody acts but agent 7 of the first environment, which has not come yet."""
+    fields: dict[str, Any] = {
+        "lane": 0,
+        "number": 2,
+        "actions": [np.array([0, 1, 2, 0]), np.array([1])],
+        "agent_slots": (None, np.array([1])),
+    }
+    return Step(**fields | changed)
+
+
+def agent_rows(**changed: Any) -> AgentRows:
+    """The answer to it: the first environment's episode has ended, and "blue" of the second one waits."""
+    fields: dict[str, Any] = {
+        "lane": 0,
+        "number": 2,
+        "agent_slots": (np.array([0, 1, 2]), np.array([1])),
+        "obs": (np.array([[1, 1], [1, -1], [0, 0.5]], np.float32), np.array([3])),
+        "rewards": (np.array([1, -1, 0.5, 0], np.float32), np.array([0, 2], np.float32)),
+        "terminateds": (np.array([True, True, False, False]), np.array([False, False])),
+        "truncateds": (np.zeros(4, bool), np.zeros(2, bool)),
+        "ended": np.array([0]),
+        "ended_truncated": np.array([False]),
+        "first_agent_slots": (np.array([0, 1]), np.zeros(0, np.int64)),
+        "first_obs": (np.zeros((2, 2), np.float32), np.zeros(0, np.int64)),
+        "infos": ([[0, {"won": True}]], []),
+        "first_infos": (),
+    }
+    return AgentRows(**fields | changed)
+
+
+def first_agent_rows(**changed: Any) -> AgentRows:
+    """The answer to a reset."""
+    nothing = dict.fromkeys(
+        ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
+    )
+    first = {"agent_slots": (None, np.array([1])), "obs": (np.zeros((4, 2), np.float32), np.array([2]))}
+    return agent_rows(**{"number": 1, "infos": ()} | nothing | first | changed)
+
+
 HELLO = hello()
 CHALLENGE = Challenge(1, "rollflow 0.1", GATEWAY_NONCE, True, 1 << 26, 10.0, 60.0)
 
@@ -114,6 +168,10 @@ EXAMPLES: dict[str, Message] = {
     "rows": rows(),
     "first rows": first_rows(),
     "failed": Failed(0, 3, "ValueError", "the arm is stuck", ("slot 1",), "Traceback …\nValueError: the arm is stuck"),
+    "agents hello": agents_hello(),
+    "agents step": agent_step(),
+    "agent rows": agent_rows(),
+    "first agent rows": first_agent_rows(),
     "credit": Credit(4),
     "ping": Ping(1),
     "pong": Pong(1),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 from rollflow.nodes.closing import close_all, closing_on_error
@@ -68,18 +68,9 @@ class AgentEnvironments(LaneSource):
         """
         if self.is_started:
             raise RunError("these environments have been started: their lookback stays as it is")
+        self._lookback, self._module_of, self._shared_data = lookback, module_of, shared_data
         self.lanes = [
-            MultiAgentLane(
-                index,
-                envs.parts,
-                envs.num_envs,
-                first_env=first_env,
-                num_rows=self.fragment_length,
-                lookback=lookback,
-                name=f"{self.seed}/{self._name}/{index}",
-                module_of=module_of,
-                shared_data=partial(shared_data, index),
-            )
+            self._lane(index, envs, first_env)
             for index, (envs, first_env) in enumerate(zip(self.envs, self.first_slots(), strict=True))
         ]
 
@@ -103,10 +94,6 @@ class AgentEnvironments(LaneSource):
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
-
-    def first_slots(self) -> list[int]:
-        """The number of every lane's first environment."""
-        return [0, *accumulate(envs.num_envs for envs in self.envs[:-1])]
 
     def describe(self) -> str:
         """Lanes, environments and agents, for `explain()`."""
@@ -140,6 +127,19 @@ class AgentEnvironments(LaneSource):
         return list(self._opened)
 
     # Inside
+
+    def _lane(self, index: int, envs: AgentEnvs, first_env: int) -> MultiAgentLane:
+        return MultiAgentLane(
+            index,
+            envs.parts,
+            envs.num_envs,
+            first_env=first_env,
+            num_rows=self.fragment_length,
+            lookback=self._lookback,
+            name=f"{self.seed}/{self._name}/{index}",
+            module_of=self._module_of,
+            shared_data=partial(self._shared_data, index),
+        )
 
     def _check_alike(self) -> None:
         for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):

@@ -51,7 +51,7 @@ class AgentsToModule:
         if lane.is_set_aside:
             self._going -= 1
             known = self._lanes.pop(lane.index, None) is not None
-            return PreparedAgents(None, lane.cut() if known else None)
+            return PreparedAgents(None, lane.leave() if known else None)
         if lane.index not in self._lanes:
             self._take_in(lane)
         lane.batches = {}
@@ -70,6 +70,10 @@ class AgentsToModule:
             return PreparedAgents(lane, fragment)
         self._going -= 1
         return PreparedAgents(None, fragment)
+
+    def expect(self, lanes: int) -> None:
+        """Say that so many more lanes come by than was said at first."""
+        self._going += lanes
 
     @property
     def done(self) -> bool:

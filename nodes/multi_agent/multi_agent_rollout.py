@@ -46,7 +46,8 @@ class ActingWeights(NamedTuple):
 class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     """Steps environments with several agents each, with modules, and gives what they made, fragment by fragment.
 
-        env, num_envs, lanes          what is stepped: see `AgentEnvironments`
+        env, num_envs, lanes          what is stepped: see `AgentEnvironments`; or a `RemoteEnvs`: hosts say how many
+                                      environments and lanes they have
         where                         "inline": the environments step in the loop's thread, in one lane if `lanes` is
                                       left out. "processes": in worker processes, for those that are costly; forward
                                       passes stay here
@@ -192,6 +193,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 num_fragments=num_fragments,
                 metrics=self.metrics,
             )
+            self._follow_lanes(self._prepare)
             self._forward = AgentForward()
             self._act = ModuleToAgents(self.module_to_env, metrics=self.metrics, threads=forward_threads)
 

@@ -57,15 +57,16 @@ class Gateway:
     """Where hosts come in.
 
         envs    where they are expected
+        role    of the hosts
 
     Whoever runs the rollout looks after the sockets by `service`, when `fileno` can be read. While it is busy with
     something else for long, a thread does, so that nobody takes this gateway for dead: what came then is told by
     `fileno` as well. `news` gives what has happened.
     """
 
-    def __init__(self, envs: RemoteHosts) -> None:
+    def __init__(self, envs: RemoteHosts, role: str) -> None:
         envs.take()
-        self._registry = Registry(envs.role, envs.max_hosts)
+        self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
         self._envs = envs
         self._lock = threading.RLock()

@@ -21,7 +21,6 @@ from rollflow.nodes.remote.software import software
 from rollflow.nodes.remote.transport import transport_for
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import ColumnError, WireError
-from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     NONCE_BYTES,
     SESSION_BYTES,
@@ -63,7 +62,7 @@ class Host:
     differ.
     """
 
-    role: Literal["env", "rollout"]
+    role: Literal["env", "agents", "rollout"]
     word_s: float | None = None  # seconds after which `_say` is called at the latest; None: it need not be
 
     def __init__(
@@ -345,7 +344,6 @@ class Host:
     # Inside
 
     def _hello(self) -> Hello:
-        env = self._served[0].env
         return Hello(
             versions=(VERSION, VERSION),
             role=self.role,
@@ -355,11 +353,9 @@ class Host:
             session=self._session.token,
             max_frame=self._limits.max_frame,
             slots=tuple(lane.env.num_envs for lane in self._served),
-            observation_space=describe_space(env.single_observation_space),
-            action_space=describe_space(env.single_action_space),
-            autoreset=self._served[0].autoreset.name,  # type: ignore[arg-type]
             metadata=self._metadata,
             busy=self._welcomed_line is not None,
+            **self._served[0].describe(),
         )
 
     def _pause(self, seconds: float) -> None:

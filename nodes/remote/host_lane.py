@@ -7,7 +7,8 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import LaneMaker
-from rollflow.nodes.stepping import Stepped, autoreset_mode, close_failed, reset_with, step_of
+from rollflow.nodes.remote.lane_threads import described
+from rollflow.nodes.stepping import Stepped, close_failed, reset_with, step_of
 from rollflow.stream.tree import Tree, stack_trees
 from rollflow.stream.wire import Reset, Rows, Step
 
@@ -23,6 +24,10 @@ class HostLane:
         self._has_failed = False
         self._make()
 
+    def describe(self) -> dict[str, Any]:
+        """What a Hello says of them."""
+        return described(self.env)
+
     def answer(self, request: Reset | Step) -> Rows:
         """Do what is asked for. Raises what the environments raise."""
         try:
@@ -34,7 +39,6 @@ class HostLane:
     def _make(self) -> None:
         self.env: VectorEnv[Any, Any, Any] = self._maker.make()
         self._do = step_of(self.env, is_ours=self._maker.can_travel)
-        self.autoreset = autoreset_mode(self.env)
 
     def _reset(self, request: Reset) -> Rows:
         if self._has_failed and self._maker.can_travel:

@@ -12,7 +12,7 @@ from rollflow.nodes.remote.fragment_message import fragment_of
 from rollflow.nodes.remote.lane_record import Record, State
 from rollflow.nodes.remote.lines import quoted
 from rollflow.nodes.remote.remote_host import Back, Left, News, RemoteHost, Told
-from rollflow.nodes.remote.remote_lanes import RemoteLanes
+from rollflow.nodes.remote.remote_lanes import RemoteLanes, vectors_on
 from rollflow.nodes.remote.rollout_settings import RolloutSettings
 from rollflow.nodes.rollouts_elsewhere import RolloutsElsewhere, Turns
 from rollflow.nodes.weights_codec import to_arrays
@@ -73,7 +73,7 @@ class _Equipment:
     version: int = -1
 
 
-class HostedRollouts(RolloutsElsewhere, RemoteLanes):
+class HostedRollouts(RemoteLanes, RolloutsElsewhere):
     """A node that has each lane's rollout done on another host: takes turns, gives fragments.
 
     Hosts are told settings, weights and connectors' states: nothing is pickled, so each must have the same connectors
@@ -81,6 +81,9 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
     fragments with it that it was making: their transitions, as far as it has said that it made them, are in
     `lost_steps`.
     """
+
+    role = "rollout"
+    envs_on = staticmethod(vectors_on)
 
     def __init__(self, env: Any, **options: Any) -> None:
         self._counts: list[_Count] = []
@@ -160,7 +163,7 @@ class HostedRollouts(RolloutsElsewhere, RemoteLanes):
 
     # What RemoteLanes leaves open
 
-    def _lane_for(self, index: int, env: Any) -> Turns:
+    def _lane_for(self, index: int, env: Any, first_slot: int) -> Turns:
         self._counts.append(_Count())
         return Turns(index, env.num_envs)
 

@@ -6,22 +6,36 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 
-from rollflow.nodes.stepping import close_failed
+from rollflow.nodes.stepping import autoreset_mode, close_failed
 from rollflow.stream.errors import EnvError
+from rollflow.stream.space_codec import describe_space, space_of
 from rollflow.stream.wire import Answer, HostConnection, Request
 
 logger = logging.getLogger(__name__)
 
 _QUIET_S = 0.5  # how long a lane is waited for without a word
+_WORDS = {
+    "observation_space": "observation space",
+    "action_space": "action space",
+    "autoreset": "autoreset mode",
+    "agents": "list of agents",
+    "parts": "list of the agents' parts",
+}
 
 
 class ServedLane(Protocol):
     """A lane of a host: environments, and whatever is done with them."""
 
-    env: VectorEnv[Any, Any, Any]
-    autoreset: AutoresetMode
+    @property
+    def env(self) -> Any:
+        """`num_envs` environments, which are to be closed."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a Hello says of them: fields by their names."""
+        ...
 
 
 class Job(NamedTuple):
@@ -86,12 +100,18 @@ class LaneThreads:
 
 def check_alike(lanes: Sequence[ServedLane]) -> None:
     """Raise EnvError where lanes differ in what one description is for."""
-    first = lanes[0]
+    first = lanes[0].describe()
     for place, lane in enumerate(lanes):
-        for what, mine, other in (
-            ("observation space", lane.env.single_observation_space, first.env.single_observation_space),
-            ("action space", lane.env.single_action_space, first.env.single_action_space),
-            ("autoreset mode", lane.autoreset, first.autoreset),
-        ):
-            if mine != other:
-                raise EnvError(f"lane {place}: its {what} is {mine}, expected that of lane 0, {other}")
+        for name, mine in lane.describe().items():
+            if mine != first[name]:
+                told, other = (space_of(each) if name.endswith("space") else each for each in (mine, first[name]))
+                raise EnvError(f"lane {place}: its {_WORDS[name]} is {told}, expected that of lane 0, {other}")
+
+
+def described(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
+    """What a Hello says of a vector environment."""
+    return {
+        "observation_space": describe_space(env.single_observation_space),
+        "action_space": describe_space(env.single_action_space),
+        "autoreset": autoreset_mode(env).name,
+    }

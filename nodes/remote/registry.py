@@ -6,12 +6,14 @@ from collections import deque
 from rollflow.nodes.remote.remote_host import Joined, Left, News, RemoteHost
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import GatewaySession, Hello
+from rollflow.stream.wire.field import shown
 from rollflow.stream.wire.spaces import read_space
 
 logger = logging.getLogger(__name__)
 
 _WANTED = {
-    "env": "RemoteEnvs, for EnvHost or rollflow env-host",
+    "env": "RemoteEnvs, for EnvHost or rollflow env-host with environments of one agent",
+    "agents": "RemoteEnvs of a MultiAgentRollout, for EnvHost or rollflow env-host with environments of several agents",
     "rollout": "RemoteRollouts, for RolloutHost or rollflow rollout-host",
 }
 
@@ -85,3 +87,9 @@ class Registry:
             if getattr(hello, name) != getattr(first, name):
                 mine, other = (read_space(getattr(each, name), name) for each in (hello, first))
                 raise WireError(f"hello.{name} is {mine}, expected that of host {first.name!r}, {other}", "spaces")
+        if (hello.agents, hello.parts) != (first.agents, first.parts):
+            raise WireError(
+                f"hello.agents is {shown(hello.agents)} in parts {shown(hello.parts)}, expected those of host "
+                f"{first.name!r}, {shown(first.agents)} in {shown(first.parts)}",
+                "spaces",
+            )

@@ -6,7 +6,7 @@ import ssl
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Literal, Self
+from typing import Self
 
 from rollflow.stream.errors import EnvError, WireError
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
@@ -21,8 +21,6 @@ class RemoteHosts:
 
     For one rollout, which closes it; `close` is for one that was never given to any.
     """
-
-    role: Literal["env", "rollout"]  # of the hosts
 
     def __init__(
         self,
@@ -148,9 +146,10 @@ class RemoteHosts:
 
 
 class RemoteEnvs(RemoteHosts):
-    """Environments on other hosts, `rollflow env-host` or an `EnvHost` there: the policy acts here."""
+    """Environments on other hosts, `rollflow env-host` or an `EnvHost` there: the policy acts here.
 
-    role = "env"
+    A `Rollout` takes hosts of environments with one agent, a `MultiAgentRollout` those of environments with several.
+    """
 
 
 class RemoteRollouts(RemoteHosts):
@@ -160,8 +159,6 @@ class RemoteRollouts(RemoteHosts):
     learnt, and send fragments. They must have the same connectors, and, unless that is the default one, the same
     module.
     """
-
-    role = "rollout"
 
 
 def check_tls(address: Address, tls: ssl.SSLContext | None) -> None:

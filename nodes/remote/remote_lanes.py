@@ -7,10 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 from typing import Any
 
-from gymnasium.vector import VectorEnv
-
 from rollflow.nodes.backoff import pause_s
-from rollflow.nodes.environments import Environments
+from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.remote.gateway import Gateway
 from rollflow.nodes.remote.lane_record import Record, State
 from rollflow.nodes.remote.remote_envs import RemoteHosts
@@ -29,12 +27,14 @@ _MOST_LANES = 1 << 16
 _MOST_FAREWELLS = 16
 
 
-class RemoteLanes(Environments):
-    """`Environments` on hosts that a gateway takes in; what those are asked for is said by the classes made of this.
+class RemoteLanes(LaneSource):
+    """Lanes on hosts that a gateway takes in; what those are asked for is said by the classes made of this, which have
+    a node of a kind of environments as their other base.
 
         step_timeout, reset_timeout    seconds after which a lane is late; None: never
         max_failures                   how often in a row a lane may be lost; then it leaves
 
+        role          of the hosts
         lost_steps    transitions that were under way when they were lost
         joined        called with every lane that comes after the beginning, and with whether it is the first after the
                       last has left
@@ -46,6 +46,10 @@ class RemoteLanes(Environments):
     at all, the rollout waits, for as long as it did for the first; then it ends with an EnvError that says why each has
     left.
     """
+
+    role: str
+    envs_on: Callable[[RemoteHost], list[Any]]
+    num_envs: int
 
     def __init__(
         self,
@@ -67,7 +71,7 @@ class RemoteLanes(Environments):
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacant_since: float | None = None
         self._is_ending = False
-        self._gateway = Gateway(env)
+        self._gateway = Gateway(env, self.role)
         try:
             super().__init__(env, **options)  # type: ignore[arg-type]
         except BaseException:
@@ -134,24 +138,24 @@ class RemoteLanes(Environments):
 
     def describe(self) -> str:
         """Lanes, slots and hosts, for `explain()`."""
-        return f"{super().describe()}, on {self._gateway.describe()}"
+        return f"{super().describe()}, on {self._gateway.describe()}"  # type: ignore[misc]
 
     def close(self) -> None:
         """Say goodbye to the hosts."""
         self.is_closed = True
         self._gateway.close()
 
-    # What Environments does otherwise
+    # What environments here do otherwise
 
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
         if num_envs is not None or lanes is not None:
             raise EnvError(
                 f"num_envs is {num_envs} and lanes is {lanes}, expected neither: hosts say how many environments and "
                 "lanes they have"
             )
-        made: list[VectorEnv[Any, Any, Any]] = []
+        made: list[Any] = []
         for host in self._first_hosts(env.hosts):
-            made += _elsewhere(host)
+            made += self.envs_on(host)
         return made
 
     def _first_hosts(self, count: int) -> list[RemoteHost]:
@@ -181,7 +185,7 @@ class RemoteLanes(Environments):
 
     # What those do otherwise who are made of this
 
-    def _lane_for(self, index: int, env: Any) -> Any:
+    def _lane_for(self, index: int, env: Any, first_slot: int) -> Any:
         """What goes round for a new lane."""
         raise NotImplementedError
 
@@ -251,7 +255,7 @@ class RemoteLanes(Environments):
         if is_first:
             self._vacant_since = None
             self.in_flight -= 1
-        for index, env in zip(host.session.lanes, _elsewhere(host), strict=True):
+        for index, env in zip(host.session.lanes, self.envs_on(host), strict=True):
             record = self._record_of(index, env, self.num_envs, host)
             self.envs = [*self.envs, env]
             self.num_envs += env.num_envs
@@ -262,7 +266,7 @@ class RemoteLanes(Environments):
     def _record_of(self, index: int, env: Any, first_slot: int, host: RemoteHost) -> Record:
         """Take down a new lane."""
         assert index == len(self._records)
-        record = Record(self._lane_for(index, env), host, env.num_envs, first_slot)
+        record = Record(self._lane_for(index, env, first_slot), host, env.num_envs, first_slot)
         self._records.append(record)
         return record
 
@@ -382,8 +386,8 @@ class RemoteLanes(Environments):
         return [self._records[index] for index in host.session.lanes if index < len(self._records)]
 
 
-def _elsewhere(host: RemoteHost) -> list[Any]:
-    """What is known here of a host's environments, lane by lane."""
+def vectors_on(host: RemoteHost) -> list[Any]:
+    """What is known here of a host's environments of one agent, lane by lane."""
     hello = host.session.hello
     told = {
         "observation_space": hello.observation_space,

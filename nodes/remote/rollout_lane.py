@@ -14,8 +14,9 @@ from rollflow.nodes.env_source import LaneMaker
 from rollflow.nodes.lane_rollout import Drained, LanePlan, LaneRollout, WeightsFrom, is_of_environment
 from rollflow.nodes.remote.account import Progress
 from rollflow.nodes.remote.fragment_message import message_of
+from rollflow.nodes.remote.lane_threads import described
 from rollflow.nodes.remote.rollout_settings import RolloutSettings
-from rollflow.nodes.stepping import autoreset_mode, close_failed
+from rollflow.nodes.stepping import close_failed
 from rollflow.stream.errors import WireError
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.wire import Failed, Fragment, LaneGrant, Turn
@@ -241,9 +242,12 @@ class RolloutLane:
         if self.session is not session:
             raise _Outdated
 
+    def describe(self) -> dict[str, Any]:
+        """What a Hello says of the environments."""
+        return described(self.env)
+
     def _make(self) -> None:
         self.env: VectorEnv[Any, Any, Any] = self._maker.make()
-        self.autoreset = autoreset_mode(self.env)
 
 
 def _described(error: Exception) -> str:

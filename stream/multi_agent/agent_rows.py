@@ -66,6 +66,10 @@ class AgentRows:
         """Agent steps in the fragment in the making."""
         return int(self.at.sum()) - self.layout.lookback * self.layout.num_slots
 
+    def release(self) -> None:
+        """Give the memory back: no step is made any more."""
+        self.fragment.columns.clear()
+
     # Writing
 
     def _write_outputs(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:

@@ -177,6 +177,13 @@ class MultiAgentLane:
             episode_id=self.episode_ids,
         )
 
+    def leave(self) -> MultiAgentFragment:
+        """Give the last fragment away, and all memory back: no step is made any more."""
+        last = self.cut()
+        for lane in self.parts:
+            lane.release()
+        return last
+
     # Inside
 
     def _part(self, index: int, part: AgentPart, name: str) -> AgentLane:

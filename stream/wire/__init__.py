@@ -9,6 +9,8 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
+from rollflow.stream.wire.agent_form import AgentForm
+from rollflow.stream.wire.agent_rows import AgentRows
 from rollflow.stream.wire.connection import Broken, Connection, Event, Phase
 from rollflow.stream.wire.frame import Buffer, FrameDecoder
 from rollflow.stream.wire.gateway import GatewayConnection
@@ -66,6 +68,8 @@ __all__ = [
     "SESSION_BYTES",
     "VERSION",
     "Address",
+    "AgentForm",
+    "AgentRows",
     "Answer",
     "Block",
     "Broken",

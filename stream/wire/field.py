@@ -66,6 +66,14 @@ def text(most: int) -> Check:
     return check
 
 
+def agent_id(value: Any, where: str) -> str | int:
+    """What an agent is called: a string of at most 256 characters, or a whole number of at most 53 bits."""
+    is_name, is_number = type(value) is str and len(value) <= 256, type(value) is int and abs(value) < 1 << 53
+    if not is_name and not is_number:
+        raise wrong(value, where, "a string of at most 256 characters, or a whole number")
+    return value  # type: ignore[no-any-return]
+
+
 def raw(*lengths: int) -> Check:
     """Bytes, as many as one of `lengths` says."""
 
@@ -165,6 +173,18 @@ def infos(value: Any, where: str) -> Mapping[str, Any]:
     return value if isinstance(value, SlotInfos) else mapping(value, where)
 
 
+def agent_infos(value: Any, where: str) -> list[list[Any]]:
+    """Infos of one environment's agents: a list of [number of the agent, map]."""
+    if not isinstance(value, list | tuple):
+        raise wrong(value, where, "a list of [number of an agent, map]")
+    for each in value:
+        if not isinstance(each, list | tuple) or len(each) != 2 or type(each[0]) is not int:
+            raise wrong(each, where, "[number of an agent, map] in it")
+        if type(each[1]) is not dict:
+            raise wrong(each[1], f"{where}: the info of agent {each[0]}", "a map")
+    return [list(each) for each in value]
+
+
 def numbers(dtype: str) -> Check:
     """An array of this dtype and of one dimension."""
     kind = np.dtype(dtype)
@@ -221,15 +241,16 @@ def checked_fields(kind: type, told: Mapping[str, Any], where: str) -> dict[str,
     fields = {}
     for name, check in checks_of(kind).items():
         if name not in told:
-            if name in _defaults_of(kind):
+            if name in defaults_of(kind):
                 continue
             raise WireError(f"{where} has no field {name!r}, expected {', '.join(checks_of(kind))}")
         fields[name] = check(told[name], f"{where}.{name}")
     return fields
 
 
-def _defaults_of(kind: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+def defaults_of(kind: type) -> dict[str, Any]:
+    """The fields of a dataclass that have a default, and that: None, or what is the same wherever it is equal."""
+    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
 
 
 _CHECKS: dict[type, dict[str, Check]] = {}

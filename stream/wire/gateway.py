@@ -1,18 +1,17 @@
 """A gateway's end of a connection to a host."""
 
 from rollflow.stream.errors import WireError
+from rollflow.stream.wire.agent_rows import AgentRows
 from rollflow.stream.wire.connection import Event, encoded
+from rollflow.stream.wire.form import Form, form_of
 from rollflow.stream.wire.gateway_end import GatewayEnd
 from rollflow.stream.wire.handshake import Hello
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
     Cut,
-    Failed,
-    Fragment,
     Metrics,
     Request,
     Reset,
@@ -35,13 +34,13 @@ class GatewayConnection(GatewayEnd):
     hello       what the host is; None before it has proved itself
 
     Events: Hello, once the host has proved itself, which is to be answered with `welcome` or `refuse`; then Rows,
-    Failed and Fragment, the answer to each request once, and Metrics; Goodbye; Broken.
+    AgentRows, Failed and Fragment, the answer to each request once, and Metrics; Goodbye; Broken.
     """
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
         super().__init__(software=software, nonce=nonce, secret=secret, limits=limits, now=now)
         self.credits = 0
-        self._form: RowForm | None = None
+        self._form: Form | None = None
         self._session: GatewaySession | None = None
 
     def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
@@ -98,18 +97,18 @@ class GatewayConnection(GatewayEnd):
             return
         self._send(news)
 
-    def _welcomed(self, what: str) -> tuple[GatewaySession, RowForm]:
+    def _welcomed(self, what: str) -> tuple[GatewaySession, Form]:
         if self._session is None or self._form is None:
             raise WireError(f"{what}: the host has not been welcomed", "order")
         return self._session, self._form
 
     def _check(self, hello: Hello) -> None:
-        self._form = RowForm.of(hello)
+        self._form = form_of(hello)
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # a goodbye has been said in the handshake
-        if isinstance(message, Rows | Failed | Fragment):
+        if isinstance(message, Answer):
             return self._take_answer(message)
         if isinstance(message, Metrics):
             if not self.credits:
@@ -123,7 +122,7 @@ class GatewayConnection(GatewayEnd):
         request = session.asked(answer)
         if request is None:
             return []
-        if isinstance(answer, Rows) and isinstance(request, Reset | Step):
+        if isinstance(answer, Rows | AgentRows) and isinstance(request, Reset | Step):
             answer = form.check_rows(answer, request, session.slots_of(answer.lane))
         session.take(answer)
         return [answer]

@@ -5,16 +5,32 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-from rollflow.stream.wire.field import flag, list_of, mapping, one_of, raw, record, seconds, span, text, whole
+from rollflow.stream.wire.field import (
+    agent_id,
+    flag,
+    list_of,
+    mapping,
+    nullable,
+    one_of,
+    raw,
+    record,
+    seconds,
+    span,
+    text,
+    whole,
+)
 
 VERSION = 1  # of the protocol, the only one that is spoken here
 NONCE_BYTES = 32
 SESSION_BYTES = 16
 MOST_LANES = 4096
 MOST_SLOTS = 1 << 20
+MOST_AGENTS = 4096
 MOST_NUMBER = (1 << 53) - 1  # the largest whole number that every language has
 
-Role = Annotated[Literal["env", "rollout", "source"], one_of("env", "rollout", "source")]
+LaneId = Annotated[int, whole(0, MOST_NUMBER)]
+Number = Annotated[int, whole(1, MOST_NUMBER)]
+Role = Annotated[Literal["env", "agents", "rollout", "source"], one_of("env", "agents", "rollout", "source")]
 Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]
 Version = Annotated[int, whole(1, 0xFFFF)]
 Name = Annotated[str, text(256)]
@@ -29,18 +45,21 @@ class Hello:
     """A host introduces itself.
 
     versions             the lowest and the highest protocol version that it speaks
-    role                 "env": it steps environments; "rollout": it runs whole rollouts; "source": it runs one of its
-                         own, and sends its fragments to a trainer
+    role                 "env": it steps environments; "agents": such with several agents each; "rollout": it runs
+                         whole rollouts; "source": it runs one of its own, and sends its fragments to a trainer
     software, name       of what runs there, and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes that it has chosen: the same for as long as it remembers its lanes
     max_frame            bytes of a frame that it takes, behind the length itself
     slots                environments of each of its lanes
-    observation_space,   of one environment, as `describe_space` describes it
-    action_space
+    observation_space,   of one environment, as `describe_space` describes it; of role "agents": a Tuple of those of the
+    action_space         parts, a part being all agents with the same two spaces
     autoreset            what its environments do at an episode's end: see the protocol's documentation
     metadata             what else there is to know, such as the environment's id
     busy                 whether a gateway is being served already: another one is not to welcome this host
+    agents               of role "agents": the ids of all agents that there can be in an environment, strings or whole
+                         numbers
+    parts                of role "agents": each agent's part, the parts numbered as their first agents come
     """
 
     kind: ClassVar[str] = "hello"
@@ -57,6 +76,8 @@ class Hello:
     autoreset: Autoreset
     metadata: Annotated[Mapping[str, Any], mapping]
     busy: Annotated[bool, flag] = False
+    agents: Annotated[tuple[str | int, ...] | None, nullable(list_of(agent_id, MOST_AGENTS))] = None
+    parts: Annotated[tuple[int, ...] | None, nullable(list_of(whole(0, MOST_AGENTS - 1), MOST_AGENTS))] = None
 
     @property
     def num_envs(self) -> int:
@@ -112,7 +133,7 @@ class LaneGrant:
     number        of the last request that the gateway has the answer to; 0: there is none
     """
 
-    lane: Annotated[int, whole(0, MOST_NUMBER)]
+    lane: LaneId
     slots: Slots
     first_slot: Annotated[int, whole(0, MOST_NUMBER)]
     number: Annotated[int, whole(0, MOST_NUMBER)]

@@ -1,12 +1,13 @@
 """A host's end of a connection to a gateway."""
 
 from rollflow.stream.errors import WireError
+from rollflow.stream.wire.agent_rows import AgentRows
 from rollflow.stream.wire.connection import Event, encoded
+from rollflow.stream.wire.form import form_of
 from rollflow.stream.wire.handshake import Hello, Welcome
 from rollflow.stream.wire.host_end import HostEnd
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
     Credit,
@@ -44,7 +45,7 @@ class HostConnection(HostEnd):
             raise WireError("hello.session is not the token of the session that it comes with", "session")
         self.credits = 0
         self._session = session
-        self._form = RowForm.of(hello)
+        self._form = form_of(hello)
 
     def answer(self, request: Request, answer: Answer) -> bool:
         """Answer a request; False: nobody waits for it any more, since another session has begun.
@@ -56,10 +57,10 @@ class HostConnection(HostEnd):
         ColumnError where infos can't be sent: the request is not answered then. A WireError with the code "undelivered"
         says that the connection is broken; the answer waits for the next.
         """
-        check_answer(request, answer)
+        check_answer(request, answer, self._hello.role)
         if not self._session.waits_for(request):
             return False
-        if isinstance(answer, Rows) and isinstance(request, Reset | Step):
+        if isinstance(answer, Rows | AgentRows) and isinstance(request, Reset | Step):
             self._form.check_rows(answer, request, self._session.slots_of(request.lane))
         buffers = encoded(answer, self._session.max_frame, self.peer)
         self._session.keep(answer)
@@ -86,7 +87,7 @@ class HostConnection(HostEnd):
             case Credit():
                 self.credits += message.count
                 return []
-            case Reset() | Step() if self._hello.role == "env":
+            case Reset() | Step() if self._hello.role in ("env", "agents"):
                 request = self._form.check_request(message, self._session.slots_of(message.lane))
                 return self._take_request(request)
             case Turn() if self._hello.role == "rollout":

@@ -7,7 +7,8 @@ import dataclasses
 from typing import Any
 
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire.field import checked_fields, checks_of, shown
+from rollflow.stream.wire.agent_rows import AgentRows
+from rollflow.stream.wire.field import checked_fields, checks_of, defaults_of, shown
 from rollflow.stream.wire.frame import Buffer, Frame, frame_of, taken_apart
 from rollflow.stream.wire.handshake import Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.running import (
@@ -43,6 +44,7 @@ Running = (
     Reset
     | Step
     | Rows
+    | AgentRows
     | Failed
     | Turn
     | Cut
@@ -71,7 +73,7 @@ KINDS: dict[str, type[Message]] = {
     kind.kind: kind
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
-        *(Reset, Step, Rows, Failed),
+        *(Reset, Step, Rows, AgentRows, Failed),
         *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Receipt, Metrics),
         *(Block, Lent, Series, Forget, Free),
         *(Credit, Ping, Pong, Goodbye, Refused),
@@ -87,8 +89,9 @@ def encode(message: Message) -> list[Buffer]:
     """
     kind = type(message)
     fields = {name: check(getattr(message, name), f"{kind.kind}.{name}") for name, check in checks_of(kind).items()}
-    if kind is Hello and not fields["busy"]:
-        del fields["busy"]
+    for name, default in defaults_of(kind).items():
+        if fields[name] is default:
+            del fields[name]
     if kind is Welcome:
         fields["lanes"] = [_as_map(grant) for grant in fields["lanes"]]
     listed = {name: list(value) if type(value) is tuple else value for name, value in fields.items()}

@@ -1,6 +1,6 @@
 """What a host answers, held against its spaces and against what it was asked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ class RowForm:
         """The request of a lane of so many slots, its actions as the space has them. Raises WireError."""
         where = f"{request.kind} {request.number} of lane {request.lane}"
         if isinstance(request, Step):
+            if request.agent_slots is not None:
+                raise WireError(f"{where}: agent_slots is {shown(request.agent_slots)}, expected none", "request")
             actions = placed(request.actions, self.action_space, slots, f"{where}: actions", "request")
             return replace(request, actions=actions)
         if request.seeds is not None and len(request.seeds) != slots:
@@ -52,7 +54,7 @@ class RowForm:
         """
         where = f"{request.kind} {rows.number} of lane {rows.lane}"
         obs = placed(rows.obs, self.observation_space, slots, f"{where}: obs")
-        _check_numbers(obs, range(slots), f"{where}: obs")
+        check_numbers(obs, range(slots), f"{where}: obs")
         check_infos(rows.infos, slots, f"{where}: infos")
         check_infos(rows.final_infos, slots, f"{where}: final_infos")
         ended = _ended(rows, isinstance(request, Step), slots, where)
@@ -72,7 +74,7 @@ class RowForm:
         final_obs = None
         if expected:
             final_obs = placed(rows.final_obs, self.observation_space, len(expected), f"{where}: final_obs")
-            _check_numbers(final_obs, expected, f"{where}: final_obs")
+            check_numbers(final_obs, expected, f"{where}: final_obs")
         return replace(rows, obs=obs, final_obs=final_obs)
 
 
@@ -98,17 +100,20 @@ def _ended(rows: Rows, is_step: bool, slots: int, where: str) -> tuple[int, ...]
     return tuple(np.flatnonzero(rows.terminateds | rows.truncateds).tolist())
 
 
-def _check_numbers(tree: Tree, slots: range | tuple[int, ...], where: str) -> None:
-    """Raise WireError where an array of floats, one item for each of `slots`, has a NaN."""
+def check_numbers(tree: Tree, slots: Sequence[int], where: str, what: str = "slot") -> None:
+    """Raise WireError where an array of floats, one item for each of `slots`, has a NaN.
+
+    what    a slot is called
+    """
     if isinstance(tree, dict):
         for key, part in tree.items():
-            _check_numbers(part, slots, f"{where}[{key!r}]")
+            check_numbers(part, slots, f"{where}[{key!r}]", what)
     elif isinstance(tree, tuple):
         for index, part in enumerate(tree):
-            _check_numbers(part, slots, f"{where}[{index}]")
+            check_numbers(part, slots, f"{where}[{index}]", what)
     elif tree.dtype.kind == "f" and np.isnan(tree).any():
         at = int(np.argmax(np.isnan(tree).reshape(len(tree), -1).any(axis=1)))
-        raise WireError(f"{where} of slot {slots[at]} has a NaN, expected numbers", "rows")
+        raise WireError(f"{where} of {what} {slots[at]} has a NaN, expected numbers", "rows")
 
 
 def check_infos(infos: Mapping[str, Any], slots: int, where: str) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.tree import Tree
+from rollflow.stream.wire.agent_rows import AgentRows, AgentSlots
 from rollflow.stream.wire.field import (
     array,
     infos,
@@ -25,12 +26,10 @@ from rollflow.stream.wire.field import (
     tree,
     whole,
 )
-from rollflow.stream.wire.handshake import MOST_NUMBER, MOST_SLOTS
+from rollflow.stream.wire.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.joined import Joined
 from rollflow.stream.wire.limits import MAX_HEADER
 
-LaneId = Annotated[int, whole(0, MOST_NUMBER)]
-Number = Annotated[int, whole(1, MOST_NUMBER)]
 BlockNumber = Annotated[int, whole(0, MOST_NUMBER)]
 MOST_SERIES = 1024  # fragments that go as one
 BlockNumbers = Annotated[tuple[int, ...], list_of(whole(0, MOST_NUMBER), 4096)]
@@ -58,13 +57,16 @@ class Reset:
 class Step:
     """Gateway to host: step all environments of a lane.
 
-    actions    a tree of arrays `any[slots, ...]`, as the action space says
+    actions        a tree of arrays `any[slots, ...]`, as the action space says; of several agents: of every part, those
+                   of its K agents that are to act, `any[K, ...]`
+    agent_slots    of several agents, and of every part: i64[K] ascending, the agent slots that are to act; None: all
     """
 
     kind: ClassVar[str] = "step"
     lane: LaneId
     number: Number
     actions: Annotated[Tree, tree]
+    agent_slots: Annotated[AgentSlots | None, nullable(list_of(nullable(numbers("<i8")), MOST_AGENTS))] = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -364,7 +366,7 @@ class Refused:
 
 
 Request = Reset | Step | Turn
-Answer = Rows | Failed | Fragment
+Answer = Rows | AgentRows | Failed | Fragment
 
 
 def _plain(told: str) -> str:

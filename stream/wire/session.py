@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from rollflow.stream.errors import WireError
+from rollflow.stream.wire.agent_rows import AgentRows
+from rollflow.stream.wire.agent_turns import AgentTurns
 from rollflow.stream.wire.frame import Buffer
 from rollflow.stream.wire.handshake import Hello, LaneGrant, Welcome
 from rollflow.stream.wire.running import Answer, Cut, Failed, Fragment, Request, Reset, Rows, Turn
+
+_ANSWERS: dict[str, type[Rows | AgentRows | Fragment]] = {"env": Rows, "agents": AgentRows, "rollout": Fragment}
 
 
 class Taken(Enum):
@@ -66,8 +70,8 @@ class HostSession:
                 raise WireError(
                     f"welcome.lanes: lane {grant.lane} at number {grant.number}, expected 0 in a new session", "session"
                 )
-        is_env = hello.role == "env"
-        self._lanes = {grant.lane: _HostLane(grant.slots, needs_reset=is_env) for grant in welcome.lanes}
+        steps = hello.role != "rollout"
+        self._lanes = {grant.lane: _HostLane(grant.slots, needs_reset=steps) for grant in welcome.lanes}
 
     def slots_of(self, lane: int) -> int:
         """Environments in a lane. Raises WireError for a lane that there is not."""
@@ -141,6 +145,7 @@ class _GatewayLane:
     number: int = 0  # of the last request
     request: Request | None = None  # that one, while it is under way
     needs_reset: bool = True
+    turns: AgentTurns | None = None  # of several agents: who acts next
 
 
 class GatewaySession:
@@ -159,15 +164,15 @@ class GatewaySession:
         self.hello = hello
         self.send: Callable[[Sequence[Buffer], int], None] | None = None
         self.is_welcomed = False
-        is_env = hello.role == "env"
+        steps, has_several = hello.role != "rollout", hello.role == "agents"
         self._lanes = {
-            lane: _GatewayLane(slots, first, needs_reset=is_env)
+            lane: _GatewayLane(slots, first, needs_reset=steps, turns=AgentTurns(hello, slots) if has_several else None)
             for lane, slots, first in zip(lanes, hello.slots, first_slots, strict=True)
         }
 
     def check_same(self, hello: Hello) -> None:
         """Raise WireError where a host that wants to go on is not what it was."""
-        for name in ("role", "slots", "observation_space", "action_space", "autoreset"):
+        for name in ("role", "slots", "observation_space", "action_space", "autoreset", "agents", "parts"):
             if getattr(hello, name) != getattr(self.hello, name):
                 raise WireError(f"hello.{name} is not what it was when the session began, expected the same", "session")
 
@@ -222,12 +227,14 @@ class GatewaySession:
             raise WireError(f"{where}: nothing above number {lane.number} was asked for", "number")
         if answer.number < lane.number or lane.request is None:
             return None
-        check_answer(lane.request, answer)
+        check_answer(lane.request, answer, self.hello.role)
         return lane.request
 
     def take(self, answer: Answer) -> None:
-        """Take down that the request under way has this answer."""
+        """Take down that the request under way has this answer. Raises WireError where it can't be what comes next."""
         lane = self._lane(answer.lane)
+        if lane.turns is not None and isinstance(answer, AgentRows):
+            lane.turns.take(answer)
         if not isinstance(lane.request, Turn):
             lane.needs_reset = isinstance(answer, Failed)
         lane.request = None
@@ -239,9 +246,9 @@ class GatewaySession:
             raise _no_lane(lane, list(self._lanes)) from None
 
 
-def check_answer(request: Request, answer: Answer) -> None:
-    """Raise WireError where a message of this kind and number is no answer to a request."""
-    expected = Fragment if isinstance(request, Turn) else Rows
+def check_answer(request: Request, answer: Answer, role: str) -> None:
+    """Raise WireError where a message of this kind and number is no answer of a host of this role to a request."""
+    expected = _ANSWERS[role]
     if not isinstance(answer, expected | Failed) or (answer.lane, answer.number) != (request.lane, request.number):
         raise WireError(
             f"{answer.kind} {answer.number} of lane {answer.lane}, expected {expected.kind} or failed {request.number} "

@@ -1,4 +1,4 @@
-"""What worker processes say of environments with several agents, in words: their agents, their infos."""
+"""What workers and hosts say of environments with several agents, in words: their agents, their infos."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -64,11 +64,16 @@ class InfoCodec:
 
     def plain(self, infos: Infos) -> list[list[Any]]:
         """Per environment: [place of the agent, its info]."""
-        return [[[self._place[agent], info] for agent, info in each.items() if info] for each in infos]
+        return [[[self._place[agent], dict(info)] for agent, info in each.items() if info] for each in infos]
 
     def infos(self, plain: Sequence[Sequence[Any]]) -> list[dict[Any, Mapping[str, Any]]]:
         """Per environment: agent -> info."""
         return [{self._agents[place]: info for place, info in each} for each in plain]
+
+    def sent(self, infos: Infos, envs: Sequence[int]) -> list[list[Any]]:
+        """The same of environments with these numbers. Raises EnvError for what has no packed form."""
+        self.packed({"infos": (infos, envs)})
+        return self.plain(infos)
 
     def packed(self, told: Mapping[str, tuple[Infos, Sequence[int]]]) -> bytes:
         """Infos by kinds, each with the environments that they are of, as bytes; b"" where there are none.

@@ -81,7 +81,7 @@ def serving(host: EnvHost) -> Iterator[None]:
 def told_where_the_host_dials(host_tls: ssl.SSLContext | None, gateway_tls: ssl.SSLContext | None) -> tuple[str, str]:
     """What the host says of a connection that does not come about, and what the gateway does."""
     envs = RemoteEnvs.listen("tcp://127.0.0.1:0", tls=gateway_tls)
-    gateway = Gateway(envs)
+    gateway = Gateway(envs, "env")
     with EnvHost(makers(0), tls=host_tls) as host, pytest.raises(WireError) as raised:
         host.connect(str(envs.addresses[0]))
     assert raised.value.code == "tls"
@@ -102,7 +102,7 @@ def told_where_the_gateway_dials(
         host.listening("tcp://127.0.0.1:0") as address,
         serving(host),
     ):
-        gateway = Gateway(RemoteEnvs.connect(str(address), tls=gateway_tls, limits=limits))
+        gateway = Gateway(RemoteEnvs.connect(str(address), tls=gateway_tls, limits=limits), "env")
         told = refused(gateway)
         while not (at_host := [each for each in caplog.records if each.name == "rollflow.nodes.remote.host"]):
             gateway.wait(None)

@@ -29,7 +29,7 @@ def test_a_host_that_does_not_read_is_given_up_and_the_next_connection_goes_on(
         broken(self, peer, error, now)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Gateway, "_broken", seen)
-    gateway = Gateway(RemoteRollouts.listen("tcp://127.0.0.1:0", limits=ONE_WAITS))
+    gateway = Gateway(RemoteRollouts.listen("tcp://127.0.0.1:0", limits=ONE_WAITS), "rollout")
     [address] = gateway._envs.addresses
     raw = RawHost(address, role="rollout")
     raw.next_of(Welcome)

@@ -283,10 +283,11 @@ def test_a_host_that_never_got_its_first_welcome_begins_with_the_second() -> Non
     assert session.take(reset(1)) is Taken.NEW
 
 
-@pytest.mark.parametrize("name", ["slots", "autoreset", "role", "observation_space"])
+@pytest.mark.parametrize("name", ["slots", "autoreset", "role", "observation_space", "agents"])
 def test_a_host_that_is_not_what_it_was_can_not_go_on(name: str) -> None:
     session = GatewaySession(TOKEN, hello(), LANES, (0, 2))
-    other = {"slots": (4,), "autoreset": "DISABLED", "role": "rollout", "observation_space": {"kind": "MultiBinary"}}
+    other: dict[str, Any] = {"slots": (4,), "autoreset": "DISABLED", "role": "rollout", "agents": ("a",)}
+    other |= {"observation_space": {"kind": "MultiBinary"}}
     session.check_same(hello(name="another name"))
     with pytest.raises(WireError, match=f"hello.{name} is not what it was when the session began"):
         session.check_same(hello(**{name: other[name]}))

@@ -15,13 +15,12 @@ from doomed_agents import DoomedAgents, logs_of
 from held import await_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lost_agents import check_continuity, check_multi_agent_chunks, emitted_steps, in_time, not_emitted
+from lost_agents import check_laws, in_time, not_emitted
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
 from rollflow.nodes import ConnectorV2, MultiAgentRollout
 from rollflow.stream import EnvError
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
 @pytest.fixture(autouse=True)
@@ -32,17 +31,6 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 def rollout_of(makers: list[Any], **options: Any) -> MultiAgentRollout:
     defaults: dict[str, Any] = {"where": "processes", "module": SerialModule(), "fragment_length": 8, "seed": 0}
     return MultiAgentRollout(makers, **(defaults | options))
-
-
-def check_laws(rollout: MultiAgentRollout, fragments: list[MultiAgentFragment], folder: Path, envs: int) -> None:
-    """What the environments' logs tell of stands in a chunk or is counted; all else is as it should be."""
-    logs = [log for slot in range(envs) for log in logs_of(folder, slot)]
-    missing = not_emitted(fragments, logs)
-    assert missing <= rollout.lost.get("workers", 0)
-    assert rollout.num_steps == len(emitted_steps(fragments))
-    assert rollout.lost.keys() <= {"workers"}
-    check_continuity(fragments)
-    check_multi_agent_chunks(fragments)
 
 
 @pytest.mark.slow

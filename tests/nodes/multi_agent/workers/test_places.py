@@ -8,53 +8,15 @@ import gymnasium as gym
 import numpy as np
 import psutil
 import pytest
-from drawn_agents import WAYS, Drawn, drawn_settings, made
+from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, makers_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lost_agents import emitted_steps, in_time
+from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
 
 from rollflow.nodes import ArrayStep, ConnectorV2, MultiAgentEnv, MultiAgentRollout, MultiAgentVectorEnv
 from rollflow.stream import EnvError
 from rollflow.stream.background import Waiter
-from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-
-
-def makers_of(drawn: Drawn, kind: type[NumberedAgents] = NumberedAgents) -> list[Any]:
-    options: dict[str, Any] = {"nested": drawn.nested, "length": drawn.length, "at_once": drawn.at_once}
-    return [partial(kind, slot, agents=drawn.agents, **options) for slot in range(drawn.envs)]
-
-
-def fragments_of(drawn: Drawn, **options: Any) -> list[MultiAgentFragment]:
-    """Three fragments of every lane, in the lanes' order."""
-    _, rollout = made(drawn, env=makers_of(drawn), num_fragments=3, **options)
-    with rollout:
-        fragments = in_time(list(rollout.fragments()))
-        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
-    assert rollout.lost == {}
-    return fragments
-
-
-def assert_alike(some: list[MultiAgentFragment], others: list[MultiAgentFragment]) -> None:
-    """The same steps, outputs, infos, ids, whatever stepped the environments."""
-    for one, other in zip(some, others, strict=True):
-        assert (one.lane, one.sequence, one.num_rows) == (other.lane, other.sequence, other.num_rows)
-        for mine, theirs in zip(one.episodes(), other.episodes(), strict=True):
-            assert (mine.id_, mine.env_t_started, mine.env_t) == (theirs.id_, theirs.env_t_started, theirs.env_t)
-            assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
-            assert mine.agent_ids == theirs.agent_ids
-            assert mine.get_infos(return_list=True) == theirs.get_infos(return_list=True)
-        assert one.module_ids == other.module_ids
-        for module_id in one.module_ids:
-            for mine, theirs in zip(one.agent_episodes(module_id), other.agent_episodes(module_id), strict=True):
-                assert (mine.id_, mine.t_started, mine.t) == (theirs.id_, theirs.t_started, theirs.t)
-                assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
-                assert mine.observations == theirs.observations
-                assert mine.actions == theirs.actions
-                assert mine.rewards == theirs.rewards
-                for name in mine.extra_model_outputs.keys() - {"serial"}:  # lanes take turns at the modules
-                    assert mine.extra_model_outputs[name] == theirs.extra_model_outputs[name]
-                assert mine.get_infos() == theirs.get_infos()
 
 
 @pytest.mark.slow

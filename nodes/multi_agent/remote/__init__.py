@@ -1,0 +1,1 @@
+"""Environments with several agents each on other hosts."""

@@ -1,0 +1,212 @@
+"""What a host of environments with several agents answers, held against its spaces and what it was asked."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.agent_share import ALL_AGENTS
+from rollflow.stream.errors import WireError
+from rollflow.stream.tree import Tree
+from rollflow.stream.wire.agent_rows import AgentRows, AgentSlots, Infos
+from rollflow.stream.wire.field import shown
+from rollflow.stream.wire.handshake import MOST_SLOTS, Hello
+from rollflow.stream.wire.rows import check_numbers
+from rollflow.stream.wire.running import Reset, Step
+from rollflow.stream.wire.spaces import placed, read_space
+
+
+@dataclass(frozen=True, slots=True)
+class AgentForm:
+    """What the answers of a host look like.
+
+    agents                               ids, in order
+    sizes                                how many agents each part has
+    observation_spaces, action_spaces    of each part
+    """
+
+    agents: tuple[str | int, ...]
+    sizes: tuple[int, ...]
+    observation_spaces: tuple[gym.Space[Any], ...]
+    action_spaces: tuple[gym.Space[Any], ...]
+
+    @classmethod
+    def of(cls, hello: Hello) -> "AgentForm":
+        """As a Hello says. Raises WireError for spaces that are none, and agents that don't go with them."""
+        observed, done = (
+            _parts_in(read_space(getattr(hello, name), f"hello.{name}"), f"hello.{name}")
+            for name in ("observation_space", "action_space")
+        )
+        agents, sizes = _agents_in(hello, len(observed))
+        if len(done) != len(observed):
+            raise _wrong(f"hello.action_space of {len(done)} parts", f"{len(observed)}, as hello.observation_space has")
+        for part, spaces in enumerate(zip(observed, done, strict=True)):
+            for other in range(part):
+                if spaces == (observed[other], done[other]):
+                    raise _wrong(
+                        f"hello: parts {other} and {part} have the same spaces", "one part of all their agents"
+                    )
+        if hello.autoreset != "SAME_STEP":
+            raise _wrong(f"hello.autoreset is {hello.autoreset}", "SAME_STEP for several agents")
+        if max(hello.slots) * len(agents) > MOST_SLOTS:
+            raise _wrong(
+                f"hello: {max(hello.slots)} environments of {len(agents)} agents in a lane", f"at most {MOST_SLOTS}"
+            )
+        return cls(agents, sizes, observed, done)
+
+    def check_request(self, request: Reset | Step, slots: int) -> Reset | Step:
+        """The request of a lane of so many environments, its actions as the spaces have them. Raises WireError."""
+        where = f"{request.kind} {request.number} of lane {request.lane}"
+        if isinstance(request, Reset):
+            if request.seeds is not None and len(request.seeds) != slots:
+                raise WireError(f"{where}: {len(request.seeds)} seeds, expected {slots} or none", "request")
+            if request.options is not None:
+                raise WireError(f"{where}: options is {shown(request.options)}, expected nil", "request")
+            return request
+        chosen, actions = self._items(
+            request.agent_slots, request.actions, self.action_spaces, slots, (where, "actions"), code="request"
+        )
+        return replace(request, agent_slots=chosen, actions=list(actions))
+
+    def check_rows(self, rows: AgentRows, request: Reset | Step, slots: int) -> AgentRows:
+        """The answer of a lane of so many environments, its observations as the spaces have them.
+
+        Raises WireError where arrays don't fit, rewards are not finite, or an observation is not a number.
+        """
+        where, is_step = f"{request.kind} {rows.number} of lane {rows.lane}", isinstance(request, Step)
+        seen, obs = self._observed(rows.agent_slots, rows.obs, slots, (where, "obs"))
+        self._check_columns(rows, is_step, slots, where)
+        ended = _ended(rows, is_step, slots, where)
+        _check_infos(rows.infos, slots, len(self.agents), f"{where}: infos")
+        _check_infos(rows.first_infos, len(ended), len(self.agents), f"{where}: first_infos")
+        for name, value in (("first_agent_slots", rows.first_agent_slots), ("first_obs", rows.first_obs)):
+            if (value is None) != (not len(ended)):
+                expected = "nil, as no episode ended" if not len(ended) else "first observations, as episodes ended"
+                raise WireError(f"{where}: {name} is {shown(value)}, expected {expected}", "rows")
+        rows = replace(rows, agent_slots=seen, obs=obs)
+        if rows.first_agent_slots is None or rows.first_obs is None:
+            return rows
+        first = self._observed(rows.first_agent_slots, rows.first_obs, slots, (where, "first_obs"))
+        return replace(rows, first_agent_slots=first[0], first_obs=first[1])
+
+    # Inside
+
+    def _observed(
+        self, agent_slots: AgentSlots, trees: Sequence[Tree], slots: int, where: tuple[str, str]
+    ) -> tuple[AgentSlots, tuple[Tree, ...]]:
+        """Observations, as `_items` has them. Raises WireError for a NaN."""
+        chosen, obs = self._items(agent_slots, trees, self.observation_spaces, slots, where, code="rows")
+        for part, (each, tree) in enumerate(zip(chosen, obs, strict=True)):
+            numbers = range(slots * self.sizes[part]) if each is None else each.tolist()
+            check_numbers(tree, numbers, f"{where[0]}: {where[1]}[{part}]", "agent slot")
+        return chosen, obs
+
+    def _items(
+        self,
+        agent_slots: AgentSlots | None,
+        trees: Any,
+        spaces: Sequence[gym.Space[Any]],
+        slots: int,
+        where: tuple[str, str],
+        *,
+        code: str,
+    ) -> tuple[AgentSlots, tuple[Tree, ...]]:
+        """Agent slots and their items, part by part; None for all slots of a part.
+
+        where    what they are said in, and what the items are called there
+        """
+        said, name = where
+        for told, field in (
+            (agent_slots, "agent_slots" if name != "first_obs" else "first_agent_slots"),
+            (trees, name),
+        ):
+            if not isinstance(told, list | tuple) or len(told) != len(spaces):
+                raise WireError(f"{said}: {field} is {shown(told)}, expected a list of {len(spaces)} parts", code)
+        assert agent_slots is not None
+        chosen, items = [], []
+        for part, (each, tree, space) in enumerate(zip(agent_slots, trees, spaces, strict=True)):
+            everybody = slots * self.sizes[part]
+            here = f"{said}: {name}[{part}]"
+            if each is not None:
+                _check_ascending(each, everybody, f"{here}: its agent slots", code)
+            count = everybody if each is None else len(each)
+            chosen.append(None if count == everybody else each)
+            items.append(placed(tree, space, count, here, code))
+        return tuple(chosen), tuple(items)
+
+    def _check_columns(self, rows: AgentRows, is_step: bool, slots: int, where: str) -> None:
+        """Raise WireError where rewards or flags are not there for every agent slot, or rewards are not finite."""
+        for name in ("rewards", "terminateds", "truncateds"):
+            columns: Sequence[NDArray[Any]] | None = getattr(rows, name)
+            if columns is None and not is_step:
+                continue
+            expected = [slots * size for size in self.sizes]
+            if not is_step or columns is None or [len(column) for column in columns] != expected:
+                told = f"arrays of {', '.join(map(str, expected))} numbers" if is_step else "nil"
+                raise WireError(f"{where}: {name} is {shown(columns)}, expected {told}", "rows")
+        for part, rewards in enumerate(rows.rewards or ()):
+            if not np.isfinite(rewards).all():
+                slot = int(np.argmin(np.isfinite(rewards)))
+                raise WireError(
+                    f"{where}: the reward of agent slot {slot} of part {part} is {rewards[slot]}, expected a finite "
+                    "number",
+                    "rows",
+                )
+
+
+def _parts_in(space: gym.Space[Any], where: str) -> tuple[gym.Space[Any], ...]:
+    if not isinstance(space, gym.spaces.Tuple) or not space.spaces:
+        raise _wrong(f"{where} is {space}", "a Tuple of the parts' spaces")
+    return tuple(space.spaces)
+
+
+def _agents_in(hello: Hello, parts: int) -> tuple[tuple[str | int, ...], tuple[int, ...]]:
+    """The agents' ids, and how many each of so many parts has."""
+    agents, theirs = hello.agents, hello.parts
+    if agents is None or theirs is None or len(agents) != len(theirs):
+        raise _wrong(f"hello.agents is {shown(agents)} and hello.parts {shown(theirs)}", "every agent, and its part")
+    if len(set(agents)) < len(agents) or ALL_AGENTS in agents:
+        raise _wrong(f"hello.agents is {shown(list(agents))}", f"each agent once, and none named '{ALL_AGENTS}'")
+    if list(dict.fromkeys(theirs)) != list(range(parts)):
+        raise _wrong(f"hello.parts is {shown(list(theirs))}", f"0 to {parts - 1}, numbered as their first agents come")
+    return agents, tuple(theirs.count(part) for part in range(parts))
+
+
+def _check_ascending(numbers: NDArray[np.int64], most: int, where: str, code: str) -> None:
+    """Raise WireError for numbers that are not from 0 to most - 1, each once, in order."""
+    if len(numbers) and not (0 <= numbers[0] and numbers[-1] < most and (numbers[1:] > numbers[:-1]).all()):
+        raise WireError(f"{where} are {shown(numbers.tolist())}, expected some of 0 to {most - 1}, ascending", code)
+
+
+def _ended(rows: AgentRows, is_step: bool, slots: int, where: str) -> NDArray[np.int64]:
+    """The environments whose episodes ended."""
+    ended, truncated = rows.ended, rows.ended_truncated
+    if (ended is None) == is_step or (truncated is None) == is_step:
+        told = "arrays of them" if is_step else "nil"
+        raise WireError(
+            f"{where}: ended is {shown(ended)} and ended_truncated {shown(truncated)}, expected {told}", "rows"
+        )
+    if ended is None or truncated is None:
+        return np.zeros(0, np.int64)
+    _check_ascending(ended, slots, f"{where}: ended", "rows")
+    if len(truncated) != len(ended):
+        raise WireError(f"{where}: ended_truncated is {shown(truncated)}, expected {len(ended)} numbers", "rows")
+    return ended
+
+
+def _check_infos(infos: Infos, count: int, agents: int, where: str) -> None:
+    """Raise WireError where infos are not those of so many environments, or of agents that there are."""
+    if len(infos) not in (0, count):
+        raise WireError(f"{where} of {len(infos)} environments, expected {count}, or none", "rows")
+    for each in infos:
+        numbers = sorted(number for number, _ in each)
+        if numbers and (numbers[0] < 0 or numbers[-1] >= agents or any(a == b for a, b in pairwise(numbers))):
+            raise WireError(f"{where} of agents {shown(numbers)}, expected each once, of 0 to {agents - 1}", "rows")
+
+
+def _wrong(told: str, expected: str) -> WireError:
+    return WireError(f"{told}, expected {expected}", "spaces")

@@ -1,0 +1,129 @@
+"""Who may act, come and end next: held against environments that draw it, and against answers that can't be."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_agents import Drawn, drawn_settings, envs_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wire_messages import agent_rows, agents_hello, first_agent_rows
+
+from rollflow.nodes.multi_agent.remote.agent_host_lane import AgentHostLane
+from rollflow.stream.errors import WireError
+from rollflow.stream.wire import AgentForm, AgentRows, Reset, Step
+from rollflow.stream.wire.agent_turns import AgentTurns
+
+INT = np.array
+
+
+def begun() -> AgentTurns:
+    turns = AgentTurns(agents_hello(), 2)
+    turns.take(first_agent_rows())
+    return turns
+
+
+def flags(*those: int) -> tuple[Any, Any]:
+    """Who is marked, by number over both parts."""
+    mask = np.isin(np.arange(6), those)
+    return mask[:4], mask[4:]
+
+
+def none_ended(**changed: Any) -> AgentRows:
+    nothing: dict[str, Any] = {"ended": INT([], np.int64), "ended_truncated": INT([], bool), "terminateds": flags()}
+    return agent_rows(**nothing | {"first_agent_slots": None, "first_obs": None} | changed)
+
+
+def zeros(*given: float) -> tuple[Any, Any]:
+    rewards = INT([*given, *[0.0] * (6 - len(given))], np.float32)
+    return rewards[:4], rewards[4:]
+
+
+@settings(max_examples=20)
+@given(drawn_settings, st.integers(0, 2**32 - 1))
+def test_whatever_environments_tell_can_come_next(drawn: Drawn, seed: int) -> None:
+    lane = AgentHostLane(envs_of(drawn)[1], 0)
+    said = agents_hello(**lane.describe() | {"slots": (drawn.envs,)})
+    form, turns, rng = AgentForm.of(said), AgentTurns(said, drawn.envs), np.random.default_rng(seed)
+    request: Reset | Step = Reset(0, 1, tuple(rng.integers(2**32, size=drawn.envs).tolist()), None)
+    for number in range(2, 40):
+        answer = form.check_rows(lane.answer(request), request, drawn.envs)
+        turns.take(answer)
+        acting = [np.flatnonzero(mask) for mask in np.split(turns._acts, np.cumsum(turns._sizes)[:-1])]
+        actions = [rng.integers(7, size=len(slots)) for slots in acting]
+        request = form.check_request(Step(0, number, actions, tuple(acting)), drawn.envs)
+
+
+def test_the_example_can_come_next() -> None:
+    turns = begun()
+    turns.take(agent_rows())
+    with pytest.raises(WireError, match="slot 0, agent 7: it ends, but is not there"):  # slot 0 has begun anew
+        turns.take(none_ended(number=3, terminateds=flags(4)))
+
+
+CANT_COME: dict[str, tuple[AgentRows, str]] = {
+    "nobody left": (agent_rows(ended=INT([1])), r"ended is \[1\], expected \[0\], in which no agent is left"),
+    "still there": (
+        none_ended(ended=INT([0]), ended_truncated=INT([False]), first_agent_slots=(), first_obs=()),
+        r"ended is \[0\], expected \[\], in which no agent is left",
+    ),
+    "truncated by nobody": (
+        agent_rows(ended_truncated=INT([True])),
+        "the episode of slot 0 is said to be truncated, but none of its agents is",
+    ),
+    "terminated by nobody": (
+        agent_rows(terminateds=flags(), truncateds=flags(0, 1)),
+        "the episode of slot 0 is said to be terminated, but none of its agents is",
+    ),
+    "one that is not there": (none_ended(terminateds=flags(4)), "slot 0, agent 7: it ends, but is not there"),
+    "one without a last word": (
+        none_ended(truncateds=flags(3)),
+        "slot 1, agent 'blue': it is truncated after its action, but has no last observation",
+    ),
+    "first of an episode that goes on": (
+        agent_rows(first_agent_slots=(INT([0, 2]), INT([], np.int64))),
+        "slot 1, agent 'red': it has a first observation, but no episode has begun",
+    ),
+    "nobody to begin": (
+        agent_rows(first_agent_slots=(INT([], np.int64), INT([], np.int64))),
+        "the episode of slot 0 goes on, but no agent has an observation to act on",
+    ),
+    "nobody to act": (
+        none_ended(agent_slots=(INT([0, 1]), INT([], np.int64))),
+        "the episode of slot 1 goes on, but no agent has an observation to act on",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CANT_COME)
+def test_what_can_not_come_next_is_refused_and_not_taken(name: str) -> None:
+    answer, told = CANT_COME[name]
+    turns = begun()
+    with pytest.raises(WireError, match=f"step 2 of lane 0: {told}") as caught:
+        turns.take(answer)
+    assert caught.value.code == "rows"
+    turns.take(agent_rows())
+
+
+def test_an_agent_that_has_ended_hears_of_nothing_more() -> None:
+    turns = begun()
+    turns.take(none_ended(agent_slots=(INT([0, 1, 2]), INT([1])), terminateds=flags(0, 2)))
+    for changed, told in (
+        ({"agent_slots": (INT([0, 1]), INT([1]))}, "slot 0, agent 'red': it has an observation, but has ended before"),
+        ({"agent_slots": (INT([1]), INT([1])), "rewards": zeros(0, 0, 1.5)}, "slot 1, agent 'red': it has a reward"),
+        ({"agent_slots": (INT([1]), INT([1])), "terminateds": flags(2)}, "slot 1, agent 'red': it ends, but is not"),
+    ):
+        with pytest.raises(WireError, match=told):
+            turns.take(none_ended(**{"rewards": zeros(), **changed}))
+
+
+def test_a_reset_in_which_nobody_can_act_is_refused() -> None:
+    with pytest.raises(WireError, match="reset 1 of lane 0: the episode of slot 1 goes on, but no agent has"):
+        AgentTurns(agents_hello(), 2).take(first_agent_rows(agent_slots=(INT([0, 1]), INT([], np.int64))))
+
+
+def test_a_reset_begins_everything_anew() -> None:
+    turns = begun()
+    turns.take(none_ended(terminateds=flags(0, 2)))
+    turns.take(first_agent_rows(number=3))
+    turns.take(agent_rows(number=4))
