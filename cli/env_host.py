@@ -12,7 +12,8 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "env-host",
         help="step environments here for a rollout on another host",
-        description="Step environments here for a rollout on another host, until it says goodbye.",
+        description="Step environments, of one agent each or of several, here for a rollout on another host, until it "
+        "says goodbye.",
     )
     hosting.add_to(parser, lanes=2, why_lanes="some step while others wait for their actions")
     parser.set_defaults(run=run)

@@ -18,7 +18,11 @@ class FirstMade:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        self._first: list[Any] = [make()]
+        try:
+            self._first: list[Any] = [make()]
+        except Exception as error:
+            error.add_note("in the callable for environment 0")
+            raise
 
     @property
     def has_several(self) -> bool:

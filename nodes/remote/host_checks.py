@@ -48,7 +48,7 @@ def _takes_part(talk: Talk) -> None:
     """Says hello, proves the secret, and is welcome."""
     with talk.begun() as line:
         if line.hello.role != "env":
-            raise Wrong(f"hello.role is '{line.hello.role}', expected 'env'")
+            raise Wrong(f"has the role '{line.hello.role}', expected 'env': one agent in each environment")
 
 
 def _resets(talk: Talk) -> None:

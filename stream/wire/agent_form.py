@@ -1,5 +1,6 @@
 """What a host of environments with several agents answers, held against its spaces and what it was asked."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -11,6 +12,8 @@ from numpy.typing import NDArray
 
 from rollflow.stream.agent_share import ALL_AGENTS
 from rollflow.stream.errors import WireError
+from rollflow.stream.packing import pack
+from rollflow.stream.space_codec import describe_space
 from rollflow.stream.tree import Tree
 from rollflow.stream.wire.agent_rows import AgentRows, AgentSlots, Infos
 from rollflow.stream.wire.field import shown
@@ -44,17 +47,12 @@ class AgentForm:
         agents, sizes = _agents_in(hello, len(observed))
         if len(done) != len(observed):
             raise _wrong(f"hello.action_space of {len(done)} parts", f"{len(observed)}, as hello.observation_space has")
-        for part, spaces in enumerate(zip(observed, done, strict=True)):
-            for other in range(part):
-                if spaces == (observed[other], done[other]):
-                    raise _wrong(
-                        f"hello: parts {other} and {part} have the same spaces", "one part of all their agents"
-                    )
+        _check_different(observed, done)
         if hello.autoreset != "SAME_STEP":
             raise _wrong(f"hello.autoreset is {hello.autoreset}", "SAME_STEP for several agents")
-        if max(hello.slots) * len(agents) > MOST_SLOTS:
+        if hello.num_envs * len(agents) > MOST_SLOTS:
             raise _wrong(
-                f"hello: {max(hello.slots)} environments of {len(agents)} agents in a lane", f"at most {MOST_SLOTS}"
+                f"hello: {hello.num_envs} environments of {len(agents)} agents", f"at most {MOST_SLOTS} in all"
             )
         return cls(agents, sizes, observed, done)
 
@@ -164,6 +162,15 @@ def _parts_in(space: gym.Space[Any], where: str) -> tuple[gym.Space[Any], ...]:
     return tuple(space.spaces)
 
 
+def _check_different(observed: Sequence[gym.Space[Any]], done: Sequence[gym.Space[Any]]) -> None:
+    """Raise WireError where two parts have the same spaces."""
+    known: dict[bytes, int] = {}
+    for part, spaces in enumerate(zip(observed, done, strict=True)):
+        other = known.setdefault(pack([describe_space(space) for space in spaces]), part)
+        if other != part:
+            raise _wrong(f"hello: parts {other} and {part} have the same spaces", "one part of all their agents")
+
+
 def _agents_in(hello: Hello, parts: int) -> tuple[tuple[str | int, ...], tuple[int, ...]]:
     """The agents' ids, and how many each of so many parts has."""
     agents, theirs = hello.agents, hello.parts
@@ -173,7 +180,8 @@ def _agents_in(hello: Hello, parts: int) -> tuple[tuple[str | int, ...], tuple[i
         raise _wrong(f"hello.agents is {shown(list(agents))}", f"each agent once, and none named '{ALL_AGENTS}'")
     if list(dict.fromkeys(theirs)) != list(range(parts)):
         raise _wrong(f"hello.parts is {shown(list(theirs))}", f"0 to {parts - 1}, numbered as their first agents come")
-    return agents, tuple(theirs.count(part) for part in range(parts))
+    counts = Counter(theirs)
+    return agents, tuple(counts[part] for part in range(parts))
 
 
 def _check_ascending(numbers: NDArray[np.int64], most: int, where: str, code: str) -> None:

@@ -11,11 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 from remote_hosts import listening, serving
 
 from rollflow.cli.main import main
-from rollflow.nodes import DefaultModule, EnvHost, FlattenObservations, RemoteRollouts, Rollout
+from rollflow.nodes import (
+    DefaultModule,
+    EnvHost,
+    FlattenObservations,
+    MultiAgentRollout,
+    RandomModule,
+    RemoteRollouts,
+    Rollout,
+)
 from rollflow.nodes.remote.host_lane import HostLane
 from rollflow.stream.errors import EnvError
 from rollflow.stream.wire import Limits
@@ -49,6 +58,18 @@ def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -
         assert one.stderr is not None
         assert "the rollout said goodbye: the rollout has ended" in one.stderr.read()
     assert len(fragments) == 9
+
+
+def test_a_rollout_of_several_agents_over_a_host_that_was_started_by_the_command() -> None:
+    envs = listening()
+    env = ["--env", "pettingzoo.classic.tictactoe_v3:env", "--num-envs", "3"]
+    with command("env-host", *env, "--connect", str(envs.addresses[0])) as host:
+        with MultiAgentRollout(envs, module=RandomModule, fragment_length=8, num_fragments=3) as rollout:
+            assert (rollout.environments.num_lanes, rollout.environments.num_envs) == (2, 3)
+            assert rollout.environments.parts[0].agents == ("player_1", "player_2")
+            fragments = list(rollout.fragments())
+        assert host.wait() == 0
+    assert len(fragments) == 6
 
 
 def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> None:
@@ -164,6 +185,15 @@ def test_our_own_host_passes_every_check(tmp_path: Path, capsys: pytest.CaptureF
     assert told[-1] == "all is well"
     assert len(told) == 19
     assert all(line.startswith("ok ") for line in told[:-1])
+
+
+def test_a_host_of_several_agents_is_told_to_be_none_that_is_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(EnvHost(lambda: NumberedAgents(0)), tmp_path) as address:
+        assert main(["check-host", address]) == 1
+    told = capsys.readouterr().out
+    assert "it has the role 'agents', expected 'env': one agent in each environment" in told
 
 
 class Forgetful(NumberedEnv):

@@ -1,5 +1,7 @@
 """Environments with several agents on other hosts, as a node: the same lanes as everywhere, whose hosts come and go."""
 
+import copy
+from functools import cached_property
 from typing import Any
 
 from rollflow.nodes.multi_agent.agent_environments import AgentEnvironments
@@ -14,7 +16,12 @@ from rollflow.stream.wire import AgentRows, Hello, Step
 def agents_on(host: RemoteHost) -> list[AgentsElsewhere]:
     """What is known here of a host's environments, lane by lane."""
     hello = host.session.hello
-    return [AgentsElsewhere(_told(hello) | {"num_envs": slots}) for slots in hello.slots]
+    known = AgentsElsewhere(_told(hello) | {"num_envs": hello.num_envs})
+    lanes = []
+    for slots in hello.slots:
+        lanes.append(copy.copy(known))
+        lanes[-1].num_envs = slots
+    return lanes
 
 
 class RemoteAgentEnvironments(SteppedLanes, AgentEnvironments):
@@ -38,13 +45,11 @@ class RemoteAgentEnvironments(SteppedLanes, AgentEnvironments):
         return Step(lane.index, number, list(actions), slots)
 
     def _record_reset(self, lane: MultiAgentLane, answer: AgentRows) -> None:
-        infos = InfoCodec(self.envs[0].possible_agents).infos(answer.infos)
-        lane.reset(_observed(answer.agent_slots, answer.obs), infos)
+        lane.reset(_observed(answer.agent_slots, answer.obs), self._codec.infos(answer.infos))
 
     def _record_step(self, lane: MultiAgentLane, answer: AgentRows) -> None:
         assert answer.ended is not None
         assert answer.ended_truncated is not None
-        codec = InfoCodec(self.envs[0].possible_agents)
         columns: Any = (answer.rewards, answer.terminateds, answer.truncateds)
         parts = zip(_observed(answer.agent_slots, answer.obs), *columns, strict=True)
         step = VectorStep(
@@ -52,14 +57,18 @@ class RemoteAgentEnvironments(SteppedLanes, AgentEnvironments):
             ended=answer.ended,
             truncated=answer.ended_truncated,
             first=() if answer.first_obs is None else _observed(answer.first_agent_slots, answer.first_obs),
-            infos=codec.infos(answer.infos),
-            first_infos=codec.infos(answer.first_infos),
+            infos=self._codec.infos(answer.infos),
+            first_infos=self._codec.infos(answer.first_infos),
         )
         try:
             lane.record_step(step)
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
+
+    @cached_property
+    def _codec(self) -> InfoCodec:
+        return InfoCodec(self.envs[0].possible_agents)
 
     def _lose_lane(self, lane: MultiAgentLane, reason: str, *, is_under_way: bool) -> int:
         return lane.lose(reason, is_under_way=is_under_way)

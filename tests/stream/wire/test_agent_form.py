@@ -79,7 +79,7 @@ BOXES = describe_space(spaces.Tuple([OBSERVATION_SPACE, OBSERVATION_SPACE]))
             "hello: parts 0 and 1 have the same spaces, expected one",
         ),
         ({"autoreset": "NEXT_STEP"}, "hello.autoreset is NEXT_STEP, expected SAME_STEP for several agents"),
-        ({"slots": (1, 1 << 19)}, "hello: 524288 environments of 3 agents in a lane, expected at most 1048576"),
+        ({"slots": (1, 1 << 19)}, "hello: 524289 environments of 3 agents, expected at most 1048576 in all"),
     ],
 )
 def test_agents_that_do_not_go_with_their_spaces_are_refused(changed: dict[str, Any], told: str) -> None:
