@@ -56,8 +56,7 @@ class _Peer(Line[GatewayConnection]):
 class Gateway:
     """Where hosts come in.
 
-        envs    where they are expected
-        role    of the hosts
+        envs, role    where they are expected, and what they are to be
 
     Whoever runs the rollout looks after the sockets by `service`, when `fileno` can be read. While it is busy with
     something else for long, a thread does, so that nobody takes this gateway for dead: what came then is told by

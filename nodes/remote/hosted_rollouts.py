@@ -11,8 +11,8 @@ from rollflow.nodes.remote.fragment_checks import check_form, form_of
 from rollflow.nodes.remote.fragment_message import fragment_of
 from rollflow.nodes.remote.lane_record import Record, State
 from rollflow.nodes.remote.lines import quoted
-from rollflow.nodes.remote.remote_host import Back, Left, News, RemoteHost, Told
-from rollflow.nodes.remote.remote_lanes import RemoteLanes, vectors_on
+from rollflow.nodes.remote.remote_host import Back, Left, News, RemoteHost, Told, vectors_on
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.remote.rollout_settings import RolloutSettings
 from rollflow.nodes.rollouts_elsewhere import RolloutsElsewhere, Turns
 from rollflow.nodes.weights_codec import to_arrays

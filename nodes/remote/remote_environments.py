@@ -3,7 +3,7 @@
 from typing import Any
 
 from rollflow.nodes.environments import Environments, actions_of
-from rollflow.nodes.remote.remote_lanes import vectors_on
+from rollflow.nodes.remote.remote_host import vectors_on
 from rollflow.nodes.remote.stepped_lanes import SteppedLanes
 from rollflow.stream.lane import Lane
 from rollflow.stream.tree import map_tree

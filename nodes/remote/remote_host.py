@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.remote.dialler import Dialled
+from rollflow.nodes.workers.lane_link import Elsewhere
 from rollflow.stream.wire import Answer, GatewayConnection, GatewaySession
 
 
@@ -68,3 +69,14 @@ class Told:
 
 
 News = Told | Joined | Answered | Back | Left
+
+
+def vectors_on(host: RemoteHost) -> list[Any]:
+    """What is known here of a host's environments of one agent, lane by lane."""
+    hello = host.session.hello
+    told = {
+        "observation_space": hello.observation_space,
+        "action_space": hello.action_space,
+        "autoreset_mode": hello.autoreset,
+    }
+    return [Elsewhere({**told, "num_envs": slots}) for slots in hello.slots]

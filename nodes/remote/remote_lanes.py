@@ -13,7 +13,6 @@ from rollflow.nodes.remote.gateway import Gateway
 from rollflow.nodes.remote.lane_record import Record, State
 from rollflow.nodes.remote.remote_envs import RemoteHosts
 from rollflow.nodes.remote.remote_host import Answered, Back, Joined, Left, News, RemoteHost, Told
-from rollflow.nodes.workers.lane_link import Elsewhere
 from rollflow.nodes.workers.patience import Patience
 from rollflow.stream.errors import EnvError
 from rollflow.stream.wire import Answer, Failed, Request
@@ -384,17 +383,6 @@ class RemoteLanes(LaneSource):
     def _records_of(self, host: RemoteHost) -> list[Record]:
         """A host's lanes; one that came when the rollout was ending has been given none."""
         return [self._records[index] for index in host.session.lanes if index < len(self._records)]
-
-
-def vectors_on(host: RemoteHost) -> list[Any]:
-    """What is known here of a host's environments of one agent, lane by lane."""
-    hello = host.session.hello
-    told = {
-        "observation_space": hello.observation_space,
-        "action_space": hello.action_space,
-        "autoreset_mode": hello.autoreset,
-    }
-    return [Elsewhere({**told, "num_envs": slots}) for slots in hello.slots]
 
 
 def _ignore(*_: Any) -> None:
