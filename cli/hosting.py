@@ -22,7 +22,7 @@ def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> No
     lanes, why_lanes    how many there are where nothing is said, if there are as many environments; what they are for
     """
     parser.add_argument("--env", required=True, help=ENV_HELP)
-    parser.add_argument("--num-envs", type=int, default=1, help="how many (1)")
+    parser.add_argument("--num-envs", type=int, default=None, help="how many (1, or as a vector environment has)")
     parser.add_argument("--lanes", type=int, default=None, help=f"groups that step apart: {why_lanes} ({lanes})")
     parser.set_defaults(most_lanes=lanes)
     connection.add_to(parser, connect="dial this gateway", listen="wait here for a gateway")
@@ -37,10 +37,13 @@ def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> No
 
 def options_of(told: argparse.Namespace) -> dict[str, Any]:
     """What the arguments say, as a host takes it. Raises ValueError and OSError where they don't go together."""
+    lanes = told.lanes
+    if lanes is None and told.num_envs is not None:
+        lanes = min(told.most_lanes, told.num_envs)
     return {
         "env": environment_of(told.env),
         "num_envs": told.num_envs,
-        "lanes": min(told.most_lanes, told.num_envs) if told.lanes is None else told.lanes,
+        "lanes": lanes,
         "secret": connection.secret_of(told),
         "tls": connection.tls_of(told),
         "name": told.name,

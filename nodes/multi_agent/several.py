@@ -25,6 +25,11 @@ class FirstMade:
             raise
 
     @property
+    def is_vector(self) -> bool:
+        """Whether it is many environments with several agents each."""
+        return isinstance(self._first[0], MultiAgentVectorEnv)
+
+    @property
     def has_several(self) -> bool:
         """Whether the environment has several agents."""
         env = self._first[0]

@@ -59,11 +59,11 @@ class EnvHost(Host):
 def _lanes_of(env: Any, num_envs: int | None, lanes: int | None) -> Lanes:
     """Lanes of environments with one agent each, or of such with several: the first that is made tells."""
     if isinstance(env, MultiAgentVectorEnv):
-        return agent_lanes(env, num_envs, lanes)
+        return agent_lanes(env, num_envs, lanes, are_vectors=True)
     first = first_made(env)
     if first is None:
         return [HostLane(maker) for maker in lane_makers(env, num_envs, lanes)]
     with first:
         if first.has_several:
-            return agent_lanes(with_first(env, first), num_envs, lanes)
+            return agent_lanes(with_first(env, first), num_envs, lanes, are_vectors=first.is_vector)
         return [HostLane(maker) for maker in lane_makers(with_first(env, first), num_envs, lanes)]

@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, Literal, Self
 
 from rollflow.nodes.backoff import pause_s
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.remote.lane_threads import Job, LaneThreads, ServedLane, check_alike
 from rollflow.nodes.remote.lines import Entrance, Line, Lines, quoted
@@ -79,7 +80,8 @@ class Host:
         self._secret, self._tls = secret_bytes(secret), tls
         self._limits = Limits() if limits is None else limits
         self._served = lanes
-        check_alike(lanes)
+        with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
+            check_alike(lanes)
         self._metadata = metadata
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
         self._session = _new_session()

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.multi_agent.agent_environments import lane_makers
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.nodes.multi_agent.lane_envs import LaneEnvs, lane_envs
 from rollflow.nodes.multi_agent.workers.agent_codec import InfoCodec
 from rollflow.nodes.stepping import close_failed
 from rollflow.stream.errors import EnvError
@@ -17,9 +18,9 @@ from rollflow.stream.wire import AgentRows, Reset, Step
 
 
 class AgentHostLane:
-    """The environments of one lane. Raises EnvError where they can't be made, or their agents' ids can't be sent.
+    """The environments of one lane. Raises EnvError where they can't be made.
 
-        makers       one callable for each, or a vector environment that has been made already
+        makers       as `lane_envs` takes them, or a vector environment that has been made already
         first_env    the number of the first among the host's, in errors
 
     env    as they are now: made again when they are reset after they have raised
@@ -31,7 +32,7 @@ class AgentHostLane:
         self._make()
 
     def describe(self) -> dict[str, Any]:
-        """What a Hello says of them."""
+        """What a Hello says of them. Raises EnvError where their agents' ids can't be sent."""
         parts, agents = self.env.parts, [_sent(agent) for agent in self.env.possible_agents]
         part_of = {agent: place for place, part in enumerate(parts) for agent in part.agents}
         return {
@@ -53,11 +54,11 @@ class AgentHostLane:
     # Inside
 
     def _make(self) -> None:
-        self.env: MultiAgentEnvs | ArrayEnvs
+        self.env: LaneEnvs
         if isinstance(self._makers, MultiAgentVectorEnv):
             self.env = ArrayEnvs(self._makers, first_env=self._first_env)
         else:
-            self.env = MultiAgentEnvs(self._makers, first_env=self._first_env)
+            self.env = lane_envs(self._makers, first_env=self._first_env)
         self._infos = InfoCodec(self.env.possible_agents, self._first_env)
 
     def _reset(self, request: Reset) -> AgentRows:
@@ -95,25 +96,27 @@ class AgentHostLane:
         )
 
 
-def agent_lanes(env: Any, num_envs: int | None, lanes: int | None) -> list[AgentHostLane]:
-    """The lanes of a host. Raises EnvError where they can't be made."""
-    if isinstance(env, MultiAgentVectorEnv):
-        if num_envs not in (None, env.num_envs) or lanes not in (None, 1):
-            raise EnvError(
-                f"the vector environment has {env.num_envs} environments in one lane, but num_envs is {num_envs} and "
-                f"lanes is {lanes}; expected them to be left out"
-            )
-        return [AgentHostLane(env, 0)]
+def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool) -> list[AgentHostLane]:
+    """The lanes of a host. Raises EnvError where they can't be made.
+
+    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    """
+    given: list[Any] = [env]
+    if not isinstance(env, MultiAgentVectorEnv):
+        given = lane_makers(env, num_envs, lanes)
+        if are_vectors and lanes is None:
+            given = [[make] for make in given[0]]
     made: list[AgentHostLane] = []
-    first = 0
-    try:
-        for makers in lane_makers(env, num_envs, lanes):
-            made.append(AgentHostLane(makers, first))
-            first += len(makers)
-    except BaseException:
-        for lane in made:
-            close_failed(lane.env)
-        raise
+    count = 0
+    with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
+        for makers in given:
+            made.append(AgentHostLane(makers, count))
+            count += made[-1].env.num_envs
+        if num_envs not in (None, count) or lanes not in (None, len(made)):
+            raise EnvError(
+                f"num_envs is {num_envs} and lanes is {lanes}, but the vector environments have {count} environments "
+                f"in {len(made)} lanes; expected them to be left out"
+            )
     return made
 
 

@@ -22,6 +22,7 @@ from rollflow.nodes import (
     RandomModule,
     RemoteEnvs,
 )
+from rollflow.stream import EnvError
 
 
 def there(envs: RemoteEnvs, drawn: Drawn, **options: Any) -> Any:
@@ -195,11 +196,16 @@ class Vectorized(MultiAgentVectorEnv):
 
 def test_vector_environments_of_several_agents_are_hosted() -> None:
     options: Any = {"fragment_length": 10, "num_fragments": 2, "seed": 1, "module": RandomModule}
+    with MultiAgentRollout([Vectorized] * 2, **options) as inline:
+        expected = in_time(list(inline.fragments()))
+    envs = listening()
+    with hosting(envs.addresses[0], [Vectorized] * 2), MultiAgentRollout(envs, **options) as rollout:
+        assert_alike(in_time(list(rollout.fragments())), expected)
     envs = listening()
     with hosting(envs.addresses[0], Vectorized()), MultiAgentRollout(envs, **options) as rollout:
-        ours = list(rollout.fragments())
-    with MultiAgentRollout(Vectorized(), **options) as inline:
-        assert_alike(ours, list(inline.fragments()))
+        assert_alike(in_time(list(rollout.fragments())), expected[:2])
+    with pytest.raises(EnvError, match="num_envs is 3 and lanes is None, but the vector environments have 2 env"):
+        EnvHost(Vectorized(), num_envs=3)
 
 
 def test_what_is_hosted_has_several_agents_where_the_environment_says_so() -> None:
