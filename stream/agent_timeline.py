@@ -20,7 +20,7 @@ from rollflow.stream.agent_share import NOTHING, AgentShare, PendingAction
 from rollflow.stream.buffer import LookbackBuffer, equal_trees
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import EpisodeError
-from rollflow.stream.tree import concatenate_trees, map_tree
+from rollflow.stream.tree import concatenate_trees, map_tree, stack_trees
 
 Received = dict[int, Any]
 """Env step -> the reward an agent got there, ascending."""
@@ -314,19 +314,30 @@ class _BufferAndOne(LookbackBuffer):
 
     def __init__(self, buffer: LookbackBuffer, last: Any) -> None:
         super().__init__(buffer.data, buffer.lookback, buffer.space, name=buffer.name)
-        self._last = last
+        self._buffer, self._last = buffer, last
+
+    @property
+    def is_numpy(self) -> bool:
+        return self._buffer.is_numpy
+
+    @property
+    def cut_away(self) -> int:
+        return self._buffer.cut_away
 
     def total(self) -> int:
-        return super().total() + 1
+        return self._buffer.total() + 1
 
     def item(self, position: int) -> Any:
-        return self._last if position == super().total() else super().item(position)
+        return self._last if position == self._buffer.total() else self._buffer.item(position)
 
     def items(self, where: Any) -> Any:
-        if isinstance(where, slice) and where.stop <= super().total():
-            return super().items(where)
+        before = self._buffer.total()
+        if isinstance(where, slice) and where.stop <= before:
+            return self._buffer.items(where)
         if self.is_numpy:
-            joined = concatenate_trees([self.data, self.in_form([self._last])])
+            # A buffer over a lane's columns has no data of its own, and the last item is out of the same columns.
+            last = stack_trees([self._last]) if self.data is None else self.in_form([self._last])
+            joined = concatenate_trees([self._buffer.items(slice(0, before)), last])
             return map_tree(lambda leaf: leaf[where], joined)
         positions = range(where.start, where.stop) if isinstance(where, slice) else where
         return [self.item(position) for position in positions]

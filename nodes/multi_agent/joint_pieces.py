@@ -22,7 +22,7 @@ class JointPieces:
     """
 
     def __init__(self, parts: Sequence[AgentPart], pieces: Sequence[ConnectorV2]) -> None:
-        agents = [(str(agent), part) for part in parts for agent in part.agents]
+        agents = [(agent, part) for part in parts for agent in part.agents]
         seen = gym.spaces.Dict({agent: part.observation_space for agent, part in agents})
         done = gym.spaces.Dict({agent: part.action_space for agent, part in agents})
         self.pipeline = EnvToModulePipeline(seen, done, connectors=list(pieces))
@@ -36,7 +36,7 @@ class JointPieces:
         left: Any = self.pipeline.observation_space
         parts = []
         for part in self._parts:
-            spaces = [left[str(agent)] if self._is_by_agents(left) else left for agent in part.agents]
+            spaces = [left[agent] if self._is_by_agents(left) else left for agent in part.agents]
             for agent, space in zip(part.agents, spaces, strict=True):
                 if space != spaces[0]:
                     raise ConnectorError(
@@ -49,8 +49,8 @@ class JointPieces:
         return tuple(parts)
 
     def _is_by_agents(self, space: Any) -> bool:
-        names = {str(agent) for part in self._parts for agent in part.agents}
-        return isinstance(space, gym.spaces.Dict) and set(space.spaces) == names
+        agents = {agent for part in self._parts for agent in part.agents}
+        return isinstance(space, gym.spaces.Dict) and set(space.spaces) == agents
 
     def __call__(self, lane: MultiAgentLane, modules: ModuleSet, explore: bool, metrics: Any) -> None:
         """Have the pieces see what the last step gave: first the episodes that it has ended, then those that go on."""

@@ -1,6 +1,7 @@
 """Connector pieces that look at all agents of an environment together."""
 
 from functools import partial
+from itertools import product
 from typing import Any
 
 import gymnasium as gym
@@ -10,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered_agents import NUM_ACTIONS, NumberedAgents
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, RLModule
-from rollflow.stream import ConnectorError
+from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, RandomModule, RLModule
+from rollflow.stream import ConnectorError, MultiAgentEpisode
 
 SPACE = gym.spaces.Box(-np.inf, np.inf, (3,), np.float32)
 
@@ -107,3 +108,64 @@ def test_agents_with_the_same_spaces_are_left_with_the_same() -> None:
         MultiAgentRollout(
             [partial(NumberedAgents, 0, nested=0)], module=Counting(), joint_connector=lambda env: Uneven(told=[])
         )
+
+
+def read(episode: Any, name: str, indices: Any, env_steps: bool) -> Any:
+    try:
+        return getattr(episode, name)(indices, env_steps=env_steps)
+    except IndexError:
+        return "outside"
+
+
+@given(length=st.integers(2, 9), rows=st.integers(1, 7), lookback=st.integers(0, 2), seed=st.integers(0, 99))
+@settings(max_examples=15)
+def test_what_hangs_can_be_read_as_in_a_copy(length: int, rows: int, lookback: int, seed: int) -> None:
+    class Reads(ConnectorV2):
+        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+            for episode in episodes:
+                kept = MultiAgentEpisode.from_state(episode.get_state())
+                for way in product(("get_actions", "get_rewards"), (None, -1, slice(-2, None), [-1]), (False, True)):
+                    np.testing.assert_equal(read(episode, *way), read(kept, *way))
+            return batch
+
+    makers = [partial(NumberedAgents, 0, nested=0, length=length)]
+    options: Any = {"module": Counting(), "seed": seed, "num_fragments": 3, "fragment_length": rows}
+    with MultiAgentRollout(makers, joint_connector=lambda env: Reads(), lookback=lookback, **options) as rollout:
+        list(rollout.fragments())
+
+
+def test_agents_keep_their_ids_in_spaces_whatever_these_are() -> None:
+    agents: tuple[Any, ...] = (0, "0", (1, 2))
+    space, seen = gym.spaces.Box(0, 9, (1,), np.float32), []
+
+    class Ids(MultiAgentEnv):
+        possible_agents = agents
+        observation_spaces = dict.fromkeys(agents, space)
+        action_spaces = dict.fromkeys(agents, gym.spaces.Discrete(2))
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return {agent: np.zeros(1, np.float32) for agent in agents}, {}
+
+        def step(self, actions: Any) -> Any:
+            told = {agent: np.ones(1, np.float32) for agent in agents}
+            return told, {}, {"__all__": True}, {"__all__": False}, {}
+
+    class Looks(Together):
+        def recompute_output_observation_space(self, before: Any, done: Any) -> Any:
+            seen.append((set(before.spaces), set(done.spaces)))
+            return gym.spaces.Dict(dict.fromkeys(before.spaces, gym.spaces.Box(0, 9, (2,), np.float32)))
+
+        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+            for episode in episodes:
+                made = {agent: np.full(2, agents.index(agent), np.float32) for agent in episode.get_observations(-1)}
+                episode.set_observations(new_data=made, at_indices=-1)
+            return batch
+
+    options: Any = {"module": RandomModule, "fragment_length": 2, "num_fragments": 1}
+    with MultiAgentRollout(Ids, joint_connector=lambda env: Looks(told=[]), **options) as rollout:
+        [fragment] = rollout.fragments()
+    assert seen
+    assert all(each == (set(agents), set(agents)) for each in seen)
+    for episode in fragment.episodes():
+        for place, agent in enumerate(agents):
+            assert episode.get_observations(0)[agent].tolist() == [place, place]
