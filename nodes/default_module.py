@@ -17,6 +17,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor, nn
 
+from rollflow.nodes.action_mask import ruled_out, without_mask
 from rollflow.nodes.default_model_config import ACTIVATIONS, ConvFilter, DefaultModelConfig, Extent, model_config_of
 from rollflow.nodes.distribution import distribution_for
 from rollflow.nodes.rl_module import Batch, RLModule
@@ -37,6 +38,9 @@ class DefaultModule(RLModule):
     """A policy and its values, made for two spaces as a `DefaultModelConfig` has it.
 
         model_config    a DefaultModelConfig, a dict of some of its fields, or None; once made, always the first
+
+    Of a Dict space with `action_mask`, a number for each of Discrete actions, the network sees the rest, and actions
+    whose mask is 0 are ruled out.
 
     What `_forward` takes and gives; with `use_lstm`, `[B, T, ...]` stands for `[B, ...]`:
 
@@ -62,13 +66,15 @@ class DefaultModule(RLModule):
                 "model_config has use_lstm=True and vf_share_layers=False, expected vf_share_layers=True: an LSTM for "
                 "the values alone would need a state of its own"
             )
-        self.encoder = ObservationEncoder(self.observation_space, config)
+        unmasked = without_mask(self.observation_space, self.action_space)
+        self._masks, seen = unmasked is not None, unmasked or self.observation_space
+        self.encoder = ObservationEncoder(seen, config)
         self.lstm = _lstm(self.encoder.width, config.lstm_cell_size) if config.use_lstm else None
         width = config.lstm_cell_size if config.use_lstm else self.encoder.width
         self.policy_head = PolicyHead(width, self.action_space, config)
         if self.inference_only:
             return
-        self.value_encoder = None if config.vf_share_layers else ObservationEncoder(self.observation_space, config)
+        self.value_encoder = None if config.vf_share_layers else ObservationEncoder(seen, config)
         self.value_head = _head(width, 1, _VALUE_GAIN, config)
 
     def get_initial_state(self) -> dict[str, Tensor]:
@@ -93,7 +99,8 @@ class DefaultModule(RLModule):
 
     def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
         embeddings, output = self._embedded(batch)
-        output[Columns.ACTION_DIST_INPUTS] = self.policy_head(embeddings)
+        logits = self.policy_head(embeddings)
+        output[Columns.ACTION_DIST_INPUTS] = ruled_out(logits, batch[Columns.OBS]) if self._masks else logits
         if not self.inference_only:
             apart = self.value_encoder
             output[Columns.VF_PREDS] = self._values(embeddings if apart is None else apart(batch[Columns.OBS]))

@@ -356,3 +356,67 @@ def test_observations_of_another_shape_are_refused() -> None:
 def test_an_lstm_without_a_state_is_refused() -> None:
     with pytest.raises(ModuleError, match=r"batch has columns \['obs'\], expected 'state_in' among them"):
         made(use_lstm=True).forward_train({"obs": torch.zeros(4, 1, 3)})
+
+
+# Action masks
+
+
+def masked_space(mask: gym.Space[Any], key: str = "observations") -> gym.Space[Any]:
+    return spaces.Dict({"action_mask": mask, key: VECTOR})
+
+
+MASKS = {
+    "RLlib's": masked_space(spaces.Box(0, 1, (4,), np.float32)),
+    "PettingZoo's": masked_space(spaces.Box(0, 1, (4,), np.int8), "observation"),
+    "bits": masked_space(spaces.MultiBinary(4), "anything"),
+}
+
+
+@pytest.mark.parametrize("lstm", [False, True])
+@pytest.mark.parametrize("vf_share_layers", [False, True])
+@pytest.mark.parametrize("seen", MASKS.values(), ids=MASKS)
+def test_actions_that_are_masked_are_ruled_out_and_masks_are_not_seen(
+    seen: gym.Space[Any], vf_share_layers: bool, lstm: bool
+) -> None:
+    module = made(seen, spaces.Discrete(4), use_lstm=lstm, vf_share_layers=vf_share_layers or lstm)
+    lead = (5, 3) if lstm else (5,)
+    batch = {"obs": observations(seen, *lead)} | ({"state_in": state(module, 5)} if lstm else {})
+    batch["obs"]["action_mask"] = (torch.arange(20).reshape(5, 4) % 3).to(batch["obs"]["action_mask"].dtype)
+    if lstm:
+        batch["obs"]["action_mask"] = batch["obs"]["action_mask"][:, None].expand(5, 3, 4)
+    free = {**batch, "obs": {**batch["obs"], "action_mask": torch.ones_like(batch["obs"]["action_mask"])}}
+    masked, unmasked = module(batch), module(free)
+    allowed = batch["obs"]["action_mask"] != 0
+    logits = masked["action_dist_inputs"]
+    assert torch.equal(logits[allowed], unmasked["action_dist_inputs"][allowed])
+    assert (logits[~allowed] == torch.finfo(torch.float32).min).all()
+    assert torch.equal(masked["vf_preds"], unmasked["vf_preds"])
+    assert torch.equal(module.compute_values(batch), masked["vf_preds"])
+    distribution = torch.distributions.Categorical(logits=logits)
+    assert distribution.entropy().isfinite().all()
+    assert allowed.gather(-1, distribution.sample().unsqueeze(-1)).all()
+    logits.softmax(-1).square().sum().backward()
+    assert all(each.grad.isfinite().all() for each in module.policy_head.parameters())
+
+
+def test_a_mask_that_is_not_one_number_for_each_action_is_refused() -> None:
+    with pytest.raises(
+        ModuleError, match=r"'action_mask' in MultiBinary\(3\), expected shape \(4,\): a number for each"
+    ):
+        made(masked_space(spaces.MultiBinary(3)), spaces.Discrete(4))
+
+
+@pytest.mark.parametrize(
+    ("seen", "chosen"),
+    [
+        (masked_space(spaces.MultiBinary(4)), spaces.Box(-1, 1, (4,))),
+        (spaces.Dict({"action_mask": spaces.MultiBinary(4)}), spaces.Discrete(4)),
+    ],
+)
+def test_elsewhere_a_mask_is_an_observation(seen: gym.Space[Any], chosen: gym.Space[Any]) -> None:
+    module, batch = made(seen, chosen), {"obs": observations(seen, 6)}
+    before = module(batch)["action_dist_inputs"]
+    batch["obs"]["action_mask"] = 1 - batch["obs"]["action_mask"]
+    after = module(batch)["action_dist_inputs"]
+    assert not torch.equal(before, after)
+    assert after.abs().max() < 100

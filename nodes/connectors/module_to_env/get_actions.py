@@ -145,7 +145,7 @@ def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any], episodes:
     """
     array = array_of(logits)
     # One sum over all is cheap, and finite if all are; -inf rules actions out, which is right for some but not for all.
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):
         total = np.add.reduce(array, axis=None)
     if -np.inf < total < np.inf:
         return

@@ -15,6 +15,7 @@ from pettingzoo.classic.connect_four import connect_four
 from pettingzoo.classic.rps import rps
 from pettingzoo.classic.tictactoe import tictactoe
 
+from rollflow.nodes import MultiAgentRollout
 from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.nodes.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
 from rollflow.stream.errors import EnvError
@@ -291,3 +292,17 @@ def test_another_missing_package_is_not_blamed_on_pettingzoo() -> None:
 
     with pytest.raises(ModuleNotFoundError, match="no_such_game"):
         ParallelPettingZooEnv(make)
+
+
+@pytest.mark.parametrize("explore", [True, False])
+@pytest.mark.parametrize("flat_forward", [None, False])
+def test_default_modules_play_by_the_rules(explore: bool, flat_forward: bool | None) -> None:
+    options: Any = {"num_envs": 4, "fragment_length": 50, "num_fragments": 1, "seed": 0}
+    with MultiAgentRollout(tictactoe.env, explore=explore, flat_forward=flat_forward, **options) as rollout:
+        [fragment] = rollout.fragments()
+    chunks = list(fragment.agent_episodes("default_policy"))
+    assert len(chunks) > 20
+    for chunk in chunks:
+        masks, actions = chunk.get_observations(slice(0, len(chunk)))["action_mask"], chunk.get_actions()
+        assert masks[np.arange(len(chunk)), actions].all()
+        assert not explore or np.isfinite(chunk.get_extra_model_outputs("action_logp")).all()
