@@ -1,4 +1,4 @@
-"""`rollflow check-host`: whether somebody's host of environments, of one agent each, keeps to the protocol."""
+"""`rollflow check-host`: whether somebody's host of environments keeps to the protocol."""
 
 import argparse
 import socket
@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "check-host",
         help="check whether a host of environments keeps to the protocol",
-        description="Exercise a host of environments with one agent each, and print what it does wrong.",
+        description="Exercise a host of environments, of one agent each or of several, and print what it does wrong.",
     )
     parser.add_argument("address", nargs="?", help="where the host listens: tcp://host:port or unix:/path")
     parser.add_argument("--listen", metavar="ADDRESS", help="wait here for a host that dials, again after each check")

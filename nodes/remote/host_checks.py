@@ -2,14 +2,14 @@
 
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from rollflow.nodes.remote.host_talk import Opened, Talk, Wrong, shown
 from rollflow.stream.errors import WireError
-from rollflow.stream.tree import leaves_of
-from rollflow.stream.wire import Goodbye, Ping, Pong, Refused, Reset, Rows, Step, encode
+from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.stream.wire import AgentRows, Failed, Goodbye, Ping, Pong, Refused, Reset, Rows, encode
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,9 @@ def check_host(opened: Opened, *, secret: bytes | None = None, patience_s: float
     The rest is left out where the host can't even be talked to.
     """
     talk = Talk(opened, secret, patience_s)
-    for check in _CHECKS:
+    for check in (*_CHECKS, _keeps_turns):
+        if check is _keeps_turns and talk.role != "agents":
+            continue
         told = (check.__doc__ or "").rstrip(".")
         try:
             check(talk)
@@ -47,8 +49,8 @@ def check_host(opened: Opened, *, secret: bytes | None = None, patience_s: float
 def _takes_part(talk: Talk) -> None:
     """Says hello, proves the secret, and is welcome."""
     with talk.begun() as line:
-        if line.hello.role != "env":
-            raise Wrong(f"has the role '{line.hello.role}', expected 'env': one agent in each environment")
+        if line.hello.role not in ("env", "agents"):
+            raise Wrong(f"has the role '{line.hello.role}', expected 'env', or 'agents'")
 
 
 def _resets(talk: Talk) -> None:
@@ -112,7 +114,7 @@ def _refuses_numbers(talk: Talk) -> None:
     """Refuses a request whose number is too high."""
     with talk.begun() as line:
         line.reset()
-        line.send(Step(line.lane, 9, line.actions(1)[0]))
+        line.send(replace(line.step_request(line.actions(1)[0]), number=9))
         line.refused("number", "step 9 where 2 is the next")
 
 
@@ -151,7 +153,7 @@ def _takes_two_at_once(talk: Talk) -> None:
         line.sock.sendall(b"".join(b"".join(encode(request)) for request in requests.values()))
         for _ in line.session.lanes:
             answer = line.next("rows for every lane")
-            if not isinstance(answer, Rows) or answer.lane not in requests:
+            if not isinstance(answer, Rows | AgentRows) or answer.lane not in requests:
                 raise Wrong(f"sent {shown(answer)}, expected rows for each of lanes {list(requests)}")
             del requests[answer.lane]
 
@@ -226,6 +228,21 @@ def _says_goodbye(talk: Talk) -> None:
         line.closed("the end after goodbye")
 
 
+def _keeps_turns(talk: Talk) -> None:
+    """Fails a step in which nobody acts, and can be reset then."""
+    with talk.begun() as line:
+        line.reset()
+        request = line.step_request(line.actions(1)[0])
+        nobody = tuple(np.zeros(0, np.int64) for _ in request.actions)
+        none = [map_tree(lambda leaf: leaf[:0], part) for part in request.actions]
+        request = replace(request, agent_slots=nobody, actions=none)
+        line.session.ask(request)
+        line.send(request)
+        failed = line.expect(Failed, "failed, after a step in which nobody acts")
+        line.session.take(failed)
+        line.reset()
+
+
 _CHECKS: tuple[Callable[[Talk], None], ...] = (
     _takes_part,
     _refuses_gateways,
@@ -248,9 +265,10 @@ _CHECKS: tuple[Callable[[Talk], None], ...] = (
 )
 
 
-def _same(one: Rows, other: Rows) -> bool:
+def _same(one: Rows | AgentRows, other: Rows | AgentRows) -> bool:
     """Whether two answers say the same, infos left out."""
-    columns = ("obs", "rewards", "terminateds", "truncateds", "final_obs")
-    mine, theirs = ([getattr(rows, name) for name in columns] for rows in (one, other))
-    pairs = zip(leaves_of(mine), leaves_of(theirs), strict=True)
-    return one.final_slots == other.final_slots and all(np.array_equal(a, b) for a, b in pairs)
+    columns = [
+        field.name for field in fields(one) if field.name not in ("lane", "number") and "infos" not in field.name
+    ]
+    mine, theirs = (leaves_of([getattr(rows, name) for name in columns]) for rows in (one, other))
+    return len(mine) == len(theirs) and all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))

@@ -8,13 +8,18 @@ from contextlib import contextmanager
 from time import monotonic
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 from gymnasium.vector.utils import batch_space
+from numpy.typing import NDArray
 
 from rollflow.nodes.remote.transport import TLS_BEGINS, tls_problem
 from rollflow.stream.space_codec import space_of
-from rollflow.stream.tree import Tree
+from rollflow.stream.tree import Tree, map_tree
 from rollflow.stream.wire import (
     NONCE_BYTES,
+    AgentForm,
+    AgentRows,
     Broken,
     Failed,
     FrameDecoder,
@@ -25,12 +30,12 @@ from rollflow.stream.wire import (
     Message,
     Refused,
     Reset,
-    RowForm,
     Rows,
     Step,
     decode,
     encode,
 )
+from rollflow.stream.wire.form import form_of
 
 _TLS_S = 10.0  # how long it may take to agree on how to encrypt
 
@@ -47,10 +52,12 @@ class Talk:
     opened        gives a new connection to it
     secret        that both know; None: there is none
     patience_s    how long an answer may take
+    role          the host's, as it said in the last handshake
     """
 
     def __init__(self, opened: Opened, secret: bytes | None, patience_s: float) -> None:
         self.opened, self.secret, self.patience_s = opened, secret, patience_s
+        self.role = ""
 
     @contextmanager
     def begun(self, session: GatewaySession | None = None) -> Iterator["Line"]:
@@ -73,6 +80,7 @@ class Talk:
             for event in _received(sock, gateway, "the handshake"):
                 if isinstance(event, Hello):
                     hello = event
+        self.role = hello.role
         if session is None:
             lanes = range(10, 10 + len(hello.slots))
             session = GatewaySession(hello.session, hello, lanes, hello.first_slots(0))
@@ -88,7 +96,7 @@ class Line:
         self.session, self.sock = session, sock
         self.hello = session.hello
         self.lane = session.lanes[0]
-        self.form = RowForm.of(self.hello)
+        self.form = form_of(self.hello)
         self._decoder = FrameDecoder(Limits().max_frame)
         self._waiting: list[Message] = []
 
@@ -117,15 +125,16 @@ class Line:
             raise Wrong(f"sent {shown(message)}, expected {what}")
         return message
 
-    def ask(self, request: Reset | Step) -> Rows:
+    def ask(self, request: Reset | Step) -> Rows | AgentRows:
         """Ask for something that is right: the answer. Raises Wrong where it fails, or does not fit."""
         self.session.ask(request)
         self.send(request)
         return self.answer_to(request)
 
-    def answer_to(self, request: Reset | Step) -> Rows:
+    def answer_to(self, request: Reset | Step) -> Rows | AgentRows:
         """The next message, as the answer to this."""
-        answer = self.expect(Rows | Failed, f"rows for {request.kind} {request.number}")  # type: ignore[arg-type]
+        kind: Any = AgentRows if self.hello.role == "agents" else Rows
+        answer = self.expect(kind | Failed, f"{kind.kind} for {request.kind} {request.number}")
         if (answer.lane, answer.number) != (request.lane, request.number):
             raise Wrong(
                 f"sent {shown(answer)} of lane {answer.lane}, expected that of lane {request.lane}, "
@@ -133,11 +142,12 @@ class Line:
             )
         if isinstance(answer, Failed):
             raise Wrong(f"failed at {request.kind} {request.number}: {answer.type}: {answer.text}")
+        rows: Rows | AgentRows = self.form.check_rows(answer, request, self.session.slots_of(request.lane))
         if self.session.asked(answer) is not None:
-            self.session.take(answer)
-        return self.form.check_rows(answer, request, self.session.slots_of(request.lane))
+            self.session.take(rows)
+        return rows
 
-    def reset(self, seed: int = 1, lane: int | None = None) -> Rows:
+    def reset(self, seed: int = 1, lane: int | None = None) -> Rows | AgentRows:
         """Reset a lane with seeds."""
         lane = self.lane if lane is None else lane
         return self.ask(self.reset_request(seed, lane))
@@ -147,17 +157,27 @@ class Line:
         seeds = tuple(seed + slot for slot in range(self.session.slots_of(lane)))
         return Reset(lane, self.session.next_number(lane), seeds, None)
 
-    def step(self, actions: Tree) -> Rows:
-        """Step the first lane."""
+    def step(self, actions: Tree) -> Rows | AgentRows:
+        """Step the first lane, with the actions of those agents that are to act."""
         return self.ask(self.step_request(actions))
 
     def step_request(self, actions: Tree) -> Step:
         """What asks for it."""
-        return Step(self.lane, self.session.next_number(self.lane), actions)
+        number, turns = self.session.next_number(self.lane), self.session.turns_of(self.lane)
+        if turns is None:
+            return Step(self.lane, number, actions)
+        acting = turns.acting
+        theirs = [_items_of(part, slots) for part, slots in zip(actions, acting, strict=True)]
+        return Step(self.lane, number, theirs, acting)
 
-    def actions(self, count: int, lane: int | None = None) -> list[Tree]:
-        """So many actions for all slots of a lane, the same for every run."""
-        space = batch_space(space_of(dict(self.hello.action_space)), self.session.slots_of(lane or self.lane))
+    def actions(self, count: int) -> list[Tree]:
+        """So many actions for all slots of the first lane, and all their agents, the same for every run."""
+        if isinstance(self.form, AgentForm):
+            sizes = [self.slots * size for size in self.form.sizes]
+            parts = [batch_space(space, size) for space, size in zip(self.form.action_spaces, sizes, strict=True)]
+            space: gym.Space[Any] = gym.spaces.Tuple(parts)
+        else:
+            space = batch_space(space_of(dict(self.hello.action_space)), self.slots)
         space.seed(7)
         return [space.sample() for _ in range(count)]
 
@@ -172,6 +192,10 @@ class Line:
         """Expect the host to close the connection. Raises Wrong where it does not."""
         if self._waiting or _data(self.sock, what):
             raise Wrong(f"sent more, expected {what}")
+
+
+def _items_of(tree: Tree, slots: NDArray[np.int64]) -> Tree:
+    return map_tree(lambda leaf: leaf[slots], tree)
 
 
 def shown(message: Message) -> str:

@@ -33,6 +33,11 @@ class AgentTurns:
         # Who has come since the episode began, who of them has ended, who waits for an answer, who acts next.
         self._has_come, self._has_ended, self._waits, self._acts = (nobody.copy() for _ in range(4))
 
+    @property
+    def acting(self) -> tuple[NDArray[np.int64], ...]:
+        """Of every part, the agent slots that act next: i64[K], ascending."""
+        return tuple(map(np.flatnonzero, np.split(self._acts, np.cumsum(self._sizes)[:-1])))
+
     def take(self, rows: AgentRows) -> None:
         """Take an answer that is right as far as its form goes. Raises WireError, and takes none of it, where it is
         not what can come next."""

@@ -201,6 +201,10 @@ class GatewaySession:
         """The number of a lane's next request. Raises WireError for a lane that there is not."""
         return self._lane(lane).number + 1
 
+    def turns_of(self, lane: int) -> AgentTurns | None:
+        """Whose turn it is in a lane of environments with several agents; None: they have one agent each."""
+        return self._lane(lane).turns
+
     def ask(self, request: Request) -> None:
         """Take down that a request is under way. Raises WireError for one that can't be made now."""
         lane, where = self._lane(request.lane), f"{request.kind} {request.number} of lane {request.lane}"

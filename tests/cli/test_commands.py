@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
+from pettingzoo.classic.tictactoe import tictactoe
 from remote_hosts import listening, serving
 
 from rollflow.cli.main import main
@@ -187,13 +188,19 @@ def test_our_own_host_passes_every_check(tmp_path: Path, capsys: pytest.CaptureF
     assert all(line.startswith("ok ") for line in told[:-1])
 
 
-def test_a_host_of_several_agents_is_told_to_be_none_that_is_checked(
+def test_our_own_host_of_several_agents_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with served(EnvHost(tictactoe.env, num_envs=3, lanes=2), tmp_path) as address:
+        assert main(["check-host", address]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-2:] == ["ok     Fails a step in which nobody acts, and can be reset then", "all is well"]
+
+
+def test_environments_of_several_agents_that_number_their_episodes_are_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with served(EnvHost(lambda: NumberedAgents(0)), tmp_path) as address:
         assert main(["check-host", address]) == 1
-    told = capsys.readouterr().out
-    assert "it has the role 'agents', expected 'env': one agent in each environment" in told
+    assert "it gave something else at step" in capsys.readouterr().out
 
 
 class Forgetful(NumberedEnv):

@@ -49,9 +49,8 @@ def test_whatever_environments_tell_can_come_next(drawn: Drawn, seed: int) -> No
     for number in range(2, 40):
         answer = form.check_rows(lane.answer(request), request, drawn.envs)
         turns.take(answer)
-        acting = [np.flatnonzero(mask) for mask in np.split(turns._acts, np.cumsum(turns._sizes)[:-1])]
-        actions = [rng.integers(7, size=len(slots)) for slots in acting]
-        request = form.check_request(Step(0, number, actions, tuple(acting)), drawn.envs)
+        actions = [rng.integers(7, size=len(slots)) for slots in turns.acting]
+        request = form.check_request(Step(0, number, actions, turns.acting), drawn.envs)
 
 
 def test_the_example_can_come_next() -> None:

@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import threading
 import time
 from functools import partial
@@ -20,7 +21,8 @@ from numbered_agents import NumberedAgents
 from remote_agents import HASTY, makers, reasons_of, rollout_over, slots_of, taken_until, told
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 
-from rollflow.nodes import MultiAgentRollout
+from rollflow.nodes import ConnectorV2, MultiAgentRollout
+from rollflow.stream.background import Waiter
 
 
 @pytest.fixture(autouse=True)
@@ -252,3 +254,66 @@ def test_a_killed_hosts_agents_that_wait_are_lost_as_well(tmp_path: Path) -> Non
             assert rollout.lost["workers"] > len(waiting)
     finally:
         victim.end()
+
+
+class Kills(ConnectorV2):
+    """Kills a host in one of its calls, while lanes are wherever they are."""
+
+    def __init__(self, call: int) -> None:
+        super().__init__()
+        self.call, self.called, self.victim = call, 0, 0
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        if self.called == self.call:
+            os.kill(self.victim, signal.SIGKILL)
+        self.called += 1
+        return batch
+
+
+@pytest.mark.slow
+@given(
+    call=st.integers(0, 60),
+    lanes=st.integers(1, 2),
+    fragment_length=st.integers(1, 9),
+    at_once=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
+def test_a_host_may_be_killed_at_any_moment(
+    tmp_path_factory: pytest.TempPathFactory, call: int, lanes: int, at_once: bool, **drawn: Any
+) -> None:
+    folder, envs, kills = tmp_path_factory.mktemp("log"), listening(hosts=2, limits=HASTY), Kills(call)
+    kinds: dict[str, Any] = {"length": 20, "at_once": at_once}
+    victim = HostProcess(envs.addresses[0], told(folder, 0, 1, **kinds), lanes=lanes, env=DoomedAgents)
+    kills.victim = victim.process.pid
+    try:
+        with (
+            hosting(envs.addresses[0], makers(folder, 2, 3, **kinds), lanes=lanes),
+            rollout_over(envs, env_to_module_connector=lambda part: kills, **drawn) as rollout,
+        ):
+            fragments = iter(rollout.fragments())
+            taken = taken_until(fragments, lambda taken: kills.called > call + 20)
+            rollout.drain()
+            taken += list(fragments)
+            check_laws(rollout, taken, folder, 4)
+    finally:
+        victim.end()
+
+
+def test_a_reader_that_stalls_stops_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    can_not_go_on, wait = threading.Event(), Waiter.wait
+
+    def waited(self: Waiter) -> None:
+        if not any(node.in_flight for node, _ in self._nodes):
+            can_not_go_on.set()
+        wait(self)
+
+    monkeypatch.setattr(Waiter, "wait", waited)
+    envs, kinds = listening(), {"agents": 2, "at_once": True, "length": 50}
+    with (
+        hosting(envs.addresses[0], makers(tmp_path, 0, 1, **kinds), lanes=2),
+        rollout_over(envs, fragment_length=5, prefetch=2) as rollout,
+    ):
+        next(iter(rollout.fragments()))
+        assert can_not_go_on.wait(60)
+        assert rollout.num_steps == 3 * 2 * 5 * 2
