@@ -30,6 +30,7 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 21])
 def test_a_host_that_is_killed_ends_its_own_episodes_and_no_others(step: int, tmp_path: Path) -> None:
     envs = listening(hosts=2, limits=HASTY)
@@ -238,6 +239,7 @@ def test_nothing_is_left_behind(ending: str, tmp_path: Path) -> None:
     assert counted() == before
 
 
+@pytest.mark.slow
 def test_a_killed_hosts_agents_that_wait_are_lost_as_well(tmp_path: Path) -> None:
     envs = listening(limits=HASTY, join_timeout=30.0)
     victim = HostProcess(envs.addresses[0], told(tmp_path, 0, fate="kill", step=10, lives=1), env=DoomedAgents)
