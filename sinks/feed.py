@@ -11,8 +11,10 @@ from typing import Any
 
 import anyio
 
+from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret
-from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.learner_pipeline import MultiAgentLearnerPipeline
+from rollflow.sinks.trainer.introduction import AnyRollout
 from rollflow.sinks.trainer_sink import TrainerSink
 from rollflow.stream.graph import Graph
 from rollflow.stream.run import Run
@@ -22,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def feed(
-    rollout: Rollout,
+    rollout: AnyRollout,
     address: str,
     *,
     secret: Secret = None,
@@ -36,15 +38,23 @@ def feed(
 ) -> str | None:
     """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
 
+    Of a `MultiAgentRollout` its train batches go there, each of one fragment of every lane.
+
     What there is to say is said to a `TrainerSink`, with these parameters. Returns the trainer's reason to leave, None
     where it has not left. Raises what the rollout, its environments or the connection raised.
 
     In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
     under way; a second one does not wait. Then the signal has its usual effect: KeyboardInterrupt, as a rule.
     """
+    learner = None
+    if isinstance(rollout, MultiAgentRollout):
+        learner = MultiAgentLearnerPipeline(
+            rollout.learner, fragments_per_batch=rollout.environments.num_lanes, lag=rollout.lag
+        )
     sink = TrainerSink(
         address,
         rollout,
+        sends="fragments" if learner is None else "batches",
         secret=secret,
         tls=tls,
         name=name,
@@ -56,7 +66,12 @@ def feed(
     )
     graph = Graph("feed")
     graph.add(rollout=rollout, trainer=sink)
-    graph.connect("rollout.fragments", "trainer")
+    if learner is None:
+        graph.connect("rollout.fragments", "trainer")
+    else:
+        graph.add(learner=learner)
+        graph.connect("rollout.fragments", "learner")
+        graph.connect("learner", "trainer")
     _run(graph, sink)
     return sink.goodbye
 

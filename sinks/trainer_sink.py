@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 import anyio
 
-from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import check_numbers
-from rollflow.nodes.policy_weights import shapes_of
+from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.trainer.by_module import batches_in, num_rows
 from rollflow.sinks.trainer.compression import available
+from rollflow.sinks.trainer.introduction import AnyRollout, introduction_of, publish_as, seen_in, version_of
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
@@ -29,8 +29,6 @@ from rollflow.sinks.trainer.spill import Spill
 from rollflow.stream.channel import Inlet
 from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import Fragment
-from rollflow.stream.space_codec import describe_space
-from rollflow.stream.tree import leaves_of
 from rollflow.stream.wire import (
     NONCE_BYTES,
     SESSION_BYTES,
@@ -53,8 +51,8 @@ class TrainerSink:
     """A node without outputs that sends a rollout's fragments to a `TrainerStream`, and takes its weights.
 
         address        where the trainer listens: 'tcp://host:port', 'unix:/path' or 'shm:/path'
-        rollout        whose fragments come; the trainer's weights are published to it. It begins once the trainer has
-                       been there, and acts with its newest weights
+        rollout        a `Rollout`, or a `MultiAgentRollout`, whose fragments come; the trainer's weights are published
+                       to it. It begins once the trainer has been there, and acts with its newest weights
         secret, tls    as for `EnvHost`
         name           what the trainer calls it; None: the name of this computer
         linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
@@ -66,7 +64,8 @@ class TrainerSink:
         limits         of frames, times and bytes under way
         watch          awaited meanwhile: what it raises ends the graph, such as `TrainerProcess.watch`
 
-        sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between
+        sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between: of
+                       several agents these alone, of a `MultiAgentLearnerPipeline`
         lost           transitions that the trainer was not done with when the sink was closed, `undelivered`
 
     Several sinks may send one rollout to several trainers: each has its own window and its own bound of age, and the
@@ -89,7 +88,7 @@ class TrainerSink:
     def __init__(
         self,
         address: str,
-        rollout: Rollout,
+        rollout: AnyRollout,
         *,
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
@@ -103,6 +102,12 @@ class TrainerSink:
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
+        self._is_by_module = isinstance(rollout, MultiAgentRollout)
+        if self._is_by_module and sends != "batches":
+            raise ValueError(
+                "fragments of several agents can't be sent to a trainer, expected sends='batches' and a "
+                "MultiAgentLearnerPipeline between the rollout and this"
+            )
         target = parse_trainer_address(address)
         check_secret(target, secret_bytes(secret))
         check_shared(target, tls)
@@ -125,7 +130,8 @@ class TrainerSink:
         self._lender = None
         if isinstance(target, SharedAddress):
             self._lender = Lender(max_bytes)
-            rollout.environments.share()
+            if sends == "fragments":
+                rollout.environments.share()
         self._link = SourceLink(
             target,
             self._hello,
@@ -192,8 +198,7 @@ class TrainerSink:
     # Inside
 
     def _hello(self) -> Hello:
-        rollout = self._rollout
-        environments = rollout.environments
+        told = introduction_of(self._rollout)
         return Hello(
             versions=(VERSION, VERSION),
             role="source",
@@ -202,31 +207,27 @@ class TrainerSink:
             nonce=secrets.token_bytes(NONCE_BYTES),
             session=self._session.token,
             max_frame=self._limits.max_frame,
-            slots=tuple(env.num_envs for env in environments.envs) or (1,),
-            observation_space=describe_space(environments.observation_space),
-            action_space=describe_space(environments.action_space),
+            slots=told.slots,
+            observation_space=told.spaces[0],
+            action_space=told.spaces[1],
             autoreset="SAME_STEP",
             metadata={
                 "sends": self._sends,
                 "compressions": available(),
-                "has_fixed_lanes": not isinstance(environments, RemoteLanes),
-                "spaces": [describe_space(space) for space in self._spaces],
-                "is_stateful": is_stateful(rollout.module),
-                "module": type(rollout.module).__name__,
-                "weights": {name: list(shape) for name, shape in shapes_of(rollout.module.state_dict()).items()},
-                "version": rollout.policy_version,
                 "shares_memory": self._lender is not None,
+                **told.metadata,
             },
         )
 
     @cached_property
     def _spaces(self) -> list[Any]:
         """What a fragment's observations may be in; once the rollout runs, its pipelines stay as they are."""
-        return [self._rollout.environments.observation_space, *self._rollout.env_to_module.observation_spaces]
+        assert isinstance(self._rollout, Rollout)
+        return seen_in(self._rollout)
 
     def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
         """In the link's thread."""
-        return self._rollout.publish_as(version, weights)
+        return publish_as(self._rollout, version, weights)
 
     async def _send(self, items: Inlet[Fragment | Batch]) -> None:
         async for item in items:
@@ -247,7 +248,7 @@ class TrainerSink:
                 scope.cancel()
             gate = self._gate
             gate.wanted = self._link.wanted or gate.wanted
-            gate.done, gate.version = self._session.done, self._rollout.policy_version
+            gate.done, gate.version = self._session.done, version_of(self._rollout)
             gate.look_again()
             changed, self._changed = self._changed, anyio.Event()
             changed.set()
@@ -298,7 +299,8 @@ class TrainerSink:
             self._gate.give(item.lane, item.sequence)
             self._give_receipt(item)
         else:
-            message, steps = message_of_batch(number, item), len(leaves_of(item)[0])
+            message = message_of_batch(number, item, is_by_module=self._is_by_module)
+            steps = num_rows(batches_in(item, is_by_module=self._is_by_module))
         if self._lender is not None:
             self._lender.look_at(message)
         self._kept.add(message, nbytes_of(message), steps)

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 import anyio
-import torch
 
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.given import check_numbers
@@ -19,6 +18,7 @@ from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
+from rollflow.sinks.trainer.by_module import is_by_module, joined_weights
 from rollflow.sinks.trainer.choices import check_choices
 from rollflow.sinks.trainer.compression import check_available
 from rollflow.sinks.trainer.dataset import TrainerDataset, unix_address
@@ -54,8 +54,8 @@ class TrainerStream:
                                'shm:/path', for rollouts on this host, fragments stay in memory that both share
         secret, tls            as for `RemoteEnvs.listen`
         yields                 "batches": train batches of the learner pipeline, which runs here, as `Rollout.batches`
-                               gives them, or those that a `LearnerPipeline` has made where the rollout is; "fragments"
-                               or "episodes": one by one
+                               gives them, or those that a `LearnerPipeline` has made where the rollout is, of several
+                               modules as module id -> train batch; "fragments" or "episodes": one by one
         fragments_per_batch    None: one of every lane of all the rollouts that are there
         learner_connector      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
         module                 what the pieces see as `rl_module`
@@ -188,15 +188,17 @@ class TrainerStream:
                 return
             yield item
 
-    def publish(self, weights: Mapping[str, torch.Tensor]) -> int:
+    def publish(self, weights: Mapping[str, Any]) -> int:
         """Have every rollout act with these weights, a `state_dict()`, which is copied; the policy version they get.
 
+        Where rollouts have several modules: module id -> its `state_dict()`, of all that are trained.
         They are sent meanwhile, by another thread; a rollout that is slow to take them gets the newest alone. Where one
         comes that has a newer version, of an earlier trainer, they get a version above that.
 
         Raises ModuleError when they are not those of a rollout's module, RunError once the stream is closed.
         """
         self._check_open()
+        weights = joined_weights(weights) if is_by_module(weights) else weights
         shapes, arrays = shapes_of(weights), to_arrays(weights)
         digest = digest_of(arrays.tensors, arrays.dtypes)
         with self._door.lock:
@@ -370,7 +372,7 @@ class TrainerStream:
 
     def _hand_over(self, given: HandedOver) -> Any:
         if self.yields == "batches":
-            self._age.mask(given.item, self.version)
+            self._age.mask(given.item, given.of, self.version)
         self.handed = [handed(arrived, self.version) for arrived in given.of]
         self._current = []
         if given.is_last:

@@ -148,14 +148,14 @@ class ModuleSet:
         Raises ModuleError for a module that does not exist, and for weights that are not its own; then none is used.
         """
         with self._lock:
-            for module_id, state in weights.items():
-                if module_id not in self.modules:
-                    raise ModuleError(
-                        f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
-                        f"with ids among {list(self.modules)}"
-                    )
-                self.acting[module_id].weights.check(state)
+            self._check(weights)
             return {module_id: self.acting[module_id].weights.publish(state) for module_id, state in weights.items()}
+
+    def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
+        """The same under a version; False: none of the modules named has an older one."""
+        with self._lock:
+            self._check(weights)
+            return any([self.acting[each].weights.publish_as(version, state) for each, state in weights.items()])
 
     def versions(self) -> dict[Any, int]:
         """Module id -> the policy version that was published last."""
@@ -183,6 +183,16 @@ class ModuleSet:
             torch.manual_seed(seed_for(self._seed, f"weights/{module_id}"))
             config = self._model_config if module is None else None
             return module_for(module, config, self._seen[part], self._parts[part].action_space)
+
+    def _check(self, weights: Mapping[Any, Weights]) -> None:
+        """Raise ModuleError unless they are modules' of ours."""
+        for module_id, state in weights.items():
+            if module_id not in self.modules:
+                raise ModuleError(
+                    f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
+                    f"with ids among {list(self.modules)}"
+                )
+            self.acting[module_id].weights.check(state)
 
     def _part_for(self, module_id: Any, module: Any) -> int | None:
         """The part whose agents a module serves, as far as that can be told before any episode."""

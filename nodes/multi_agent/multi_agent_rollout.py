@@ -205,6 +205,13 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         """
         return self._modules.publish(weights)
 
+    def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
+        """The same under a version that somebody else counts, who alone publishes then: a trainer elsewhere.
+
+        False: the modules have that version already, or a newer one; nothing changes.
+        """
+        return self._modules.publish_as(version, weights)
+
     def acting_weights(self, module_id: Any = DEFAULT_MODULE_ID) -> ActingWeights:
         """Copies of the weights that a module acts with, those published last, and their policy version.
 

@@ -1,10 +1,12 @@
 """How old a fragment may be when a trainer gets it."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
+from rollflow.sinks.trainer.by_module import batches_in
 from rollflow.sinks.trainer.item_message import Batch
 from rollflow.sinks.trainer.source import Arrived
 from rollflow.stream.columns import Columns
@@ -57,14 +59,22 @@ class AgeBound:
             f"most max_lag={self.max_lag}{told}"
         )
 
-    def mask(self, batch: Batch, version: int) -> None:
-        """Have older steps left out of the loss, under "mask". Raises RunError where a batch has no versions."""
-        if self.on_excess != "mask" or self.max_lag is None:
-            return
+    def mask(self, item: Batch, of: Sequence[Arrived], version: int) -> None:
+        """Have older steps of a train batch left out of the loss, under "mask".
+
+        of    what it was made of
+
+        Raises RunError where it has no versions.
+        """
+        if self.on_excess == "mask" and self.max_lag is not None:
+            for batch in batches_in(item, is_by_module=of[0].source.is_by_module):
+                self._mask(batch, version - self.max_lag)
+
+    def _mask(self, batch: Batch, oldest: int) -> None:
         versions = batch.get(Columns.POLICY_VERSION)
         if versions is None:
             raise RunError(f"the batch has no column '{Columns.POLICY_VERSION}', expected it for on_excess='mask'")
-        young = torch.as_tensor(versions) >= version - self.max_lag
+        young = torch.as_tensor(versions) >= oldest
         there = batch.get(Columns.LOSS_MASK)
         batch[Columns.LOSS_MASK] = young if there is None else there & young
         if masked := int((~young if there is None else there & ~young).sum()):

@@ -145,14 +145,14 @@ class _Making:
             self._module.load_state_dict(from_arrays(given.weights))
         for token, introduction in given.introductions.items():
             source = self._sources[token] = Source(TrainerSession(token))
-            source.name, source.spaces, source.action_space, source.is_stateful = introduction
+            source.name, source.spaces, source.action_space, source.is_stateful, source.is_by_module = introduction
         taken = []
         for token, number, columns, version in given.items:
             item = columns if isinstance(columns, Fragment) else tensors_of(columns)
             taken.append(Arrived(self._sources[token], number, item, version))
         for made in self._handing_over.made_of(taken):
             if self._yields == "batches":
-                self._age.mask(made.item, given.version)
+                self._age.mask(made.item, made.of, given.version)
             yield made.item
 
     def count_masked(self) -> int:

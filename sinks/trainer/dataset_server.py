@@ -55,6 +55,7 @@ class Introduction(NamedTuple):
     spaces: list[Any]
     action_space: Any
     is_stateful: bool
+    is_by_module: bool
 
 
 class Given(NamedTuple):
@@ -308,4 +309,4 @@ class DatasetServer:
 
 
 def _introduced(source: Source) -> Introduction:
-    return Introduction(source.name, source.spaces, source.action_space, source.is_stateful)
+    return Introduction(source.name, source.spaces, source.action_space, source.is_stateful, source.is_by_module)

@@ -3,17 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-import torch
-
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.given import pieces_given
+from rollflow.sinks.trainer.by_module import concatenated
 from rollflow.sinks.trainer.item_message import Batch
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.stream.errors import RunError
 from rollflow.stream.fragment import Fragment
-from rollflow.stream.tree import map_tree
 
 Yields = Literal["batches", "fragments", "episodes"]
 LearnerConnector = Callable[[Any, Any], ConnectorV2 | list[ConnectorV2]]
@@ -67,11 +65,7 @@ class HandingOver:
         if fragments:
             return self._pipeline_of(taken[0].source).of_fragments(fragments, self._module, self._metrics)
         batches: list[Any] = [arrived.item for arrived in taken]
-        if len(batches) == 1:
-            return dict(batches[0])
-        return {
-            name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in batches[0]
-        }
+        return concatenated(batches, is_by_module=taken[0].source.is_by_module)
 
     def _pipeline_of(self, source: Source) -> LearnerConnectorPipeline:
         if self._pipeline is None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.remote.fragment_checks import check_whole, told_of
 from rollflow.nodes.remote.fragment_message import fragment_of, message_of
+from rollflow.sinks.trainer.by_module import batches_in, oldest_version
 from rollflow.stream import wire
-from rollflow.stream.columns import Columns
 from rollflow.stream.episode_ids import EpisodeIds
 from rollflow.stream.errors import ColumnError, WireError
 from rollflow.stream.fragment import Fragment, FragmentLayout
@@ -51,11 +51,13 @@ def fragment_of_message(
     return fragment_of(message, layout, spaces)
 
 
-def message_of_batch(number: int, batch: Mapping[str, Any]) -> wire.Fragment:
-    """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else."""
+def message_of_batch(number: int, batch: Batch, *, is_by_module: bool = False) -> wire.Fragment:
+    """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
+
+    is_by_module    it is module id -> train batch
+    """
     columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
-    versions = columns.get(Columns.POLICY_VERSION)
-    oldest = int(versions.min()) if isinstance(versions, np.ndarray) and versions.size else None
+    oldest = oldest_version(batches_in(columns, is_by_module=is_by_module))
     return wire.Fragment(0, number, columns, {"batch": True, "policy_version": oldest})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.nodes.env_source import is_whole
+from rollflow.sinks.trainer.by_module import is_by_module
 from rollflow.sinks.trainer.compression import decompressed
 from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragment_of_message, is_batch
 from rollflow.stream import wire
@@ -63,6 +64,7 @@ class Source:
     is_lost              whether it did not come back, and had not finished
     joined_at            policy version at the trainer when it was last taken in
     sends_batches        whether it sends train batches
+    is_by_module         whether each of them is module id -> train batch
     lanes                of its rollout, at the beginning
     spaces               that observations may be in, as they come
     action_space         of the rollout
@@ -82,7 +84,7 @@ class Source:
         self.lost_at: float | None = None
         self.has_left = self.has_finished = self.has_ended = self.is_lost = False
         self.joined_at = 0
-        self.sends_batches = False
+        self.sends_batches = self.is_by_module = False
         self.lanes = 1
         self.has_fixed_lanes = True
         self.spaces: list[gym.Space[Any]] = []
@@ -127,6 +129,7 @@ class Source:
         if not isinstance(sends, str) or sends not in ("fragments", "batches"):
             raise WireError(f"hello.metadata: sends is {sends!r:.100}, expected 'fragments' or 'batches'", "message")
         self.sends_batches, self.compressions = sends == "batches", _entry(told, "compressions", list)
+        self.is_by_module = told.get("is_by_module") is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.lanes, self.version = len(hello.slots), version
@@ -142,6 +145,8 @@ class Source:
         if is_batch(message) != self.sends_batches:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
         if self.sends_batches:
+            if self.is_by_module and not is_by_module(message.columns):
+                raise WireError("a train batch of one module, expected module id -> train batch", "fragment")
             return Arrived(self, message.number, *batch_of_message(message))
         if self.has_fixed_lanes and message.lane >= self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {self.lanes}", "fragment")
@@ -151,8 +156,8 @@ class Source:
 
     def is_like(self, other: "Source") -> bool:
         """Whether both can be learnt from together."""
-        mine, theirs = ((each.spaces, each.action_space, each.weights, each.is_stateful) for each in (self, other))
-        return mine == theirs
+        what = "spaces", "action_space", "weights", "is_stateful", "is_by_module"
+        return all(getattr(self, name) == getattr(other, name) for name in what)
 
     def take_receipt(self, receipt: Receipt) -> None:
         """Take down what a forward node uses. Raises WireError where there are more nodes than there may be."""

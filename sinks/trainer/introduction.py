@@ -1,0 +1,90 @@
+"""What a rollout says of itself to a trainer."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.policy_weights import shapes_of
+from rollflow.nodes.remote.remote_lanes import RemoteLanes
+from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.trainer.by_module import joined_weights, parted_weights
+from rollflow.stream.errors import ModuleError
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.space_codec import describe_space
+
+AnyRollout = Rollout | MultiAgentRollout
+
+
+class Introduction(NamedTuple):
+    """A rollout's part of a `Hello`.
+
+    slots       environments of each lane
+    spaces      of one environment: its observations and its actions, described
+    metadata    what a trainer makes batches by, and compares weights with
+    """
+
+    slots: tuple[int, ...]
+    spaces: tuple[dict[str, Any], dict[str, Any]]
+    metadata: dict[str, Any]
+
+
+def introduction_of(rollout: AnyRollout) -> Introduction:
+    """What there is to say of a rollout now."""
+    environments = rollout.environments
+    if isinstance(rollout, MultiAgentRollout):
+        spaces = _spaces_of(environments.parts)
+        seen, stateful = [spaces[0]], False
+        weights = joined_weights({str(each): rollout.module[each].state_dict() for each in trained_ids(rollout)})
+    else:
+        spaces = describe_space(environments.observation_space), describe_space(environments.action_space)
+        seen = [describe_space(space) for space in seen_in(rollout)]
+        stateful, weights = is_stateful(rollout.module), rollout.module.state_dict()
+    metadata = {
+        "has_fixed_lanes": not isinstance(environments, RemoteLanes),
+        "spaces": seen,
+        "is_stateful": stateful,
+        "is_by_module": isinstance(rollout, MultiAgentRollout),
+        "module": type(rollout.module).__name__,
+        "weights": {name: list(shape) for name, shape in shapes_of(weights).items()},
+        "version": version_of(rollout),
+    }
+    return Introduction(tuple(env.num_envs for env in environments.envs) or (1,), spaces, metadata)
+
+
+def seen_in(rollout: Rollout) -> list[gym.Space[Any]]:
+    """The spaces that a fragment's observations may be in; once it runs, its pipelines stay as they are."""
+    return [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
+
+
+def trained_ids(rollout: MultiAgentRollout) -> list[Any]:
+    """Ids of the modules that batches are made for. Raises ModuleError for ids that can't be told apart as text."""
+    ids = [module_id for module_id in rollout.module if rollout.learner.trains(module_id)]
+    if not all(isinstance(module_id, str) for module_id in ids):
+        raise ModuleError(f"module ids are {ids}, expected strings where weights come from a trainer elsewhere")
+    return ids
+
+
+def version_of(rollout: AnyRollout) -> int:
+    """The policy version that it acts with; of several modules the oldest that is trained."""
+    if isinstance(rollout, MultiAgentRollout):
+        versions = rollout.policy_versions
+        return min((versions[module_id] for module_id in trained_ids(rollout)), default=0)
+    return rollout.policy_version
+
+
+def publish_as(rollout: AnyRollout, version: int, weights: Mapping[str, Any]) -> bool:
+    """Have it act with weights that came under a version; False: they are not newer than its own."""
+    if isinstance(rollout, MultiAgentRollout):
+        return rollout.publish_as(version, parted_weights(weights))
+    return rollout.publish_as(version, weights)
+
+
+def _spaces_of(parts: tuple[AgentPart, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Agent id, as text -> its space."""
+    of = {str(agent): part for part in parts for agent in part.agents}
+    seen = gym.spaces.Dict({agent: part.observation_space for agent, part in of.items()})
+    done = gym.spaces.Dict({agent: part.action_space for agent, part in of.items()})
+    return describe_space(seen), describe_space(done)
