@@ -94,7 +94,8 @@ class RLModule(torch.nn.Module):
     def is_stateful(self) -> bool:
         """Whether a forward pass needs what the one before left behind."""
         state = self.get_initial_state()
-        return state is not None and bool(leaves_of(state))
+        # What is asked of stateless modules in every vector step is to be quick.
+        return state is not None and not (type(state) is dict and not state) and bool(leaves_of(state))
 
     def get_initial_state(self) -> Any:
         """What a stateful module's first forward pass is given, a tree of arrays or tensors; `{}`: it needs nothing.

@@ -15,7 +15,7 @@ from rollflow.nodes.multi_agent.lane_envs import lane_envs, made_by
 from rollflow.nodes.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.stepping import seeds_for
 from rollflow.stream.errors import EnvError, RunError, located
-from rollflow.stream.multi_agent.multi_agent_lane import ModuleOf, MultiAgentLane
+from rollflow.stream.multi_agent.multi_agent_lane import AgentMapping, MultiAgentLane
 from rollflow.stream.multi_agent.vector_step import AgentEnvs
 
 AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
@@ -61,14 +61,16 @@ class AgentEnvironments(LaneSource):
                     "left out"
                 )
 
-    def make_lanes(self, lookback: int, module_of: ModuleOf, shared_data: Callable[[int, Any], dict[str, Any]]) -> None:
+    def make_lanes(
+        self, lookback: int, mapping: AgentMapping, shared_data: Callable[[int, Any], dict[str, Any]]
+    ) -> None:
         """Have lanes that look back so many agent steps (H). Before the first step only.
 
-        module_of, shared_data    as `MultiAgentLane` has them, `shared_data` of a lane's number and a module's id
+        mapping, shared_data    as `MultiAgentLane` has them, `shared_data` of a lane's number and a module
         """
         if self.is_started:
             raise RunError("these environments have been started: their lookback stays as it is")
-        self._lookback, self._module_of, self._shared_data = lookback, module_of, shared_data
+        self._lookback, self._mapping, self._shared_data = lookback, mapping, shared_data
         self.lanes = [
             self._lane(index, envs, first_env)
             for index, (envs, first_env) in enumerate(zip(self.envs, self.first_slots(), strict=True))
@@ -137,7 +139,7 @@ class AgentEnvironments(LaneSource):
             num_rows=self.fragment_length,
             lookback=self._lookback,
             name=f"{self.seed}/{self._name}/{index}",
-            module_of=self._module_of,
+            mapping=self._mapping,
             shared_data=partial(self._shared_data, index),
         )
 

@@ -82,8 +82,4 @@ def _add_chunks(sums: Any, part: AgentFragment, clock: EnvClock) -> None:
     lengths = chunks.stop - chunks.start
     rewards = np.add.reduceat(part.gather(Columns.REWARDS), np.cumsum(lengths) - lengths, dtype=np.float64)
     envs = chunks.slot // len(part.part.agents)
-    nth = np.zeros(len(envs), np.int64)
-    if clock.ends:
-        began = part.clock[chunks.start, chunks.slot].tolist()
-        nth[:] = [clock.nth(env, step) for env, step in zip(envs.tolist(), began, strict=True)]
-    np.add.at(sums, (envs, nth), rewards)
+    np.add.at(sums, (envs, clock.nth_of(envs, part.clock[chunks.start, chunks.slot])), rewards)

@@ -123,6 +123,11 @@ class ModuleSet:
             self.modules.remove_module(module_id)
             self._retire(module_id)
 
+    @property
+    def is_by_agent(self) -> bool:
+        """Whether every agent has the same module in all episodes that begin now."""
+        return not callable(self._mapping)
+
     def module_of(self, agent: Any, episode_id: str) -> ActingModule:
         """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
         mapping = self._mapping

@@ -268,7 +268,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         pipelines = *jointly, *self.env_to_module, *self.module_to_env, *learning
         self.environments.make_lanes(
             lookback_for(self._lookback_asked, pipelines, stateful=self._modules.is_stateful),
-            self._modules.module_of,
+            self._modules,
             lambda lane, acting: sampling_data(lane, self.seed, acting.seed_name),
         )
 

@@ -127,17 +127,23 @@ class AgentLane(AgentRows):
             elif self._fresh[slot]:
                 self._infos_in(self.fragment, int(self.at[slot])).of_slots[slot] = copied(dict(info))
 
-    def take_begun(self) -> list[int]:
+    def take_begun(self) -> Slots:
         """The slots whose episodes have begun since this was asked last."""
         begun, self._begun = self._begun, []
-        return [slot for slots in begun for slot in slots.tolist()]
+        return np.concatenate(begun) if begun else self.everyone[:0]
 
-    def assign(self, slot: int, module: int, parent: str) -> None:
-        """Have a module serve a slot in its episode, a part of the multi-agent episode with the id `parent`."""
-        self.parents[slot, int(self.episode_number[slot])] = parent
-        if self.module[slot] != module or not self._is_assigned[slot]:
-            self.module[slot], self._is_assigned[slot], self._groups = module, True, None
-            self.fragment.module_of[self.at[slot] :, slot] = module
+    def assign(self, slots: Slots, modules: Slots, parents: Sequence[str]) -> None:
+        """Have modules serve slots in their episodes, parts of the multi-agent episodes with the ids `parents`."""
+        self.parents.update(
+            zip(zip(slots.tolist(), self.episode_number[slots].tolist(), strict=True), parents, strict=True)
+        )
+        changed = (self.module[slots] != modules) | ~self._is_assigned[slots]
+        if changed.any():
+            slots, modules, self._groups = slots[changed], modules[changed], None
+            self.module[slots], self._is_assigned[slots] = modules, True
+            for row in np.unique(self.at[slots]).tolist():
+                here = self.at[slots] == row
+                self.fragment.module_of[row:, slots[here]] = modules[here]
 
     def serving(self) -> set[int]:
         """Places of the modules that serve a slot whose episode goes on."""
@@ -336,8 +342,7 @@ class AgentLane(AgentRows):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
             self.ended = EndedAgents(came, observations, self.at[came] - 1, starts, numbers)
         rows = self.at[slots] - 1
-        for slot, row in zip(slots.tolist(), rows.tolist(), strict=True):
-            self.fragment.ends[row, slot] = vector_step
+        self.fragment.ends.update(dict.fromkeys(zip(rows.tolist(), slots.tolist(), strict=True), vector_step))
         is_without = ~np.isin(slots, came)
         for row in np.unique(rows[is_without]).tolist():
             alike = slots[is_without & (rows == row)]

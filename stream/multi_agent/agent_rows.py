@@ -173,7 +173,7 @@ class AgentRows:
         old.custom_data, old.parents = copy.deepcopy(self.custom_data), self.parents
         old.serves = self.module.copy()
         old.module_ids, old.outputs = tuple(self.module_ids), self._outputs_by_id()
-        number = self.episode_number
+        number = self.episode_number.tolist()
         self.custom_data = {key: data for key, data in self.custom_data.items() if key[1] == number[key[0]]}
         self.parents = {key: parent for key, parent in self.parents.items() if key[1] == number[key[0]]}
         self.fragment = new

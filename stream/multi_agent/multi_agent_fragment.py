@@ -53,6 +53,14 @@ class EnvClock:
         """How many episodes of the environment had ended in the fragment when a vector step began."""
         return bisect_right(self._ends_of.get(env, ()), vector_step)
 
+    def nth_of(self, envs: NDArray[np.int64], vector_steps: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`nth`, i64[K], of several."""
+        ends = np.array(sorted((env, end) for end, env, _ in self.ends), np.int64).reshape(-1, 2)
+        most = 1 + max(int(vector_steps.max(initial=0)), int(ends[:, 1].max(initial=0)))
+        ordered = ends[:, 0] * most + ends[:, 1]
+        before: NDArray[np.int64] = np.searchsorted(ordered, envs * most + vector_steps, side="right")
+        return before - np.searchsorted(ordered, envs * most)
+
     def number(self, env: int, vector_step: int) -> int:
         """The number of the episode that the environment was in then."""
         return int(self.numbers[env]) + self.nth(env, vector_step)

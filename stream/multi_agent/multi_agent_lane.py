@@ -33,8 +33,18 @@ class ServingModule(Protocol):
     def is_removed(self) -> bool: ...
 
 
-ModuleOf = Callable[[Any, str], ServingModule]
-"""Agent id, id of the multi-agent episode -> the module that serves the agent."""
+class AgentMapping(Protocol):
+    """Says which module serves an agent.
+
+    is_by_agent    whether that is the same in every episode that begins now
+    """
+
+    @property
+    def is_by_agent(self) -> bool: ...
+
+    def module_of(self, agent: Any, episode_id: str) -> ServingModule:
+        """The module that serves an agent in the multi-agent episode of this id."""
+        ...
 
 
 class MultiAgentLane:
@@ -46,7 +56,7 @@ class MultiAgentLane:
     num_rows      vector steps in a fragment (T)
     lookback      agent steps of the fragment before that each begins with (H)
     name          what episode ids are derived from; of this lane alone
-    module_of     which module serves an agent in an episode: asked when the agent begins
+    mapping       which module serves an agent in an episode: asked when agents begin
 
     modules         that serve agents, or have served; lanes refer to them by place. None: the place is free, as that of
                     a removed module becomes when a fragment is cut and none of its agents' episodes goes on
@@ -67,7 +77,7 @@ class MultiAgentLane:
         num_rows: int,
         lookback: int,
         name: str,
-        module_of: ModuleOf,
+        mapping: AgentMapping,
         shared_data: Callable[[ServingModule], dict[str, Any]],
     ) -> None:
         self.index, self.num_envs, self.num_rows = index, num_envs, num_rows
@@ -84,7 +94,7 @@ class MultiAgentLane:
         self.is_set_aside = False
         self._shared_data: dict[int, dict[str, Any]] = {}
         self._first_env = first_env
-        self._module_of, self._make_shared_data = module_of, shared_data
+        self._mapping, self._make_shared_data = mapping, shared_data
         self._part_of: dict[Any, int] = {}  # module id -> its part
         self._places: dict[ServingModule, int] = {}
         self._place_of_agent = {
@@ -208,26 +218,37 @@ class MultiAgentLane:
 
     def _assign(self, lane: AgentLane) -> None:
         """Find out which module serves the agents that have begun."""
-        agents, part = lane.part.agents, self.parts.index(lane)
-        for slot in lane.take_begun():
-            env, place = divmod(slot, len(agents))
-            agent = agents[place]
-            episode_id = self.episode_ids(env, self.clock.number(env, self.vector_steps + 1))
-            try:
-                module = self._module_of(agent, episode_id)
-            except Exception as error:
-                error.add_note(f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}")
-                raise
-            module_id = module.module_id
-            if self._part_of.setdefault(module_id, part) != part:
-                other = self.parts[self._part_of[module_id]].part
-                raise EnvError(
-                    f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}: module "
-                    f"'{module_id}' serves agent '{other.agents[0]}', with observations in {other.observation_space} "
-                    f"and actions in {other.action_space}, but this one's are in {lane.part.observation_space} and "
-                    f"{lane.part.action_space}: expected the same spaces under one module"
-                )
-            lane.assign(slot, self._place_for(module), episode_id)
+        slots = lane.take_begun()
+        if not len(slots):
+            return
+        envs, agents = np.divmod(slots, len(lane.part.agents))
+        now = self.vector_steps + 1
+        ids = {env: self.episode_ids(env, self.clock.number(env, now)) for env in np.unique(envs).tolist()}
+        if self._mapping.is_by_agent:
+            _, first, each = np.unique(agents, return_index=True, return_inverse=True)
+            modules = np.array([self._module_for(lane, slot, ids) for slot in slots[first].tolist()])[each]
+        else:
+            modules = np.array([self._module_for(lane, slot, ids) for slot in slots.tolist()])
+        lane.assign(slots, modules, [ids[env] for env in envs.tolist()])
+
+    def _module_for(self, lane: AgentLane, slot: int, episode_ids: Mapping[int, str]) -> int:
+        """Place of the module that serves a slot from now on."""
+        env, place = divmod(slot, len(lane.part.agents))
+        agent, part = lane.part.agents[place], self.parts.index(lane)
+        try:
+            module = self._mapping.module_of(agent, episode_ids[env])
+        except Exception as error:
+            error.add_note(f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}")
+            raise
+        if self._part_of.setdefault(module.module_id, part) != part:
+            other = self.parts[self._part_of[module.module_id]].part
+            raise EnvError(
+                f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}: module "
+                f"'{module.module_id}' serves agent '{other.agents[0]}', with observations in "
+                f"{other.observation_space} and actions in {other.action_space}, but this one's are in "
+                f"{lane.part.observation_space} and {lane.part.action_space}: expected the same spaces under one module"
+            )
+        return self._place_for(module)
 
     def _place_for(self, module: ServingModule) -> int:
         """The module's place, a free one where it is new."""

@@ -345,3 +345,34 @@ def test_what_says_nothing_of_exploring_is_refused(explore: Any) -> None:
         ModuleError, match=r"expected a bool, or a dict: module id -> bool, with ids among \['a', 'b'\]"
     ):
         marathon(explore=explore)
+
+
+# Which module serves whom
+
+
+class Asked(dict[Any, Any]):
+    """A mapping that counts how often it is asked."""
+
+    count = 0
+
+    def __getitem__(self, agent: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(agent)
+
+
+def test_a_dict_is_asked_for_agents_and_a_function_for_their_episodes() -> None:
+    asked, called = Asked(a="a", b="b"), []
+    options: Any = {"num_envs": 16, "length": 2, "fragment_length": 10, "num_fragments": 2}
+    with marathon(agent_to_module_mapping_fn=asked, **options) as rollout:
+        by_dict = [rows(fragment, "b") for fragment in rollout.fragments()]
+    assert asked.count <= 2 * (1 + 10)  # whenever agents begin, each once for all environments
+
+    def mapping(agent: Any, episode: Any) -> Any:
+        called.append((agent, episode.id_))
+        return agent
+
+    with marathon(agent_to_module_mapping_fn=mapping, **options) as rollout:
+        called.clear()  # of what was asked to find out spaces, and at the first reset
+        by_function = [rows(fragment, "b") for fragment in rollout.fragments()]
+    assert by_function == by_dict
+    assert len(called) == len(set(called)) == 2 * 16 * 10

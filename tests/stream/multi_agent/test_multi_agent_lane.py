@@ -20,7 +20,13 @@ class Serving(NamedTuple):
     is_removed: bool = False
 
 
-M, N = Serving("m"), Serving("n")
+class ByAgent:
+    is_by_agent = True
+
+    def module_of(self, agent: Any, episode_id: str) -> Serving:
+        return Serving({"a": "m", "b": "n"}[agent])
+
+
 NOBODY = np.zeros(2, np.bool_)
 
 
@@ -33,7 +39,7 @@ def lane_of(num_rows: int = 2, lookback: int = 1) -> MultiAgentLane:
         num_rows=num_rows,
         lookback=lookback,
         name="here",
-        module_of=lambda agent, episode_id: {"a": M, "b": N}[agent],
+        mapping=ByAgent(),
         shared_data=lambda module: {},
     )
 
