@@ -78,10 +78,11 @@ def _timelines(
         if not ends and (has_ended or not part.lives[slot]):
             continue
         episode, row = part.live[slot], int(part.at[slot])
-        observed_at = part.fragment.clock[row - episode.rewards.total() : row + 1, slot].tolist()
+        starts = part.ended.starts if ends and part.ended is not None else part.episode_start
+        observed_at = (part.fragment.clock[max(0, int(starts[slot])) : row + 1, slot] - started).tolist()
         if ends:
-            observed_at[-1] = now
-        timeline = AgentTimeline(episode, [step - started for step in observed_at])
+            observed_at[-1] = now - started
+        timeline = AgentTimeline(episode, observed_at)
         if not ends and part.waits(slot):
             timeline.pending = part.fragment_for(int(part.module[slot])).action_in(row, slot)
             timeline.received = {now - started - 1: part.received(slot)}
