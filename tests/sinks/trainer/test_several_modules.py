@@ -14,7 +14,7 @@ from feeding import SHORT, trainer
 from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import MultiAgentRollout, Rollout
-from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow.sinks import TrainerProcess, TrainerSink, TrainerStream, feed
 from rollflow.stream.errors import ModuleError, WireError
 from rollflow.stream.testing import check
 
@@ -124,3 +124,23 @@ def test_one_agent_s_rollout_is_not_mixed_with_several_agents() -> None:
         next(iter(stream))
         with pytest.raises(WireError, match=r"spaces or weights are not those of rollout .* expected the same"):
             threads.submit(feed, one, str(stream.address), limits=SHORT).result()
+
+
+def train(stream: TrainerStream, modules: Any) -> list[int]:
+    """In a process of its own: how many rows each of three rounds had."""
+    rows = []
+    for batches in stream:
+        rows.append(sum(len(batch["rewards"]) for batch in batches.values()))
+        stream.publish({each: module.state_dict() for each, module in modules.items()})
+        if len(rows) == 3:
+            return rows
+    return rows
+
+
+@pytest.mark.slow
+def test_a_trainer_may_be_a_child() -> None:
+    _, rollout = made(DRAWN)
+    with TrainerProcess(train, rollout.module) as child:
+        assert feed(rollout, child.address, watch=child.watch) == "the trainer has ended"
+    assert len(child.result) == 3
+    assert len(set(rollout.policy_versions.values())) == 1
