@@ -112,6 +112,8 @@ class ModuleSet:
         """
         with self._lock:
             self.modules.check_new(module_id)
+            if module_id in self.acting:  # it has been taken out of `modules` alone
+                self._retire(module_id)
             made = self._made(module_id, module)
             # Before an agent can be mapped to it: lanes may go on meanwhile.
             self._have_act(module_id, made, self._explores(module_id) if explore is None else explore)

@@ -231,6 +231,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         of the one that was removed.
         """
         self._modules.add(module_id, module, explore=explore)
+        self.learner.forget(module_id)
 
     def remove_module(self, module_id: Any) -> None:
         """Have a module serve no agent that begins; those that it serves keep it until their episodes end.

@@ -62,7 +62,10 @@ class MultiRLModule(Mapping[Any, Any]):
             raise ModuleError(f"there is a module '{module_id}' already, expected another id, or remove_module first")
 
     def remove_module(self, module_id: Any, *, raise_err_if_not_found: bool = True) -> Any:
-        """Take a module out, and return it; None where there is none, and that is no error."""
+        """Take a module out, and return it; None where there is none, and that is no error.
+
+        Of a rollout's modules remove one by `rollout.remove_module`, which keeps nothing of it.
+        """
         module = self[module_id] if raise_err_if_not_found else self.get(module_id)
         self._modules.pop(module_id, None)
         return module

@@ -149,6 +149,19 @@ def test_a_module_may_come_back_again_and_again() -> None:
     assert rollout.policy_versions == {"a": 40, "b": 0}
 
 
+def test_a_module_that_was_taken_out_of_the_modules_alone_was_removed() -> None:
+    with marathon(length=4, fragment_length=3, num_fragments=3) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        rollout.publish({"a": Acts(0).state_dict()})
+        rollout.module.remove_module("a")
+        rollout.add_module("a", Acts(7))
+        fragment = next(fragments)
+        assert (rows(fragment, "a"), rows(fragment, "a", "policy_version")) == ([0, 7, 7], [1, 2, 2])
+        next(fragments)
+        assert [len(set(lane.modules) - {None}) for lane in rollout.environments.lanes] == [2]
+
+
 def test_of_two_modules_of_one_id_the_columns_are_those_that_both_have() -> None:
     first, second = {"x": torch.zeros(()), "y": torch.zeros(())}, {"y": torch.ones(()), "z": torch.zeros(())}
     with marathon(module={"a": Acts(0, outputs=first), "b": Acts(1)}, length=4, fragment_length=3) as rollout:
