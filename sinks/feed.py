@@ -38,7 +38,7 @@ def feed(
 ) -> str | None:
     """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
 
-    Of a `MultiAgentRollout` its train batches go there, each of one fragment of every lane.
+    Of a `MultiAgentRollout` its train batches go there, each of as many fragments as there are lanes at the beginning.
 
     What there is to say is said to a `TrainerSink`, with these parameters. Returns the trainer's reason to leave, None
     where it has not left. Raises what the rollout, its environments or the connection raised.

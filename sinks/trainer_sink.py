@@ -16,9 +16,15 @@ from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.rollout import Rollout
-from rollflow.sinks.trainer.by_module import batches_in, num_rows
 from rollflow.sinks.trainer.compression import available
-from rollflow.sinks.trainer.introduction import AnyRollout, introduction_of, publish_as, seen_in, version_of
+from rollflow.sinks.trainer.introduction import (
+    AnyRollout,
+    introduction_of,
+    publish_as,
+    published_ids,
+    seen_in,
+    version_of,
+)
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
@@ -81,8 +87,11 @@ class TrainerSink:
     which is written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` of
     what it got is sent copies through the socket, as with 'unix:', until it lets go of some.
 
-    To be made before the rollout is added to its graph. Raises WireError for an address that is none, or not without a
-    secret; what the connection raised, such as another secret, when the graph runs.
+    To be made before the rollout is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer
+    publishes stay from then on: those that come and go are to be left out of its `modules_to_train`.
+
+    Raises WireError for an address that is none, or not without a secret, ModuleError for module ids that are no
+    strings; what the connection raised, such as another secret, when the graph runs.
     """
 
     def __init__(
@@ -102,8 +111,7 @@ class TrainerSink:
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
-        self._is_by_module = isinstance(rollout, MultiAgentRollout)
-        if self._is_by_module and sends != "batches":
+        if isinstance(rollout, MultiAgentRollout) and sends != "batches":
             raise ValueError(
                 "fragments of several agents can't be sent to a trainer, expected sends='batches' and a "
                 "MultiAgentLearnerPipeline between the rollout and this"
@@ -112,6 +120,7 @@ class TrainerSink:
         check_secret(target, secret_bytes(secret))
         check_shared(target, tls)
         check_tls(target, tls)
+        self._ids = published_ids(rollout)
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
         self._rollout, self._linger, self._sends = rollout, linger, sends
@@ -198,7 +207,7 @@ class TrainerSink:
     # Inside
 
     def _hello(self) -> Hello:
-        told = introduction_of(self._rollout)
+        told = introduction_of(self._rollout, self._ids)
         return Hello(
             versions=(VERSION, VERSION),
             role="source",
@@ -227,7 +236,7 @@ class TrainerSink:
 
     def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
         """In the link's thread."""
-        return publish_as(self._rollout, version, weights)
+        return publish_as(self._rollout, version, weights, self._ids)
 
     async def _send(self, items: Inlet[Fragment | Batch]) -> None:
         async for item in items:
@@ -299,8 +308,9 @@ class TrainerSink:
             self._gate.give(item.lane, item.sequence)
             self._give_receipt(item)
         else:
-            message = message_of_batch(number, item, is_by_module=self._is_by_module)
-            steps = num_rows(batches_in(item, is_by_module=self._is_by_module))
+            is_by_module = isinstance(self._rollout, MultiAgentRollout)
+            message = message_of_batch(number, item, modules=self._ids if is_by_module else None)
+            steps = int(message.rest["steps"])
         if self._lender is not None:
             self._lender.look_at(message)
         self._kept.add(message, nbytes_of(message), steps)

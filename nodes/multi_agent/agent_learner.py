@@ -38,7 +38,11 @@ class AgentLearner:
 
     def trains(self, module_id: Any) -> bool:
         """Whether batches are made for a module."""
-        return module_id in self._modules and (self.to_train is None or module_id in self.to_train)
+        return module_id in self._modules and self.would_train(module_id)
+
+    def would_train(self, module_id: Any) -> bool:
+        """Whether batches are made for a module of this id when there is one."""
+        return self.to_train is None or module_id in self.to_train
 
     def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
         """The pipeline of one module, made when first asked for."""

@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ class ModuleSet:
         acting     how forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
 
     modules    those that are trained, by id
+    version_elsewhere    that somebody else has published last, for all that he publishes
     acting     those that agents which begin may be served by, by id. Whoever serves an agent is held by its lane, also
                when it has been removed, or another has been added under its id
 
@@ -76,6 +77,8 @@ class ModuleSet:
         self._flat = self._how.pop("flat")
         self.acting: dict[Any, ActingModule] = {}
         self._past: dict[Any, _Past] = {}
+        self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
+        self.version_elsewhere = 0
         self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
         if given is None and len(parts) > 1:
             raise ModuleError(
@@ -159,10 +162,36 @@ class ModuleSet:
             return {module_id: self.acting[module_id].weights.publish(state) for module_id, state in weights.items()}
 
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
-        """The same under a version; False: none of the modules named has an older one."""
+        """The same under a version that somebody else counts; False: there is a newer one, or this one, already.
+
+        Raises ModuleError, too, where they are not those of all modules that are published elsewhere.
+        """
         with self._lock:
+            if self._elsewhere is not None and weights.keys() != self._elsewhere:
+                raise ModuleError(
+                    f"weights are of the modules {sorted(weights)}, expected those of {sorted(self._elsewhere)}"
+                )
             self._check(weights)
-            return any([self.acting[each].weights.publish_as(version, state) for each, state in weights.items()])
+            if version <= self.version_elsewhere:
+                return False
+            self.version_elsewhere = version
+            for module_id, state in weights.items():
+                self.acting[module_id].weights.publish_as(version, state)
+            return True
+
+    def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
+        """Have somebody else publish the weights of these modules, under versions above those that they have."""
+        with self._lock:
+            self._elsewhere = frozenset(ids)
+            self.version_elsewhere = max((self.acting[each].weights.version for each in ids), default=0)
+
+    def check_may_change(self, module_id: Any) -> None:
+        """Raise ModuleError where a trainer elsewhere has to know of a module that comes or goes."""
+        if self._elsewhere is not None:
+            raise ModuleError(
+                f"module '{module_id}' is trained, and a trainer elsewhere publishes the weights of "
+                f"{sorted(self._elsewhere)}: expected modules_to_train to leave out those that come and go"
+            )
 
     def versions(self) -> dict[Any, int]:
         """Module id -> the policy version that was published last."""

@@ -208,9 +208,22 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
         """The same under a version that somebody else counts, who alone publishes then: a trainer elsewhere.
 
-        False: the modules have that version already, or a newer one; nothing changes.
+        False: the modules have that version already, or a newer one; nothing changes. Raises ModuleError, too, where
+        weights are not of all the modules that `be_published_elsewhere` has named.
         """
         return self._modules.publish_as(version, weights)
+
+    def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
+        """Have a trainer elsewhere publish the weights of these modules, together: all that are trained stay then.
+
+        Modules that are not trained may come and go.
+        """
+        self._modules.be_published_elsewhere(ids)
+
+    @property
+    def version_elsewhere(self) -> int:
+        """The version that a trainer elsewhere has published last, or with which its modules began."""
+        return self._modules.version_elsewhere
 
     def acting_weights(self, module_id: Any = DEFAULT_MODULE_ID) -> ActingWeights:
         """Copies of the weights that a module acts with, those published last, and their policy version.
@@ -230,6 +243,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         rows of both. Raises ModuleError for an id that is taken, and for a module whose initial state is not like that
         of the one that was removed.
         """
+        if self.learner.would_train(module_id):
+            self._modules.check_may_change(module_id)
         self._modules.add(module_id, module, explore=explore)
         self.learner.forget(module_id)
 
@@ -239,6 +254,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         Then nothing of it is kept, nor its returns, but the number of its last version. Raises ModuleError for one
         that there is not.
         """
+        if self.learner.would_train(module_id):
+            self._modules.check_may_change(module_id)
         self._modules.remove(module_id)
         self.learner.forget(module_id)
 

@@ -3,7 +3,7 @@
 A batch is module id -> train batch. Weights go as those of one module do, by names `module id/name`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,15 @@ def joined_weights(weights: ByModule) -> dict[str, Any]:
     return {f"{module_id}/{name}": value for module_id, each in weights.items() for name, value in each.items()}
 
 
-def parted_weights(weights: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The same by modules again. Raises ModuleError for a name that is of none."""
+def parted_weights(weights: Mapping[str, Any], ids: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """The same by modules again, of which there are these. Raises ModuleError for a name that is of none of them."""
     parted: dict[str, dict[str, Any]] = {}
+    longest_first = sorted(ids, key=len, reverse=True)
     for joined, value in weights.items():
-        module_id, slash, name = joined.rpartition("/")
-        if not slash:
-            raise ModuleError(f"weights have '{joined}', expected 'module id/name' where there are several modules")
-        parted.setdefault(module_id, {})[name] = value
+        module_id = next((each for each in longest_first if joined.startswith(f"{each}/")), None)
+        if module_id is None:
+            raise ModuleError(f"weights have '{joined}', expected 'module id/name' with ids among {sorted(ids)}")
+        parted.setdefault(module_id, {})[joined[len(module_id) + 1 :]] = value
     return parted
 
 
@@ -45,20 +46,28 @@ def batches_in(batch: Batch, *, is_by_module: bool) -> Iterator[Batch]:
         yield batch
 
 
-def oldest_version(batches: Iterator[Batch]) -> int | None:
-    """The oldest policy version that actions were computed with; None where a batch does not say, or has no rows."""
+def oldest_version(batches: Iterable[Batch]) -> int | None:
+    """The oldest policy version that actions were computed with; None where a batch does not say, or has no steps."""
     oldest = []
     for batch in batches:
-        versions = batch.get(Columns.POLICY_VERSION)
-        if versions is None or not len(versions):
+        versions, mask = batch.get(Columns.POLICY_VERSION), batch.get(Columns.LOSS_MASK)
+        if versions is None:
+            return None
+        if mask is not None and mask.shape == versions.shape:
+            versions = versions[mask]  # without what rows are padded with
+        if not len(versions):
             return None
         oldest.append(int(versions.min()))
     return min(oldest, default=None)
 
 
-def num_rows(batches: Iterator[Batch]) -> int:
-    """Rows of all of them."""
-    return sum(len(leaves_of(batch)[0]) for batch in batches)
+def num_steps(batches: Iterable[Batch]) -> int:
+    """Steps in all of them: rows, or what the loss masks have of them."""
+    count = 0
+    for batch in batches:
+        mask = batch.get(Columns.LOSS_MASK)
+        count += len(leaves_of(batch)[0]) if mask is None else int(mask.sum())
+    return count
 
 
 def concatenated(batches: Sequence[Batch], *, is_by_module: bool) -> Batch:
@@ -70,6 +79,8 @@ def concatenated(batches: Sequence[Batch], *, is_by_module: bool) -> Batch:
 
 
 def _one_of(batches: Sequence[Batch]) -> Batch:
+    """With the columns that all have: a module may have been followed by another that gives others."""
     if len(batches) == 1:
         return dict(batches[0])
-    return {name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in batches[0]}
+    names = [name for name in batches[0] if all(name in batch for batch in batches)]
+    return {name: map_tree(lambda *parts: torch.cat(parts), *(each[name] for each in batches)) for name in names}

@@ -16,7 +16,7 @@ from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.remote.fragment_checks import told_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import RollflowError, WireError
-from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.stream.tree import Tree, leaves_of, map_tree
 from rollflow.stream.wire import Fragment
 
 try:
@@ -24,6 +24,7 @@ try:
 except ImportError:  # an extra
     zstandard = None  # type: ignore[assignment]
 
+Columned = dict[str, Any]
 NAME = "zstd"
 COMPRESSED = (Columns.OBS, Columns.NEXT_OBS)
 _LEVEL = 1  # the network is what is slow
@@ -45,16 +46,12 @@ def check_available(name: str | None) -> None:
 
 def compressed(message: Fragment) -> Fragment:
     """A message whose observations are compressed."""
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    columns, was = dict(message.columns), {}
-    for name in COMPRESSED:
-        if name not in columns:
-            continue
-        arrays = [np.ascontiguousarray(leaf) for leaf in leaves_of(columns[name])]
-        was[name] = [[array.dtype.str, list(array.shape)] for array in arrays]
-        columns[name] = map_tree(
-            lambda leaf: np.frombuffer(compressor.compress(np.ascontiguousarray(leaf).data), np.uint8), columns[name]
-        )
+    if message.rest.get("by_module") is True:
+        parts = {module_id: _compressed_columns(columns) for module_id, columns in message.columns.items()}
+        columns: Columned = {module_id: part[0] for module_id, part in parts.items()}
+        was: Columned = {module_id: part[1] for module_id, part in parts.items()}
+    else:
+        columns, was = _compressed_columns(message.columns)
     return replace(message, columns=columns, rest={**message.rest, "compressed": was})
 
 
@@ -63,16 +60,47 @@ def decompressed(message: Fragment) -> Fragment:
     was = message.rest.get("compressed")
     if was is None:
         return message
-    if zstandard is None or not isinstance(was, Mapping) or not was.keys() <= set(COMPRESSED) & message.columns.keys():
+    if message.rest.get("by_module") is not True:
+        return replace(message, columns=_decompressed_columns(message.columns, was))
+    if not isinstance(was, Mapping) or was.keys() != message.columns.keys():
+        raise WireError(f"compressed is {told_of(was)}, expected what is of each module", "fragment")
+    return replace(
+        message,
+        columns={module_id: _decompressed_columns(part, was[module_id]) for module_id, part in message.columns.items()},
+    )
+
+
+def _compressed_columns(columns: Mapping[str, Tree]) -> tuple[Columned, Columned]:
+    """With compressed observations, and what those were: column -> dtype and shape of each leaf."""
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    packed, was = dict(columns), {}
+    for name in COMPRESSED:
+        if name not in columns:
+            continue
+        arrays = [np.ascontiguousarray(leaf) for leaf in leaves_of(columns[name])]
+        was[name] = [[array.dtype.str, list(array.shape)] for array in arrays]
+        packed[name] = map_tree(
+            lambda leaf: np.frombuffer(compressor.compress(np.ascontiguousarray(leaf).data), np.uint8), columns[name]
+        )
+    return packed, was
+
+
+def _decompressed_columns(packed: Any, was: Any) -> Columned:
+    if (
+        zstandard is None
+        or not isinstance(packed, Mapping)
+        or not isinstance(was, Mapping)
+        or not was.keys() <= set(COMPRESSED) & packed.keys()
+    ):
         raise WireError(f"compressed is {told_of(was)}, expected columns that were asked for so", "fragment")
-    columns = dict(message.columns)
+    columns = dict(packed)
     for name, told in was.items():
         if not isinstance(told, list) or len(told) != len(leaves_of(columns[name])):
             expected = "expected a dtype and a shape for each part"
             raise WireError(f"compressed: {name} is {told_of(told)}, {expected}", "fragment")
         parts = iter(told)
         columns[name] = map_tree(lambda leaf, parts=parts: _decompressed(leaf, next(parts)), columns[name])
-    return replace(message, columns=columns)
+    return columns
 
 
 def _decompressed(data: NDArray[Any], told: Any) -> NDArray[Any]:

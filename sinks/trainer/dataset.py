@@ -4,7 +4,7 @@ import pickle
 import secrets
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from time import monotonic, sleep
 from typing import Any, Self
@@ -18,6 +18,7 @@ from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.weights_codec import from_arrays
 from rollflow.sinks.trainer import parcel
 from rollflow.sinks.trainer.age import AgeBound
+from rollflow.sinks.trainer.by_module import parted_weights
 from rollflow.sinks.trainer.dataset_server import ASK, HELLO, Given, Setup
 from rollflow.sinks.trainer.handing_over import HandingOver
 from rollflow.sinks.trainer.item_message import tensors_of
@@ -142,7 +143,9 @@ class _Making:
 
     def made_of(self, given: Given) -> Iterator[Any]:
         if given.weights is not None:
-            self._module.load_state_dict(from_arrays(given.weights))
+            weights = from_arrays(given.weights)
+            by_module = isinstance(self._module, Mapping)
+            self._module.load_state_dict(parted_weights(weights, self._module) if by_module else weights)
         for token, introduction in given.introductions.items():
             source = self._sources[token] = Source(TrainerSession(token))
             source.name, source.spaces, source.action_space, source.is_stateful, source.is_by_module = introduction

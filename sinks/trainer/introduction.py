@@ -1,6 +1,6 @@
 """What a rollout says of itself to a trainer."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -31,13 +31,13 @@ class Introduction(NamedTuple):
     metadata: dict[str, Any]
 
 
-def introduction_of(rollout: AnyRollout) -> Introduction:
-    """What there is to say of a rollout now."""
+def introduction_of(rollout: AnyRollout, ids: Sequence[str]) -> Introduction:
+    """What there is to say of a rollout now; `ids` of several modules whose weights the trainer publishes."""
     environments = rollout.environments
     if isinstance(rollout, MultiAgentRollout):
         spaces = _spaces_of(environments.parts)
         seen, stateful = [spaces[0]], False
-        weights = joined_weights({str(each): rollout.module[each].state_dict() for each in trained_ids(rollout)})
+        weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
     else:
         spaces = describe_space(environments.observation_space), describe_space(environments.action_space)
         seen = [describe_space(space) for space in seen_in(rollout)]
@@ -59,26 +59,33 @@ def seen_in(rollout: Rollout) -> list[gym.Space[Any]]:
     return [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
 
 
-def trained_ids(rollout: MultiAgentRollout) -> list[Any]:
-    """Ids of the modules that batches are made for. Raises ModuleError for ids that can't be told apart as text."""
-    ids = [module_id for module_id in rollout.module if rollout.learner.trains(module_id)]
-    if not all(isinstance(module_id, str) for module_id in ids):
-        raise ModuleError(f"module ids are {ids}, expected strings where weights come from a trainer elsewhere")
+def published_ids(rollout: AnyRollout) -> tuple[str, ...]:
+    """Ids of several modules whose weights the trainer is to publish, which stay from now on; none of one module.
+
+    Raises ModuleError for ids that are no strings.
+    """
+    if not isinstance(rollout, MultiAgentRollout):
+        return ()
+    trained = [module_id for module_id in rollout.module if rollout.learner.trains(module_id)]
+    if not all(isinstance(module_id, str) for module_id in trained):
+        raise ModuleError(f"module ids are {trained}, expected strings where a trainer elsewhere gets their batches")
+    ids = tuple(module_id for module_id in trained if shapes_of(rollout.module[module_id].state_dict()))
+    rollout.be_published_elsewhere(ids)
     return ids
 
 
 def version_of(rollout: AnyRollout) -> int:
-    """The policy version that it acts with; of several modules the oldest that is trained."""
-    if isinstance(rollout, MultiAgentRollout):
-        versions = rollout.policy_versions
-        return min((versions[module_id] for module_id in trained_ids(rollout)), default=0)
-    return rollout.policy_version
+    """The policy version that it acts with; of several modules that of the trainer's weights."""
+    return rollout.version_elsewhere if isinstance(rollout, MultiAgentRollout) else rollout.policy_version
 
 
-def publish_as(rollout: AnyRollout, version: int, weights: Mapping[str, Any]) -> bool:
-    """Have it act with weights that came under a version; False: they are not newer than its own."""
+def publish_as(rollout: AnyRollout, version: int, weights: Mapping[str, Any], ids: Sequence[str]) -> bool:
+    """Have it act with weights that came under a version; False: they are not newer than its own.
+
+    Raises ModuleError where they are not those of its modules, of `ids` where it has several.
+    """
     if isinstance(rollout, MultiAgentRollout):
-        return rollout.publish_as(version, parted_weights(weights))
+        return rollout.publish_as(version, parted_weights(weights, ids))
     return rollout.publish_as(version, weights)
 
 

@@ -1,6 +1,6 @@
 """What goes to a trainer as messages of the wire: fragments, or train batches made where the rollout is."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -9,9 +9,9 @@ import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.env_source import is_whole
-from rollflow.nodes.remote.fragment_checks import check_whole, told_of
+from rollflow.nodes.remote.fragment_checks import MOST, check_whole, told_of
 from rollflow.nodes.remote.fragment_message import fragment_of, message_of
-from rollflow.sinks.trainer.by_module import batches_in, oldest_version
+from rollflow.sinks.trainer.by_module import batches_in, num_steps, oldest_version
 from rollflow.stream import wire
 from rollflow.stream.episode_ids import EpisodeIds
 from rollflow.stream.errors import ColumnError, WireError
@@ -51,23 +51,32 @@ def fragment_of_message(
     return fragment_of(message, layout, spaces)
 
 
-def message_of_batch(number: int, batch: Batch, *, is_by_module: bool = False) -> wire.Fragment:
+def message_of_batch(number: int, batch: Batch, *, modules: Collection[str] | None = None) -> wire.Fragment:
     """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
 
-    is_by_module    it is module id -> train batch
+    modules    it is module id -> train batch; ids of those that the trainer publishes weights for. None: it is not
     """
     columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
-    oldest = oldest_version(batches_in(columns, is_by_module=is_by_module))
-    return wire.Fragment(0, number, columns, {"batch": True, "policy_version": oldest})
+    rest: dict[str, Any] = {"batch": True}
+    if modules is not None:
+        rest["by_module"] = True
+    counted = [each for name, each in columns.items() if name in modules] if modules is not None else [columns]
+    rest["policy_version"] = oldest_version(counted)
+    rest["steps"] = num_steps(batches_in(columns, is_by_module=modules is not None))
+    return wire.Fragment(0, number, columns, rest)
 
 
-def batch_of_message(message: wire.Fragment) -> tuple[Batch, int | None]:
-    """The train batch in a message, tensors over the memory that they came in, and its oldest policy version."""
-    oldest = message.rest.get("policy_version")
+def batch_of_message(message: wire.Fragment) -> tuple[Batch, int | None, int]:
+    """The train batch in a message, tensors over the memory that they came in, its oldest policy version, its steps.
+
+    Raises WireError where it is none.
+    """
+    oldest, steps = message.rest.get("policy_version"), message.rest.get("steps", 0)
     if oldest is not None and not is_whole(oldest):
         raise WireError(f"policy_version is {told_of(oldest)}, expected a whole number, or nil", "fragment")
+    check_whole("steps", steps, 0, MOST)
     try:
-        return tensors_of(message.columns), oldest
+        return tensors_of(message.columns), oldest, steps
     except (TypeError, ValueError) as error:
         raise WireError(f"it is no train batch: {error}", "fragment") from error
 

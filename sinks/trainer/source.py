@@ -27,12 +27,14 @@ class Arrived:
     number            in the source's stream
     item              a fragment, or a train batch
     policy_version    the oldest that an action was computed with; None: nobody knows
+    batch_steps       transitions in a train batch, as its sender has counted them
     """
 
     source: "Source"
     number: int
     item: Fragment | Batch
     policy_version: int | None
+    batch_steps: int = 0
 
     @property
     def lane(self) -> int:
@@ -41,8 +43,8 @@ class Arrived:
 
     @property
     def num_steps(self) -> int:
-        """Transitions; 0 for a train batch: nobody counts them there."""
-        return self.item.num_steps if isinstance(self.item, Fragment) else 0
+        """Transitions."""
+        return self.item.num_steps if isinstance(self.item, Fragment) else self.batch_steps
 
     @property
     def is_left_out(self) -> bool:
@@ -145,8 +147,10 @@ class Source:
         if is_batch(message) != self.sends_batches:
             raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
         if self.sends_batches:
+            if (message.rest.get("by_module") is True) != self.is_by_module:
+                raise WireError("a train batch of one module among others, or the other way round", "fragment")
             if self.is_by_module and not is_by_module(message.columns):
-                raise WireError("a train batch of one module, expected module id -> train batch", "fragment")
+                raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
             return Arrived(self, message.number, *batch_of_message(message))
         if self.has_fixed_lanes and message.lane >= self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {self.lanes}", "fragment")

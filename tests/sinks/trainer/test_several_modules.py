@@ -7,15 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn, made
+from drawn_agents import Drawn, envs_of, made, modules_of
 from feeding import SHORT, trainer
 from numbered import NumberedEnv, NumberedModule
+from serial_module import SerialModule
+from torch.utils.data import DataLoader
 
-from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow.nodes import DefaultModelConfig, MultiAgentRollout, MultiRLModule, RandomModule, Rollout
 from rollflow.sinks import TrainerProcess, TrainerSink, TrainerStream, feed
-from rollflow.stream.errors import ModuleError, WireError
+from rollflow.sinks.trainer.by_module import joined_weights, parted_weights
+from rollflow.sinks.trainer.compression import compressed, decompressed
+from rollflow.sinks.trainer.item_message import message_of_batch, nbytes_of
+from rollflow.stream.errors import ModuleError, RunError, WireError
 from rollflow.stream.testing import check
 
 DRAWN = Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
@@ -109,6 +115,129 @@ def test_modules_that_are_not_trained_have_no_part_in_it() -> None:
         while rollout.policy_versions["plain 0"] == 0:
             next(iter(stream))
     assert rollout.policy_versions == {"nested 0": 0, "nested 1": 0, "plain 0": 1, "plain 1": 0}
+
+
+def test_a_module_without_weights_is_waited_for_by_nobody() -> None:
+    """It never gets a version: neither the rollout's pace nor a batch's age goes by it."""
+    modules = modules_of(DRAWN) | {"plain 1": RandomModule}
+    stream = trainer(prefetch=0, max_lag=4, on_excess="drop")
+    with fed(stream, DRAWN._replace(at_once=True), module=modules) as (stream, rollout, _):
+        for number, batches in enumerate(stream):
+            weights = {each: {"weight": torch.tensor(float(number))} for each in rollout.module if each != "plain 1"}
+            stream.publish(weights)
+            assert stream.handed[0].num_steps == sum(len(batch["rewards"]) for batch in batches.values())
+            if number == 9:
+                break
+        assert stream.lost == {}
+    assert rollout.policy_versions["plain 1"] == 0
+
+
+def test_weights_that_are_there_before_the_rollout_are_those_that_it_begins_with() -> None:
+    with trainer() as stream:
+        stream.publish({each: {"weight": torch.tensor(1.0)} for each in modules_of(DRAWN)})
+        _, rollout = made(DRAWN, num_fragments=3)
+        with ThreadPoolExecutor() as threads:
+            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+            versions = {int(v) for batches in stream for batch in batches.values() for v in batch["policy_version"]}
+            feeding.result()
+    assert versions == {1}
+
+
+def test_weights_of_some_modules_that_come_too_early_end_the_rollout() -> None:
+    with trainer(join_timeout=5.0) as stream:
+        stream.publish({"plain 0": {"weight": torch.tensor(1.0)}})
+        _, rollout = made(DRAWN)
+        with ThreadPoolExecutor() as threads:
+            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+            with pytest.raises(RunError, match="every rollout is lost"):
+                next(iter(stream))
+            with pytest.raises(
+                ModuleError, match=r"weights are of the modules \['plain 0'\], expected those of \['nested 0"
+            ):
+                feeding.result()
+
+
+def test_batches_that_are_too_old_are_counted() -> None:
+    with fed(trainer(max_lag=0, on_excess="drop"), num_fragments=12) as (stream, rollout, _):
+        rows = 0
+        for batches in stream:
+            rows += sum(len(batch["rewards"]) for batch in batches.values())
+            stream.publish({each: {"weight": torch.tensor(0.0)} for each in rollout.module})
+        assert stream.lost["max_lag"] > 0
+        assert rows + stream.lost["max_lag"] == rollout.num_steps
+
+
+def test_padding_has_no_age() -> None:
+    config = DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=5)
+    _, makers = envs_of(DRAWN._replace(nested=0))
+    rollout = MultiAgentRollout(makers, model_config=config, fragment_length=8, seed=0)
+    with ThreadPoolExecutor() as threads, trainer(prefetch=0) as stream:
+        feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+        for number, batches in enumerate(stream):
+            batch = batches["default_policy"]
+            assert not batch["loss_mask"].all()
+            oldest = int(batch["policy_version"][batch["loss_mask"]].min())
+            assert stream.handed[0].lag == stream.version - oldest
+            assert stream.handed[0].num_steps == int(batch["loss_mask"].sum())
+            stream.publish({"default_policy": rollout.module["default_policy"].state_dict()})
+            if number == 4:
+                break
+    feeding.result()
+
+
+def test_modules_that_are_trained_elsewhere_stay() -> None:
+    _, rollout = made(DRAWN)
+    TrainerSink("unix:/nowhere", rollout, sends="batches").close()
+    for change in (lambda: rollout.remove_module("plain 0"), lambda: rollout.add_module("more", SerialModule())):
+        with pytest.raises(
+            ModuleError, match=r"a trainer elsewhere publishes the weights of .* expected modules_to_train"
+        ):
+            change()
+    rollout.environments.close()
+
+
+def test_others_may_come_and_go() -> None:
+    _, rollout = made(DRAWN, modules_to_train=["plain 0"])
+    TrainerSink("unix:/nowhere", rollout, sends="batches").close()
+    rollout.add_module("more", SerialModule())
+    rollout.remove_module("more")
+    rollout.environments.close()
+
+
+def test_module_ids_that_are_no_strings_are_refused() -> None:
+    _, makers = envs_of(DRAWN._replace(nested=0))
+    agents = {f"agent {number}": 7 for number in range(DRAWN.agents)}
+    rollout = MultiAgentRollout(makers, module={7: SerialModule()}, agent_to_module_mapping_fn=agents)
+    with pytest.raises(ModuleError, match=r"module ids are \[7\], expected strings"):
+        TrainerSink("unix:/nowhere", rollout, sends="batches")
+    rollout.environments.close()
+
+
+def test_weights_are_parted_by_the_ids_that_there_are() -> None:
+    weights = {"a": {"heads.left/right.w": 1}, "a/b": {"w": 2}}
+    assert parted_weights(joined_weights(weights), ["a", "a/b"]) == weights
+    assert parted_weights({"b/c/d.w": 3, "b/v": 4}, ["b", "b/c"]) == {"b/c": {"d.w": 3}, "b": {"v": 4}}
+    with pytest.raises(ModuleError, match="weights have 'c/w'"):
+        parted_weights({"c/w": 1}, ["b"])
+
+
+def test_observations_by_module_are_compressed() -> None:
+    plain = {"obs": np.zeros((1000, 100), np.float32), "rewards": np.zeros(1000, np.float32)}
+    batch: Any = {"a": plain, "obs": plain}
+    message = message_of_batch(1, batch, modules=["a", "obs"])
+    packed = compressed(message)
+    assert nbytes_of(packed) < nbytes_of(message) / 10
+    check(dict(decompressed(packed).columns), batch)
+
+
+def test_a_loader_s_workers_get_weights_by_module() -> None:
+    modules = MultiRLModule(modules_of(DRAWN))
+    with fed(trainer(module=modules), num_fragments=6) as (stream, _, _):
+        loader = DataLoader(stream.dataset(), batch_size=None, num_workers=1)
+        for number, batches in enumerate(loader):
+            assert batches.keys() <= set(modules)
+            stream.publish({each: {"weight": torch.tensor(float(number))} for each in modules})
+    assert number == 5
 
 
 def test_what_cannot_be_sent_is_refused(tmp_path: Path) -> None:
