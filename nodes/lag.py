@@ -20,6 +20,8 @@ class LagBound:
     dropped_fragments, dropped_steps    what was left out so far
     """
 
+    also = ""  # what else there is to do where none may be older
+
     def __init__(self, weights: PolicyWeights | None, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
         if on_excess not in ("drop", "pace"):
             raise ValueError(f"on_excess is {on_excess!r}, expected 'drop' or 'pace'")
@@ -45,7 +47,7 @@ class LagBound:
         if self.on_excess == "pace":
             raise LagError(
                 f"{fragment!r} is {lag} policy versions old, expected at most max_lag={self.max_lag}: under "
-                "on_excess='pace' publish once per batch, or use on_excess='drop'"
+                f"on_excess='pace' publish once per batch{self.also}, or use on_excess='drop'"
             )
         self.dropped_fragments += 1
         self.dropped_steps += fragment.num_steps

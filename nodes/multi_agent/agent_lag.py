@@ -10,11 +10,14 @@ class AgentLagBound(LagBound):
     """A `LagBound` for fragments of several modules: the oldest counts, each beside the newest of its own.
 
     Under "pace", what a removed module did while another of its id acts already is no older than that one: nobody can
-    hold the rollout back so that there is none.
+    hold the rollout back so that there is none. A step that waits for its agent's next observation while a fragment is
+    cut is as old as its action: where agents take turns, nobody can help that, either.
 
     modules    those that act
     trained    ids of those whose age counts; None: all
     """
+
+    also = ", and allow by max_lag for steps that wait for their agent's next turn while fragments are cut"
 
     def __init__(
         self, modules: ModuleSet, trained: frozenset[Any] | None, max_lag: int | None, on_excess: OnExcess = "drop"

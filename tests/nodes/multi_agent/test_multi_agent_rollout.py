@@ -8,6 +8,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from drawn_agents import Drawn, made, publish_next
 from numbered_agents import NumberedAgents
 
 from rollflow.nodes import (
@@ -19,7 +20,7 @@ from rollflow.nodes import (
     RandomModule,
     RLModule,
 )
-from rollflow.stream import ConnectorError, EnvError, ModuleError
+from rollflow.stream import ConnectorError, EnvError, LagError, ModuleError
 
 
 class Talk(MultiAgentEnv):
@@ -221,6 +222,13 @@ def test_pacing_waits_instead() -> None:
             rollout.publish({"a": Values().state_dict(), "b": Values().state_dict()})
     assert taken == 6
     assert rollout.lost == {}
+
+
+def test_a_step_that_waits_over_a_cut_is_as_old_as_its_action() -> None:
+    _, rollout = made(Drawn(3, 1, 4, 0, 9, False, 4, 1, False, 11), max_lag=0, on_excess="pace")
+    with rollout, pytest.raises(LagError, match="allow by max_lag for steps that wait for their agent's next turn"):
+        for number, _ in enumerate(rollout.fragments()):
+            publish_next(rollout, number)
 
 
 # What it tells
