@@ -36,11 +36,16 @@ class ModuleToAgents:
         lane = outputs
         lane.actions = []
         for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
-            try:
-                made = [self._act(lane, part, pipeline, *group) for group in part.by_module(part.acting)]
-            except Exception as error:
-                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, agents {list(part.part.agents)}")
-                raise
+            made = []
+            for place, slots in part.by_module(part.acting):
+                try:
+                    made.append(self._act(lane, part, pipeline, place, slots))
+                except Exception as error:
+                    error.add_note(
+                        f"module '{lane.module_ids[place]}', lane {lane.index}, vector step {lane.vector_steps}, "
+                        f"agents {_agents_of(part, slots)}"
+                    )
+                    raise
             lane.actions.append(_for_envs(part, made))
         return lane
 
@@ -56,6 +61,12 @@ class ModuleToAgents:
             batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
         part.record_actions(slots, batch, place, lane.policy_versions[place])
         return slots, batch.get(Columns.ACTIONS_FOR_ENV)
+
+
+def _agents_of(part: AgentLane, slots: Slots) -> list[Any]:
+    """Whose slots these are, each agent once."""
+    agents = part.part.agents
+    return [agents[place] for place in np.unique(slots % len(agents)).tolist()]
 
 
 def _for_envs(part: AgentLane, made: list[tuple[Slots, Tree]]) -> tuple[Slots | None, Tree]:

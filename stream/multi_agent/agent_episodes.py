@@ -63,6 +63,13 @@ class AgentEpisodes(LaneEpisodes):
         self._items[self._place_of[slot]] = observation
         self.is_rewritten = True
 
+    def whose(self, place: int) -> str:
+        """The environment, the agent and the module of the one at a place, in words."""
+        lane, slot = self._agents, int(self.slots[place])
+        env, agent = divmod(slot, len(lane.part.agents))
+        module_id = lane.module_ids[lane.module[slot]]
+        return f"environment {lane.first_env + env}, agent {lane.part.agents[agent]!r} of module '{module_id}'"
+
     def shows(self, slot: int) -> bool:
         """Whether it is one of the slots."""
         return slot in self._place_of

@@ -30,6 +30,7 @@ class AgentRows:
     at                i64[S] row of each slot's newest observation
     module            i16[S] place of the module that serves each slot, or served it last
     module_ids        of the lane's modules, by place
+    first_env         number of the lane's first environment
     episode_start     i64[S] row of the first observation of the slot's episode
     episode_number    i64[S] how many episodes with a step the slot had before
     custom_data       (slot, number of its episode) -> what pieces keep with it
@@ -44,6 +45,7 @@ class AgentRows:
         self.at: Slots = np.full(slots, layout.lookback)
         self.module = np.zeros(slots, np.int16)
         self.module_ids: Sequence[Any] = ()
+        self.first_env = 0
         self.episode_start = self.at.copy()
         self.episode_number = np.zeros(slots, np.int64)
         self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}

@@ -95,7 +95,7 @@ class MultiAgentLane:
         self._shared_data: dict[int, dict[str, Any]] = {}
         self._first_env = first_env
         self._mapping, self._make_shared_data = mapping, shared_data
-        self._part_of: dict[Any, int] = {}  # module id -> its part
+        self._part_of: dict[Any, tuple[int, Any]] = {}  # module id -> its part, and the first agent that it served
         self._places: dict[ServingModule, int] = {}
         self._place_of_agent = {
             agent: (i, place) for i, part in enumerate(parts) for place, agent in enumerate(part.agents)
@@ -206,7 +206,7 @@ class MultiAgentLane:
             episode_id=EpisodeIds(f"{name}/agents/{index}"),
         )
         lane = AgentLane(self.index, layout, part)
-        lane.module_ids = self.module_ids
+        lane.module_ids, lane.first_env = self.module_ids, self._first_env
         return lane
 
     def _begin(self, observed: Sequence[Observed], infos: Sequence[Infos], envs: Sequence[int]) -> None:
@@ -240,11 +240,12 @@ class MultiAgentLane:
         except Exception as error:
             error.add_note(f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}")
             raise
-        if self._part_of.setdefault(module.module_id, part) != part:
-            other = self.parts[self._part_of[module.module_id]].part
+        known, served = self._part_of.setdefault(module.module_id, (part, agent))
+        if known != part:
+            other = self.parts[known].part
             raise EnvError(
                 f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}: module "
-                f"'{module.module_id}' serves agent '{other.agents[0]}', with observations in "
+                f"'{module.module_id}' serves agent '{served}', with observations in "
                 f"{other.observation_space} and actions in {other.action_space}, but this one's are in "
                 f"{lane.part.observation_space} and {lane.part.action_space}: expected the same spaces under one module"
             )

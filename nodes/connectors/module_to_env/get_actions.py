@@ -14,6 +14,7 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.distribution import Categorical, DistributionType, distribution_for
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
+from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
 from rollflow.stream.tree import leaves_of
 
 RACES = "races"
@@ -162,6 +163,8 @@ def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any], episodes:
 
 def _told(episodes: Episodes, slots: list[int]) -> str:
     """The rows in words: slots, or agents."""
+    if isinstance(episodes, AgentEpisodes):
+        return "; ".join(map(episodes.whose, slots))
     rows = [episodes[slot] for slot in slots if slot < len(episodes)] if isinstance(episodes, list) else []
     agents = [each for each in rows if each.agent_id is not None]
     named = [f"agent '{each.agent_id}' of episode '{each.multi_agent_episode_id}'" for each in agents]

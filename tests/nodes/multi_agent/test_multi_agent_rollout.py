@@ -312,6 +312,12 @@ def test_what_can_not_be_worked_with_is_refused(env: Any, options: Any, error: A
             "agent 'agent 1', vector step 0: module 'a' serves agent 'agent 0', with observations in .* but this one's",
             "",
         ),
+        (
+            lambda: NumberedAgents(0, agents=4, nested=2, at_once=True),
+            {"agent_to_module_mapping_fn": lambda agent, episode: "a" if agent in ("agent 1", "agent 2") else "b"},
+            "agent 'agent 2', vector step 0: module 'a' serves agent 'agent 1', .* in Dict.* one's are in Box",
+            "",
+        ),
     ],
 )
 def test_a_mapping_that_can_not_be_followed_is_refused_where_an_agent_begins(
@@ -379,3 +385,31 @@ def test_box_actions_at_random_follow_from_the_seed() -> None:
     np.testing.assert_array_equal(actions(3), actions(3))
     assert not np.array_equal(actions(3), actions(4))
     assert set(np.unique(actions(3))) == {-3, -2, -1, 0, 1, 2}
+
+
+class Later(Talk):
+    """Without observations of 2 before long."""
+
+    def step(self, actions: Any) -> Any:
+        observations, *told = super().step(actions)
+        return {agent: seen + 50 for agent, seen in observations.items()}, *told
+
+
+class Doubtful(Values):
+    """Has NaN for logits where observations are 2, as those of `a` in the third env step are."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        logits = batch["obs"].float().expand(-1, 2)
+        return {"action_dist_inputs": torch.where(logits == 2, torch.nan, logits), "vf_preds": torch.ones(len(logits))}
+
+
+@pytest.mark.parametrize("explore", [True, False])
+def test_logits_that_are_no_numbers_are_told_with_environment_agent_and_module(explore: bool) -> None:
+    given = {"chance": RandomModule, "doubt": Doubtful(), "b": Values()}
+    mapping = {"a": "doubt", "b": "b"}
+    settings: dict[str, Any] = {"module": given, "agent_to_module_mapping_fn": mapping, "explore": explore, "seed": 0}
+    with MultiAgentRollout([Later, Talk], lanes=2, **settings) as rollout, pytest.raises(ModuleError) as caught:
+        list(rollout.fragments())
+    told = str(caught.value)
+    assert "'action_dist_inputs' is NaN in lane 1, vector step 2, environment 1, agent 'a' of module 'doubt'" in told
+    assert any("module 'doubt', lane 1, vector step 2, agents ['a']" in note for note in caught.value.__notes__)
