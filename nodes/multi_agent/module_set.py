@@ -14,11 +14,12 @@ from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.given import acting_copy, module_for
 from rollflow.nodes.module_forward import ModuleForward
 from rollflow.nodes.multi_agent.acting_module import ActingModule
+from rollflow.nodes.multi_agent.module_spaces import check_actions
 from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
 from rollflow.nodes.multi_agent.random_module import RandomModule
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.stream.episode_ids import EpisodeIds
-from rollflow.stream.errors import EnvError, ModuleError
+from rollflow.stream.errors import EnvError, ModuleError, located
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent_episode import DEFAULT_MODULE_ID, MultiAgentEpisode
 from rollflow.stream.seeding import seed_for
@@ -44,6 +45,7 @@ class ModuleSet:
                    agent's own module where there is one with its id, else "default_policy"
         parts      the agents by their spaces
         seen       of each part, the space that the module sees observations in
+        acted      of each part, the space that the module's actions are to be in; None: connector pieces see to that
         explore    whether actions are sampled, of all modules or by id; of those that are not named they are
         may_be_stateful    whether fragments keep what a state is known by, when a stateful module is added later
         acting     how forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
@@ -62,6 +64,7 @@ class ModuleSet:
         mapping: AgentToModule,
         parts: tuple[AgentPart, ...],
         seen: tuple[Any, ...],
+        acted: tuple[Any, ...],
         *,
         model_config: Any,
         device: Any,
@@ -71,7 +74,7 @@ class ModuleSet:
         acting: Mapping[str, Any],
     ) -> None:
         self._mapping = mapping
-        self._parts, self._seen = parts, seen
+        self._parts, self._seen, self._acted = parts, seen, acted
         self._model_config, self._device, self._seed = model_config, device, seed
         self._how = dict(acting)
         self._flat = self._how.pop("flat")
@@ -215,10 +218,15 @@ class ModuleSet:
         part = self._part_for(module_id, module)
         if part is None:
             return module
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), located(f"module '{module_id}'"):
             torch.manual_seed(seed_for(self._seed, f"weights/{module_id}"))
             config = self._model_config if module is None else None
-            return module_for(module, config, self._seen[part], self._parts[part].action_space)
+            made = module_for(module, config, self._seen[part], self._parts[part].action_space)
+            if self._acted[part] is not None:
+                agents = self._parts[part].agents
+                served = (agent for agent in agents if module_id in self._may_serve(agent))
+                check_actions(made, self._acted[part], next(served, agents[0]))
+            return made
 
     def _check(self, weights: Mapping[Any, Weights]) -> None:
         """Raise ModuleError unless they are modules' of ours."""
@@ -228,7 +236,8 @@ class ModuleSet:
                     f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
                     f"with ids among {list(self.modules)}"
                 )
-            self.acting[module_id].weights.check(state)
+            with located(f"module '{module_id}'"):
+                self.acting[module_id].weights.check(state)
 
     def _part_for(self, module_id: Any, module: Any) -> int | None:
         """The part whose agents a module serves, as far as that can be told before any episode."""

@@ -162,6 +162,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                 agent_to_module_mapping_fn,
                 parts,
                 tuple(_seen(part, pieces) for part, pieces in zip(parts, before, strict=True)),
+                tuple(None if pieces else part.action_space for part, pieces in zip(parts, after, strict=True)),
                 model_config=model_config,
                 device=device,
                 seed=self.seed,

@@ -13,6 +13,8 @@ from numbered_agents import NumberedAgents
 
 from rollflow.nodes import (
     AddInfosFromEpisodesToTrainBatch,
+    ClipActions,
+    DefaultModule,
     GeneralAdvantageEstimation,
     MultiAgentEnv,
     MultiAgentRollout,
@@ -174,10 +176,14 @@ def test_a_module_that_comes_back_is_the_new_one() -> None:
     ("call", "error", "match"),
     [
         (lambda r: r.add_module("a", Values()), ModuleError, "there is a module 'a' already"),
-        (lambda r: r.add_module("c", object()), ModuleError, r"has no method forward_exploration\(\)"),
+        (lambda r: r.add_module("c", object()), ModuleError, r"module 'c': module is object, which has no method"),
         (lambda r: r.remove_module("c"), ModuleError, r"there is no module 'c', expected one of \['a', 'b'\]"),
         (lambda r: r.publish({"c": {}}), ModuleError, r"there is no module 'c' to publish .* ids among \['a', 'b'\]"),
-        (lambda r: r.publish({"a": Values().state_dict(), "b": {}}), ModuleError, "weight"),
+        (
+            lambda r: r.publish({"a": Values().state_dict(), "b": {}}),
+            ModuleError,
+            "module 'b': weights do not fit module 'Values': missing",
+        ),
     ],
 )
 def test_modules_that_do_not_fit_are_refused_and_nothing_has_changed(call: Any, error: Any, match: str) -> None:
@@ -185,6 +191,27 @@ def test_modules_that_do_not_fit_are_refused_and_nothing_has_changed(call: Any, 
     with pytest.raises(error, match=match):
         call(rollout)
     assert rollout.policy_versions == {"a": 0, "b": 0}
+    rollout.environments.close()
+
+
+SEEN = gym.spaces.Box(0, 100, (1,), np.float32)
+
+
+@pytest.mark.parametrize("asked", [3, 2])
+def test_a_module_that_chooses_other_actions_than_its_agents_have_is_refused(asked: int) -> None:
+    made: Any = DefaultModule(SEEN, gym.spaces.Discrete(asked))
+    given = {"module": {"a": Values(), "b": made}}
+    if asked == 2:
+        talk(**given).environments.close()
+        return
+    match = r"module 'b': 'DefaultModule' was made for actions in Discrete\(3\), but those of agent 'b' are in Discr.*2"
+    with pytest.raises(ModuleError, match=match):
+        talk(**given)
+    talk(**given, module_to_env_connector=lambda part: ClipActions()).environments.close()  # a piece may translate them
+    rollout = talk()
+    with pytest.raises(ModuleError, match=match.replace("'b'", "'c'", 1).replace("'b'", "'a'")):
+        rollout.add_module("c", made)
+    assert list(rollout.module) == ["a", "b"]
     rollout.environments.close()
 
 
