@@ -6,7 +6,8 @@ import os
 import random
 import signal
 import threading
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,20 +150,33 @@ def test_infos_that_can_not_be_sent_are_named(caplog: pytest.LogCaptureFixture) 
     assert "EnvError: environment 1, agent 'agent 1': its info['simulator']: <object object" in caplog.text
 
 
-def test_a_hung_simulator_is_named_and_its_episodes_ended(tmp_path: Path) -> None:
-    def release(rollout: MultiAgentRollout) -> None:
-        while not rollout.lost:
-            time.sleep(0.01)  # until the step is given up
-        (tmp_path / "go 0").touch()
+@contextmanager
+def released_once_lost(rollout: MultiAgentRollout, go: Path) -> Iterator[threading.Thread]:
+    """A thread that lets a simulator go on once its step is given up; also where the test fails before that."""
+    is_over = threading.Event()
 
+    def release() -> None:
+        while not rollout.lost and not is_over.wait(0.01):
+            pass
+        go.touch()
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
+    try:
+        yield releasing
+    finally:
+        is_over.set()
+        releasing.join()
+
+
+def test_a_hung_simulator_is_named_and_its_episodes_ended(tmp_path: Path) -> None:
     envs = listening()
     hangs = makers(tmp_path, 0, fate="hold", step=20, lives=1, length=50)
     with (
         hosting(envs.addresses[0], [*hangs, *makers(tmp_path, 1)], lanes=2, name="sim"),
         rollout_over(envs, step_timeout=0.3) as rollout,
+        released_once_lost(rollout, tmp_path / "go 0") as releasing,
     ):
-        releasing = threading.Thread(target=release, args=(rollout,))
-        releasing.start()
         fragments = iter(rollout.fragments())
         taken = taken_until(fragments, lambda taken: bool(rollout.lost) and any(f.losses for f in taken))
         releasing.join()
