@@ -12,6 +12,7 @@ from rollflow.nodes.multi_agent.remote.agent_host_lane import AgentHostLane, age
 from rollflow.nodes.multi_agent.several import first_made, with_first
 from rollflow.nodes.remote.host import Host
 from rollflow.nodes.remote.host_lane import HostLane
+from rollflow.nodes.remote.lane_threads import all_made
 from rollflow.nodes.remote.remote_envs import Secret
 from rollflow.stream.wire import Answer, Limits
 
@@ -62,8 +63,8 @@ def _lanes_of(env: Any, num_envs: int | None, lanes: int | None) -> Lanes:
         return agent_lanes(env, num_envs, lanes, are_vectors=True)
     first = first_made(env)
     if first is None:
-        return [HostLane(maker) for maker in lane_makers(env, num_envs, lanes)]
+        return all_made(HostLane(maker) for maker in lane_makers(env, num_envs, lanes))
     with first:
         if first.has_several:
             return agent_lanes(with_first(env, first), num_envs, lanes, are_vectors=first.is_vector)
-        return [HostLane(maker) for maker in lane_makers(with_first(env, first), num_envs, lanes)]
+        return all_made(HostLane(maker) for maker in lane_makers(with_first(env, first), num_envs, lanes))

@@ -2,12 +2,13 @@
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from gymnasium.vector import VectorEnv
 
+from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.stepping import autoreset_mode, close_failed
 from rollflow.stream.errors import EnvError
 from rollflow.stream.space_codec import describe_space, space_of
@@ -36,6 +37,18 @@ class ServedLane(Protocol):
     def describe(self) -> dict[str, Any]:
         """What a Hello says of them: fields by their names."""
         ...
+
+
+L = TypeVar("L", bound=ServedLane)
+
+
+def all_made(lanes: Iterable[L]) -> list[L]:
+    """The lanes of a host, each made when asked for; where one can't be made, those before it are closed."""
+    made: list[L] = []
+    with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
+        for lane in lanes:
+            made.append(lane)  # noqa: PERF402  # so that those that are made are known
+    return made
 
 
 class Job(NamedTuple):

@@ -11,6 +11,7 @@ from rollflow.nodes.acting import Acting, acting_for, compile_options
 from rollflow.nodes.env_source import EnvSource, lane_makers
 from rollflow.nodes.remote.account import Progress, metrics_of
 from rollflow.nodes.remote.host import Host
+from rollflow.nodes.remote.lane_threads import all_made
 from rollflow.nodes.remote.remote_envs import Secret
 from rollflow.nodes.remote.rollout_lane import RolloutLane
 from rollflow.nodes.remote.rollout_settings import PIPELINES, RolloutSettings
@@ -77,7 +78,7 @@ class RolloutHost(Host):
             "env_to_module_connector": env_to_module_connector,
             "module_to_env_connector": module_to_env_connector,
         }
-        self._lanes = [RolloutLane(maker, self._acting) for maker in lane_makers(env, num_envs, lanes)]
+        self._lanes = all_made(RolloutLane(maker, self._acting) for maker in lane_makers(env, num_envs, lanes))
         self._ids: list[int] = []  # what the rollout calls the lanes
         self._said: dict[int, Progress] = {}
         self._said_at = 0.0

@@ -8,7 +8,7 @@ from gymnasium.vector import SyncVectorEnv
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 
-from rollflow.nodes import MultiAgentRollout, PrevActionsPrevRewards, RandomModule, Rollout
+from rollflow.nodes import EnvHost, MultiAgentRollout, PrevActionsPrevRewards, RandomModule, Rollout, RolloutHost
 
 
 class Stuck:
@@ -71,6 +71,15 @@ def test_environments_made_before_one_that_can_not_be_made_are_closed(kind: Any,
         envs, makers = made()
         with pytest.raises(ZeroDivisionError):
             kind([*makers[:3], failing], lanes=lanes, module=RandomModule)
+        assert [env.closed for env in envs] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("kind", "made"), [(EnvHost, of_one), (EnvHost, of_several), (RolloutHost, of_one)])
+def test_environments_of_a_host_that_can_not_be_made_are_closed(kind: Any, made: Any) -> None:
+    for lanes in (1, 2, 4):
+        envs, makers = made()
+        with pytest.raises(ZeroDivisionError):
+            kind([*makers[:3], failing], lanes=lanes)
         assert [env.closed for env in envs] == [True, True, True, False]
 
 

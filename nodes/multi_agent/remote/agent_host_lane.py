@@ -1,15 +1,15 @@
 """One lane of a host: environments with several agents that are stepped, in a thread, as requests come."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.multi_agent.agent_environments import lane_makers
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.lane_envs import LaneEnvs, lane_envs
 from rollflow.nodes.multi_agent.workers.agent_codec import InfoCodec
+from rollflow.nodes.remote.lane_threads import all_made
 from rollflow.nodes.stepping import close_failed
 from rollflow.stream.errors import EnvError
 from rollflow.stream.multi_agent.vector_step import Observed
@@ -106,18 +106,19 @@ def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, *, are_vector
         given = lane_makers(env, num_envs, lanes)
         if are_vectors and lanes is None:
             given = [[make] for make in given[0]]
-    made: list[AgentHostLane] = []
-    count = 0
-    with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
+
+    def made() -> Iterator[AgentHostLane]:
+        count = 0
         for makers in given:
-            made.append(AgentHostLane(makers, count))
-            count += made[-1].env.num_envs
-        if num_envs not in (None, count) or lanes not in (None, len(made)):
+            yield (lane := AgentHostLane(makers, count))
+            count += lane.env.num_envs
+        if num_envs not in (None, count) or lanes not in (None, len(given)):
             raise EnvError(
                 f"num_envs is {num_envs} and lanes is {lanes}, but the vector environments have {count} environments "
-                f"in {len(made)} lanes; expected them to be left out"
+                f"in {len(given)} lanes; expected them to be left out"
             )
-    return made
+
+    return all_made(made())
 
 
 def _sent(agent: Any) -> str | int:
