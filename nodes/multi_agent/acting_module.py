@@ -8,7 +8,7 @@ from rollflow.nodes.policy_weights import PolicyWeights
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class ActingModule:
     """One module as it acts; another that is added later under its id is another.
 

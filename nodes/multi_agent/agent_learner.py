@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.given import pieces_given
+from rollflow.nodes.multi_agent.acting_module import ActingModule
 from rollflow.nodes.multi_agent.module_set import ModuleSet
 from rollflow.nodes.multi_agent.published_modules import PublishedModules
 from rollflow.stream.errors import ModuleError
@@ -32,26 +34,26 @@ class AgentLearner:
         if unknown or isinstance(to_train, str):
             raise ModuleError(f"modules_to_train is {to_train!r}, expected a list of ids among {list(modules)}")
         self.to_train = None if to_train is None else frozenset(to_train)
-        self._modules, self._connector, self._metrics = modules, connector, metrics
-        self._published = PublishedModules(acting)
-        self._pipelines: dict[Any, LearnerConnectorPipeline] = {}
+        self._acting, self._modules = acting.acting, modules
+        self._connector, self._metrics = connector, metrics
+        self._published = PublishedModules()
+        # By what acts, not by id: another that is added under the id, in whichever thread, begins with its own.
+        self._pipelines: WeakKeyDictionary[ActingModule, LearnerConnectorPipeline] = WeakKeyDictionary()
 
     def trains(self, module_id: Any) -> bool:
         """Whether batches are made for a module."""
-        return module_id in self._modules and self.would_train(module_id)
+        return module_id in self._modules and module_id in self._acting and self.would_train(module_id)
 
     def would_train(self, module_id: Any) -> bool:
         """Whether batches are made for a module of this id when there is one."""
         return self.to_train is None or module_id in self.to_train
 
     def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
-        """The pipeline of one module, made when first asked for."""
-        return self._pipeline_for(module_id, self._modules[module_id])
-
-    def forget(self, module_id: Any) -> None:
-        """Keep nothing of a module that has been removed: another of its id begins with a pipeline of its own."""
-        self._pipelines.pop(module_id, None)
-        self._published.forget(module_id)
+        """The pipeline of one module that acts, made when first asked for."""
+        trained, acting = self._modules[module_id], self._acting.get(module_id)
+        if acting is None:
+            raise ModuleError(f"module '{module_id}' does not act, expected one of {list(self._acting)}")
+        return self._pipeline_for(acting, trained)
 
     def batch_of(self, fragments: Sequence[MultiAgentFragment], *, as_published: bool = False) -> dict[Any, Batch]:
         """Module id -> its train batch, for those that are trained and have made steps in these fragments.
@@ -65,23 +67,27 @@ class AgentLearner:
                 continue
             parts = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
             parts = [part for part in parts if len(part.chunks.slot)]
-            module = (self._published if as_published else self._modules).get(module_id)
-            if parts and module is not None:  # it may have been removed in another thread since
-                batches[module_id] = self._batch_of(module_id, module, parts)
+            acting, module = self._acting.get(module_id), self._modules.get(module_id)
+            # It may have been removed in another thread since, and another of its id been added.
+            if parts and acting is not None and module is not None and acting is self._acting.get(module_id):
+                module = self._published.get(acting, module) if as_published else module
+                batches[module_id] = self._batch_of(acting, module, parts)
         return batches
 
-    def _batch_of(self, module_id: Any, module: Any, parts: Sequence[ModuleFragment]) -> Batch:
+    def _batch_of(self, acting: ActingModule, module: Any, parts: Sequence[ModuleFragment]) -> Batch:
         try:
-            return self._pipeline_for(module_id, module).of_fragments(parts, module, self._metrics)
+            return self._pipeline_for(acting, module).of_fragments(parts, module, self._metrics)
         except Exception as error:
-            error.add_note(f"of module '{module_id}'; modules that are not trained are left out of modules_to_train")
+            error.add_note(
+                f"of module '{acting.module_id}'; modules that are not trained are left out of modules_to_train"
+            )
             raise
 
-    def _pipeline_for(self, module_id: Any, module: Any) -> LearnerConnectorPipeline:
-        made = self._pipelines.get(module_id)
+    def _pipeline_for(self, acting: ActingModule, module: Any) -> LearnerConnectorPipeline:
+        made = self._pipelines.get(acting)
         if made is None:
             spaces = module.observation_space, module.action_space
             taught = pieces_given(self._connector, "learner_connector", *spaces)
             made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
-            self._pipelines[module_id] = made
+            self._pipelines[acting] = made
         return made

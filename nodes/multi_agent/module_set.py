@@ -140,15 +140,18 @@ class ModuleSet:
         """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
         mapping = self._mapping
         if mapping is None:
-            module_id = agent if agent in self.modules else DEFAULT_MODULE_ID
+            module_id = DEFAULT_MODULE_ID
+            own = self._serving(agent)
+            if own is not None:
+                return own
         elif callable(mapping):
             module_id = mapping(agent, MultiAgentEpisode(episode_id))
         elif agent in mapping:
             module_id = mapping[agent]
         else:
             raise EnvError(f"agent_to_module_mapping_fn has no agent '{agent}', expected every agent: {list(mapping)}")
-        acting = self.acting.get(module_id)
-        if acting is None or module_id not in self.modules:
+        acting = self._serving(module_id)
+        if acting is None:
             there = [each for each in self.modules if each in self.acting]
             raise EnvError(
                 f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
@@ -238,6 +241,11 @@ class ModuleSet:
                 )
             with located(f"module '{module_id}'"):
                 self.acting[module_id].weights.check(state)
+
+    def _serving(self, module_id: Any) -> ActingModule | None:
+        """The module of this id that agents may begin with, looked up once: it may be removed in another thread."""
+        acting = self.acting.get(module_id)
+        return acting if module_id in self.modules else None
 
     def _part_for(self, module_id: Any, module: Any) -> int | None:
         """The part whose agents a module serves, as far as that can be told before any episode."""

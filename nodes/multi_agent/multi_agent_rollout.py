@@ -247,7 +247,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         if self.learner.would_train(module_id):
             self._modules.check_may_change(module_id)
         self._modules.add(module_id, module, explore=explore)
-        self.learner.forget(module_id)
 
     def remove_module(self, module_id: Any) -> None:
         """Have a module serve no agent that begins; those that it serves keep it until their episodes end.
@@ -258,7 +257,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         if self.learner.would_train(module_id):
             self._modules.check_may_change(module_id)
         self._modules.remove(module_id)
-        self.learner.forget(module_id)
 
     @property
     def policy_versions(self) -> dict[Any, int]:

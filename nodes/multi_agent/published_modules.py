@@ -1,38 +1,35 @@
 """Modules beside those that are trained and those that act, for whoever runs them in another thread."""
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from rollflow.nodes.connectors.learner.values import device_of
 from rollflow.nodes.given import acting_copy
 from rollflow.nodes.multi_agent.acting_module import ActingModule
-from rollflow.nodes.multi_agent.module_set import ModuleSet
 
 
 class PublishedModules:
     """Copies of a rollout's modules with the weights that have been published last.
 
-    modules    those of the rollout
-
-    For one thread at a time; modules may be added, removed, trained and published in others meanwhile.
+    For one thread at a time; modules may be added, removed, trained and published in others meanwhile. A copy goes with
+    the one that acts, once this serves nobody.
     """
 
-    def __init__(self, modules: ModuleSet) -> None:
-        self._modules = modules
-        self._copies: dict[Any, tuple[ActingModule, int, Any]] = {}  # of which, and of which version
+    def __init__(self) -> None:
+        self._copies: WeakKeyDictionary[ActingModule, tuple[int, Any]] = WeakKeyDictionary()  # of which version
 
-    def get(self, module_id: Any) -> Any:
-        """The copy of a module, which keeps its weights until it is asked for again; None where there is none."""
-        acting, trained = self._modules.acting.get(module_id), self._modules.modules.get(module_id)
-        if acting is None or trained is None:
-            self._copies.pop(module_id, None)
-            return None
-        known = self._copies.get(module_id)
-        _, version, module = known if known and known[0] is acting else (acting, -1, acting_copy(trained))
+    def get(self, acting: ActingModule, trained: Any) -> Any:
+        """The copy of a module, where that which is trained is; it keeps its weights until it is asked for again.
+
+        It is a copy of the one that acts: training may leave in the other what can't be copied.
+        """
+        version, module = self._copies.get(acting) or (-1, _copy_of(acting.module, device_of(trained)))
         if version != acting.weights.version:
             version, weights = acting.weights.newest(acting.module)
             module.load_state_dict(weights)
-        self._copies[module_id] = acting, version, module
+        self._copies[acting] = version, module
         return module
 
-    def forget(self, module_id: Any) -> None:
-        """Keep no copy of a module that has been removed."""
-        self._copies.pop(module_id, None)
+
+def _copy_of(module: Any, device: Any) -> Any:
+    return acting_copy(module, None if device == device_of(module) else device)

@@ -101,3 +101,19 @@ async def test_pieces_see_what_was_published_and_not_what_is_being_trained() -> 
     assert seen == sorted(seen)
     assert seen[0] == 0.0
     assert seen[-1] >= 10.0
+
+
+def test_a_module_that_keeps_what_can_not_be_copied_while_it_is_trained_is_shown_all_the_same() -> None:
+    rollout = MultiAgentRollout(
+        [partial(NumberedAgents, 0, nested=0)],
+        module=Valued(),
+        learner_connector=lambda obs, act: AddValues(),
+        fragment_length=4,
+        seed=2,
+    )
+    trained = rollout.module["default_policy"]
+    trained.kept = trained.weight * 2
+    with rollout:
+        rollout.publish({"default_policy": {"weight": torch.tensor(3.0)}})
+        batches = rollout.learner.batch_of([next(iter(rollout.fragments()))], as_published=True)
+    assert batches["default_policy"]["values"].unique().tolist() == [3.0]

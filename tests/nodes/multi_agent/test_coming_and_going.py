@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, RLModule
+from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, MultiRLModule, RLModule
 from rollflow.stream import ModuleError
 
 AGENTS = ("a", "b")
@@ -160,6 +160,58 @@ def test_a_module_that_was_taken_out_of_the_modules_alone_was_removed() -> None:
         assert (rows(fragment, "a"), rows(fragment, "a", "policy_version")) == ([0, 7, 7], [1, 2, 2])
         next(fragments)
         assert [len(set(lane.modules) - {None}) for lane in rollout.environments.lanes] == [2]
+
+
+def test_a_module_that_is_removed_while_it_is_looked_up_serves_or_leaves_it_to_the_default_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contains = MultiRLModule.__contains__
+    modules = {"a": Acts(0), "default_policy": Acts(1)}
+    for is_before in (False, True):
+        with marathon(length=1, module=modules) as rollout:
+            waiting = ["a"]
+
+            def looked_up(
+                here: MultiRLModule,
+                each: Any,
+                *,
+                rollout: Any = rollout,
+                waiting: Any = waiting,
+                first: Any = is_before,
+            ) -> bool:
+                known = contains(here, each)
+                if each in waiting:  # as another thread may do it meanwhile
+                    waiting.remove(each)
+                    rollout.remove_module(each)
+                return contains(here, each) if first else known
+
+            monkeypatch.setattr(MultiRLModule, "__contains__", looked_up)
+            fragments = [(next(iter(rollout.fragments()))) for _ in range(3)]
+            monkeypatch.undo()
+        assert not waiting
+        assert {module_id for each in fragments for module_id in each.policy_versions()} >= {"default_policy"}
+        assert list(fragments[-1].policy_versions()) == ["default_policy"]
+
+
+def test_a_module_that_takes_an_id_while_a_batch_is_made_has_a_learner_pipeline_of_its_own() -> None:
+    made: list[int] = []
+
+    def connector(*spaces: Any) -> list[ConnectorV2]:
+        made.append(len(made))
+        if len(made) == 3:  # as another thread may do it meanwhile
+            rollout.remove_module("a")
+            rollout.add_module("a", Acts(8))
+        return []
+
+    with marathon(learner_connector=connector) as rollout:
+        batches = iter(rollout.batches())
+        next(batches)
+        assert len(made) == 2
+        rollout.remove_module("a")
+        rollout.add_module("a", Acts(7))
+        for count in (3, 4, 4):
+            next(batches)
+            assert len(made) == count
 
 
 def test_of_two_modules_of_one_id_the_columns_are_those_that_both_have() -> None:
