@@ -56,6 +56,10 @@ class EpisodeReturns:
         self.returns.extend(rewards[whole].tolist())
         self.lengths.extend((chunks.t_started + lengths)[whole].tolist())
 
+    def forget(self, source: Hashable, lane: int) -> None:
+        """Keep nothing of a lane of which no fragment comes any more, but what is finished."""
+        self._open.pop((source, lane), None)
+
     @property
     def mean(self) -> float:
         """Mean return of the last `window` finished episodes; NaN before the first."""

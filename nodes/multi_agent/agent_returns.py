@@ -56,6 +56,8 @@ class AgentReturns:
                 self.lengths.append(end - clock.start(env, nth))
         going = np.array([clock.count(env) - 1 for env in range(num_envs)])
         self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), going]
+        if fragments.is_last:
+            self._forget(fragments.lane, len(fragments.parts))
 
     @property
     def mean(self) -> float:
@@ -72,6 +74,13 @@ class AgentReturns:
         for module_id in self.by_module.keys() - set().union(*self._serving.values()):
             if not self._is_there(module_id):
                 del self.by_module[module_id]
+
+    def _forget(self, lane: int, num_parts: int) -> None:
+        """Keep nothing of a lane that has left, but what is finished."""
+        del self._serving[lane], self._open[lane]
+        for returns in self.by_module.values():
+            for place in range(num_parts):
+                returns.forget((place, lane), lane)
 
 
 def _add_chunks(sums: Any, part: AgentFragment, clock: EnvClock) -> None:

@@ -95,6 +95,7 @@ class MultiAgentFragment:
     num_rows          T
     clock             when episodes began and ended
     custom_data       (environment, number of its episode) -> what pieces keep with the episode
+    is_last           whether the lane has left: no other comes after this one
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class MultiAgentFragment:
         self.lane, self.sequence, self.parts = lane, sequence, tuple(parts)
         self.num_envs, self.num_rows, self.clock = num_envs, num_rows, clock
         self.episode_id, self.custom_data = episode_id, custom_data
+        self.is_last = False
 
     @property
     def num_steps(self) -> int:

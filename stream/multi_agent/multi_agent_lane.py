@@ -190,8 +190,12 @@ class MultiAgentLane:
     def leave(self) -> MultiAgentFragment:
         """Give the last fragment away, and all memory back: no step is made any more."""
         last = self.cut()
+        last.is_last = True
         for lane in self.parts:
             lane.release()
+        kept = (self.modules, self.module_ids, self._places, self._part_of)
+        for each in (*kept, self.batches, self.shown, self.policy_versions, self._shared_data):
+            each.clear()
         return last
 
     # Inside

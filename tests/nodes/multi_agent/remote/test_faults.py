@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +22,7 @@ from lost_agents import check_laws, not_emitted
 from numbered_agents import NumberedAgents
 from remote_agents import HASTY, makers, reasons_of, rollout_over, slots_of, taken_until, told
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
+from serial_module import SerialModule
 
 from rollflow.nodes import ConnectorV2, MultiAgentRollout
 from rollflow.stream.background import Waiter
@@ -210,6 +212,37 @@ def test_hosts_join_and_leave_while_the_rollout_runs(tmp_path: Path, caplog: pyt
     first.__exit__(None, None, None)
     assert sorted({f.lane for f in taken}) == [0, 1, 2, 3]
     assert "said goodbye: the host was stopped" in caplog.text
+
+
+def test_nothing_is_kept_of_a_lane_that_has_left_nor_of_the_modules_that_served_it(tmp_path: Path) -> None:
+    serving, envs = {"id": "first"}, listening()
+    with (
+        hosting(envs.addresses[0], makers(tmp_path, 0, length=3)),
+        rollout_over(
+            envs,
+            module={"first": SerialModule(), "second": SerialModule()},
+            agent_to_module_mapping_fn=lambda agent, episode: serving["id"],
+        ) as rollout,
+    ):
+        fragments = iter(rollout.fragments())
+        with hosting(envs.addresses[0], makers(tmp_path, 1, 2, length=3), lanes=2):
+            taken = taken_until(fragments, lambda more: slots_of(more) >= {0, 1, 2})
+        taken += taken_until(fragments, lambda more: all(lane.is_set_aside for lane in rollout.environments.lanes[1:]))
+        taken += [next(fragments) for _ in range(5)]
+        served = [weakref.ref(each.module) for lane in rollout.environments.lanes for each in lane.modules if each]
+        assert len(served) == 1  # of the lane that is left
+        of_lanes = [lane for _, lane in rollout.returns.by_module["first"]._open]
+        assert (of_lanes, list(rollout.returns._open)) == ([0], [0])
+        serving["id"] = "second"
+        rollout.remove_module("first")
+        for _ in range(5):
+            taken.append(next(fragments))
+        gc.collect()
+        assert [ref() for ref in served] == [None]
+        assert list(rollout.returns.by_module) == ["second"]
+        rollout.drain()
+        taken += list(fragments)
+        check_laws(rollout, taken, tmp_path, 3)
 
 
 def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(tmp_path: Path) -> None:
