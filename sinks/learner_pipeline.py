@@ -100,6 +100,8 @@ class MultiAgentLearnerPipeline(_Gathering[MultiAgentFragment]):
 
     def __init__(self, learner: AgentLearner, *, fragments_per_batch: int = 1, lag: LagBound | None = None) -> None:
         super().__init__(fragments_per_batch, lag)
+        if not isinstance(learner, AgentLearner):
+            raise ValueError(f"learner is a {type(learner).__name__}, expected rollout.learner")
         self.learner = learner
 
     def __call__(self, fragments: MultiAgentFragment) -> Learned:

@@ -82,7 +82,8 @@ def space_by_agents(
     """
     if not isinstance(observation_space, spaces.Dict):
         raise ConnectorError(
-            f"multi_agent=True and an observation space {observation_space}, expected a Dict by agent ids"
+            f"multi_agent=True and an observation space {observation_space}, expected a Dict by agent ids; in a "
+            "MultiAgentRollout, whose pieces see each agent by itself, multi_agent is to be left out"
         )
     return spaces.Dict(
         {

@@ -47,7 +47,13 @@ class ArrayEnvs:
         if seeds is not None and len(seeds) != self.num_envs:
             raise EnvError(f"got {len(seeds)} seeds, expected one for each of {self.num_envs} environments")
         self._places.steps[:] = -1
-        observations, infos = self.env.reset_arrays(seeds)
+        told = self.env.reset_arrays(seeds)
+        if not isinstance(told, tuple) or len(told) != 2:
+            raise EnvError(
+                f"environments from {self._first_env}: reset_arrays gave a {type(told).__name__}, expected a tuple: "
+                "observations per part, and infos, () where there are none"
+            )
+        observations, infos = told
         observed = [Observed(None, tree) for tree in self._flat(observations, self.num_envs, "observations")]
         self._places.steps[:] = 0
         return observed, self._known(infos, range(self.num_envs), "infos")
@@ -55,6 +61,10 @@ class ArrayEnvs:
     def step(self, actions: Actions) -> VectorStep:
         """Step every environment with everybody's actions."""
         told = self.env.step_arrays(self._given(actions))
+        if not isinstance(told, ArrayStep):
+            raise EnvError(
+                f"environments from {self._first_env}: step_arrays gave a {type(told).__name__}, expected an ArrayStep"
+            )
         observations = self._flat(told.observations, self.num_envs, "observations")
         terminateds = self._flags(told.terminateds, "terminateds")
         truncateds = self._flags(told.truncateds, "truncateds")

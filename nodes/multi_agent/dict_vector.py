@@ -115,6 +115,8 @@ class MultiAgentEnvs:
             except Exception as error:
                 error.add_note(f"in the callable for environment {env}")
                 raise
+            if each is None:
+                raise EnvError(f"the callable for environment {env} gave None, expected a MultiAgentEnv")
             if any(each is other for other in self.envs):
                 raise EnvError(f"the callable for environment {env} gave one that another has already given")
             self.envs.append(each)

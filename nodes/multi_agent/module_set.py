@@ -83,11 +83,7 @@ class ModuleSet:
         self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
         self.version_elsewhere = 0
         self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
-        if given is None and len(parts) > 1:
-            raise ModuleError(
-                f"the agents have {len(parts)} different pairs of spaces, of which one module can serve one; expected "
-                "module={id: module, ...}, and agent_to_module_mapping_fn where ids are not the agents'"
-            )
+        _check_given(given, mapping, parts)
         named = given if isinstance(given, Mapping) else {DEFAULT_MODULE_ID: given}
         if model_config is not None and all(module is not None for module in named.values()):
             raise ModuleError(
@@ -118,6 +114,8 @@ class ModuleSet:
         """
         with self._lock:
             self.modules.check_new(module_id)
+            if not isinstance(explore, bool | None):
+                raise ModuleError(f"module '{module_id}': explore is {explore!r}, expected a bool, or None")
             if module_id in self.acting:  # it has been taken out of `modules` alone
                 self._retire(module_id)
             made = self._made(module_id, module)
@@ -149,7 +147,10 @@ class ModuleSet:
         elif agent in mapping:
             module_id = mapping[agent]
         else:
-            raise EnvError(f"agent_to_module_mapping_fn has no agent '{agent}', expected every agent: {list(mapping)}")
+            missing = [each for part in self._parts for each in part.agents if each not in mapping]
+            raise EnvError(
+                f"agent_to_module_mapping_fn is {dict(mapping)}, expected every agent: {missing} are missing"
+            )
         acting = self._serving(module_id)
         if acting is None:
             there = [each for each in self.modules if each in self.acting]
@@ -273,15 +274,15 @@ class ModuleSet:
         return set()
 
     def _checked_explore(self, explore: bool | Mapping[Any, bool]) -> bool | Mapping[Any, bool]:
-        if not isinstance(explore, Mapping):
-            return explore
-        unknown = [module_id for module_id in explore if module_id not in self.modules]
-        if unknown or not all(isinstance(each, bool) for each in explore.values()):
+        by_id = dict(explore) if isinstance(explore, Mapping) else {}
+        unknown = [module_id for module_id in by_id if module_id not in self.modules]
+        flags = by_id.values() if isinstance(explore, Mapping) else [explore]
+        if unknown or not all(isinstance(each, bool) for each in flags):
             raise ModuleError(
-                f"explore is {dict(explore)!r}, expected a bool, or a dict: module id -> bool, with ids among "
+                f"explore is {explore!r}, expected a bool, or a dict: module id -> bool, with ids among "
                 f"{list(self.modules)}; for others add_module takes it"
             )
-        return dict(explore)
+        return by_id if isinstance(explore, Mapping) else explore
 
     def _explores(self, module_id: Any) -> bool:
         return self._explore.get(module_id, True) if isinstance(self._explore, Mapping) else self._explore
@@ -313,6 +314,21 @@ class ModuleSet:
         removed = self.acting.pop(module_id)
         removed.is_removed = True
         self._past[module_id] = _Past(removed.weights.version, _kind_of_state(removed.module))
+
+
+def _check_given(given: Any, mapping: AgentToModule, parts: tuple[AgentPart, ...]) -> None:
+    """Raise ModuleError for what is no mapping, and for no modules where one can't serve all agents."""
+    if not (mapping is None or callable(mapping) or isinstance(mapping, Mapping)):
+        raise ModuleError(
+            f"agent_to_module_mapping_fn is {mapping!r}, expected a dict: agent id -> module id, or a function of "
+            "the agent's id and its episode"
+        )
+    if given is None and len(parts) > 1:
+        raise ModuleError(
+            f"the agents have {len(parts)} different pairs of spaces, one each as "
+            f"{', '.join(repr(part.agents[0]) for part in parts)}, of which one module can serve one; expected "
+            "module={id: module, ...}, and agent_to_module_mapping_fn where ids are not the agents'"
+        )
 
 
 def _kind_of_state(module: Any) -> Tree:

@@ -86,7 +86,13 @@ def _space_of(env: Any, kind: str, agent: Any) -> gym.Space[Any]:
     if isinstance(spaces, Mapping):
         space = spaces.get(agent)
     else:
-        space = method(agent) if callable(method) else None
+        try:
+            space = method(agent) if callable(method) else None
+        except (KeyError, TypeError) as error:
+            raise EnvError(
+                f"agent {agent!r}: '{kind}_spaces' is {spaces!r:.200}, expected a dict: agent -> gymnasium.Space, or "
+                f"'get_{kind}_space' to give the agent's, which raises {error!r}"
+            ) from error
     if not isinstance(space, gym.Space):
         raise EnvError(
             f"agent {agent!r}: its {kind} space is {space!r}, expected a gymnasium.Space in '{kind}_spaces' or "

@@ -140,13 +140,16 @@ def _as_float32(numbers: Any) -> NDArray[np.float32] | None:
 def _known(
     infos: list[Any], slots: AgentSlots, places: Places, envs: Sequence[int] | None = None
 ) -> list[Mapping[Any, Mapping[str, Any]]]:
-    """Infos without those that are no agent's. Raises EnvError for those of an unknown agent."""
+    """Infos without those that are no agent's. Raises EnvError for those of an unknown agent, and for no dicts."""
     told = []
     for env, more in zip(range(len(infos)) if envs is None else envs, infos, strict=True):
         if COMMON_INFO in more:
             more = {agent: info for agent, info in more.items() if agent != COMMON_INFO}
         for agent in more.keys() - slots.by_env[env].keys():
             raise _unknown(env, agent, "infos", slots, places)
+        for agent, info in more.items():
+            if type(info) is not dict and info and not isinstance(info, Mapping):
+                raise EnvError(f"{places.of_agent(env, agent)}: its info is {info!r:.200}, expected a dict")
         told.append(more)
     return told
 

@@ -117,3 +117,10 @@ def test_a_module_that_keeps_what_can_not_be_copied_while_it_is_trained_is_shown
         rollout.publish({"default_policy": {"weight": torch.tensor(3.0)}})
         batches = rollout.learner.batch_of([next(iter(rollout.fragments()))], as_published=True)
     assert batches["default_policy"]["values"].unique().tolist() == [3.0]
+
+
+def test_a_rollout_is_no_learner() -> None:
+    rollout: Any = rollout_of()
+    with pytest.raises(ValueError, match=r"learner is a MultiAgentRollout, expected rollout\.learner"):
+        MultiAgentLearnerPipeline(rollout)
+    rollout.environments.close()

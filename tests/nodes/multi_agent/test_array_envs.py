@@ -234,6 +234,27 @@ def test_actions_that_are_not_everybodys_are_refused(name: str) -> None:
         envs.step(actions)
 
 
+class Loose(HideAndSeek):
+    """What it gives is in other forms."""
+
+    def reset_arrays(self, seeds: Any) -> Any:
+        return super().reset_arrays(seeds)[0] if seeds is None else super().reset_arrays(seeds)
+
+    def step_arrays(self, actions: Any) -> Any:
+        return tuple(super().step_arrays(actions))
+
+
+def test_the_forms_of_what_is_given_are_checked() -> None:
+    envs = ArrayEnvs(Loose(2), first_env=5)
+    with pytest.raises(
+        EnvError, match="environments from 5: reset_arrays gave a list, expected a tuple: observations per"
+    ):
+        envs.reset()
+    envs.reset([1, 2])
+    with pytest.raises(EnvError, match="environments from 5: step_arrays gave a tuple, expected an ArrayStep"):
+        envs.step(everybody(2))
+
+
 def test_seeds_and_agents_are_checked() -> None:
     env = HideAndSeek(2)
     envs = ArrayEnvs(env)

@@ -87,6 +87,10 @@ STEPS = {
     "a reward of a stranger": ([told(rewards={"c": 1.0})], "agent 'c': rewards has it"),
     "a stranger that ends": ([told(terminateds={"c": True})], "agent 'c': terminateds has it"),
     "infos of a stranger": ([told(infos={"c": {"x": 1}})], "agent 'c': infos has it"),
+    "an info that is no dict": (
+        [told(infos={"__common__": 1, "b": 3})],
+        "environment 8, env step 0, agent 'b': its info is 3, expected a dict",
+    ),
     "a wrong shape": (
         [told({"a": np.zeros(3, np.float32)})],
         r"environment 8, env step 0, agent 'a': an observation that is not in its space: .* got float32\[3\], "
@@ -209,6 +213,14 @@ class Agents(Scripted):
             setattr(self, name, value)
 
 
+class Unspaced(Scripted):
+    """With other observation spaces."""
+
+    def __init__(self, spaces: Any) -> None:
+        super().__init__()
+        self.observation_spaces = spaces
+
+
 MADE = {
     "no agents": (lambda: Agents(possible_agents=[]), "'possible_agents' is missing or empty, expected every agent"),
     "agents twice": (lambda: Agents(possible_agents=["a", "a"]), r"is \['a', 'a'\], expected each agent once"),
@@ -222,6 +234,13 @@ MADE = {
         lambda: Agents(action_spaces={"a": ACTIONS, "b": gym.spaces.Text(3)}),
         "environment 4: agent 'b': the action space Text.* has no columns; expected Box, Discrete",
     ),
+    "no dict of spaces": (
+        lambda: Unspaced(None),
+        r"environment 4: agent 'a': 'observation_spaces' is None, expected a dict: agent -> gymnasium.Space, or "
+        r"'get_observation_space' to give the agent's, which raises KeyError\('a'\)",
+    ),
+    "one space for all": (lambda: Unspaced(SPACE), r"environment 4: agent 'a': 'observation_spaces' is Box\(.*dict"),
+    "nothing": (lambda: None, "the callable for environment 4 gave None, expected a MultiAgentEnv"),
     "no environment": (lambda: 5, "environment 4: 5 has no method 'reset', expected a MultiAgentEnv"),
 }
 

@@ -15,6 +15,7 @@ from rollflow.nodes import (
     AddInfosFromEpisodesToTrainBatch,
     ClipActions,
     DefaultModule,
+    FlattenObservations,
     GeneralAdvantageEstimation,
     MultiAgentEnv,
     MultiAgentRollout,
@@ -177,6 +178,7 @@ def test_a_module_that_comes_back_is_the_new_one() -> None:
     [
         (lambda r: r.add_module("a", Values()), ModuleError, "there is a module 'a' already"),
         (lambda r: r.add_module("c", object()), ModuleError, r"module 'c': module is object, which has no method"),
+        (lambda r: r.add_module("c", Values(), explore=1), ModuleError, "module 'c': explore is 1, expected a bool"),
         (lambda r: r.remove_module("c"), ModuleError, r"there is no module 'c', expected one of \['a', 'b'\]"),
         (lambda r: r.publish({"c": {}}), ModuleError, r"there is no module 'c' to publish .* ids among \['a', 'b'\]"),
         (
@@ -302,7 +304,27 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no rows": (Talk, {"fragment_length": 0}, ValueError, "fragment_length is 0, expected at least 1"),
     "half a row": (Talk, {"fragment_length": 1.5}, ValueError, "fragment_length is 1.5, expected a whole number"),
     "more lanes": (Talk, {"lanes": 2}, EnvError, "lanes"),
-    "several parts": (Uneven, {"module": None}, ModuleError, "2 different pairs of spaces, of which one module"),
+    "several parts": (
+        Uneven,
+        {"module": None},
+        ModuleError,
+        "spaces, one each as 'agent 0', 'agent 1', of which one m",
+    ),
+    "a mapping that is none": (
+        Talk,
+        {"agent_to_module_mapping_fn": 3},
+        ModuleError,
+        "agent_to_module_mapping_fn is 3, expected a dict: agent id -> module id, or a function",
+    ),
+    "a word for a bool": (Talk, {"explore": "no"}, ModuleError, "explore is 'no', expected a bool, or a dict: module"),
+    "a module that is none": (Talk, {"module": {"a": None, "b": 42}}, ModuleError, "module 'b': module is int, which"),
+    "a callable that makes nothing": (lambda: None, {}, EnvError, "the callable for environment 0 gave None"),
+    "a piece for all agents": (
+        Talk,
+        {"env_to_module_connector": lambda part: FlattenObservations(multi_agent=True)},
+        ConnectorError,
+        "expected a Dict by agent ids; in a MultiAgentRollout, .* multi_agent is to be left out",
+    ),
     "no modules": (Talk, {"module": {}}, ModuleError, "expected a dict with at least one: module id -> module"),
     "no default module": (Talk, {"model_config": {}}, ModuleError, "model_config is for default modules, but every"),
     "no module": (Talk, {"module": object()}, ModuleError, r"has no method forward_exploration\(\)"),
@@ -331,6 +353,12 @@ def test_what_can_not_be_worked_with_is_refused(env: Any, options: Any, error: A
             Talk,
             {"agent_to_module_mapping_fn": {"a": "a", "b": "nobody"}},
             r"agent 'b' is mapped to module 'nobody', which does not exist: expected one of \['a', 'b'\]",
+            "environment 0, agent 'b', vector step 1",
+        ),
+        (
+            Talk,
+            {"agent_to_module_mapping_fn": {"a": "a"}},
+            r"agent_to_module_mapping_fn is {'a': 'a'}, expected every agent: \['b'\] are missing",
             "environment 0, agent 'b', vector step 1",
         ),
         (
