@@ -19,6 +19,7 @@ class ActingModule:
     explore       whether actions are sampled
     seed_name     what its sampling is seeded by, beside the rollout's seed
     is_removed    whether it serves those agents alone that it serves already
+    is_checked    whether its actions are known to be those of its agents
     """
 
     module_id: Any
@@ -28,6 +29,7 @@ class ActingModule:
     explore: bool
     seed_name: str
     is_removed: bool = False
+    is_checked: bool = False
 
 
 def acting_in(lane: MultiAgentLane, place: int) -> ActingModule:

@@ -135,28 +135,15 @@ class ModuleSet:
         return not callable(self._mapping)
 
     def module_of(self, agent: Any, episode_id: str) -> ActingModule:
-        """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
-        mapping = self._mapping
-        if mapping is None:
-            module_id = DEFAULT_MODULE_ID
-            own = self._serving(agent)
-            if own is not None:
-                return own
-        elif callable(mapping):
-            module_id = mapping(agent, MultiAgentEpisode(episode_id))
-        elif agent in mapping:
-            module_id = mapping[agent]
-        else:
-            missing = [each for part in self._parts for each in part.agents if each not in mapping]
-            raise EnvError(
-                f"agent_to_module_mapping_fn is {dict(mapping)}, expected every agent: {missing} are missing"
-            )
-        acting = self._serving(module_id)
-        if acting is None:
-            there = [each for each in self.modules if each in self.acting]
-            raise EnvError(
-                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
-            )
+        """The module that serves an agent in an episode.
+
+        Raises EnvError for one that does not exist, and ModuleError for one that chooses other actions than the agent
+        has, where that could not be told before.
+        """
+        acting = self._mapped_to(agent, episode_id)
+        if not acting.is_checked:
+            self._check_actions_of(acting, agent)
+            acting.is_checked = True
         return acting
 
     def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
@@ -242,6 +229,38 @@ class ModuleSet:
                 )
             with located(f"module '{module_id}'"):
                 self.acting[module_id].weights.check(state)
+
+    def _mapped_to(self, agent: Any, episode_id: str) -> ActingModule:
+        """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
+        mapping = self._mapping
+        if mapping is None:
+            module_id = DEFAULT_MODULE_ID
+            own = self._serving(agent)
+            if own is not None:
+                return own
+        elif callable(mapping):
+            module_id = mapping(agent, MultiAgentEpisode(episode_id))
+        elif agent in mapping:
+            module_id = mapping[agent]
+        else:
+            missing = [each for part in self._parts for each in part.agents if each not in mapping]
+            raise EnvError(
+                f"agent_to_module_mapping_fn is {dict(mapping)}, expected every agent: {missing} are missing"
+            )
+        acting = self._serving(module_id)
+        if acting is None:
+            there = [each for each in self.modules if each in self.acting]
+            raise EnvError(
+                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
+            )
+        return acting
+
+    def _check_actions_of(self, acting: ActingModule, agent: Any) -> None:
+        """Raise ModuleError unless a module chooses actions that its first agent has, and so all its agents."""
+        acted = next(acted for part, acted in zip(self._parts, self._acted, strict=True) if agent in part.agents)
+        if acted is not None and getattr(acting.module, "action_space", None) is not None:
+            with located(f"module '{acting.module_id}'"):
+                check_actions(acting.module, acted, agent)
 
     def _serving(self, module_id: Any) -> ActingModule | None:
         """The module of this id that agents may begin with, looked up once: it may be removed in another thread."""

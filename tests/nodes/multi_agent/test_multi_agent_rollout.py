@@ -442,6 +442,25 @@ def test_box_actions_at_random_follow_from_the_seed() -> None:
     assert set(np.unique(actions(3))) == {-3, -2, -1, 0, 1, 2}
 
 
+def test_a_module_whose_agents_can_not_be_told_before_is_refused_where_one_begins() -> None:
+    served = {"agent 0": "first", "agent 1": "second"}
+    rollout = MultiAgentRollout(
+        Uneven,
+        module={"first": None, "second": None},
+        agent_to_module_mapping_fn=lambda agent, episode: served[agent],
+        num_fragments=1,
+        seed=0,
+    )
+    spaces = next(part for part in rollout.environments.parts if "agent 1" in part.agents)
+    rollout.add_module("late", DefaultModule(spaces.observation_space, gym.spaces.Discrete(70)))
+    served["agent 1"] = "late"
+    with (
+        pytest.raises(ModuleError, match=r"module 'late': .* actions in Discrete\(70\), but those of agent 'agent 1'"),
+        rollout,
+    ):
+        list(rollout.fragments())
+
+
 class Later(Talk):
     """Without observations of 2 before long."""
 
