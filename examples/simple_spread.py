@@ -40,7 +40,7 @@ def mean_return(modules: dict[str, Any], *, trained: list[str], updates: int, se
         fragment_length=EPISODE_LENGTH,
         module=modules,
         modules_to_train=trained,
-        model_config={"fcnet_hiddens": [64, 64]},
+        model_config={"fcnet_hiddens": [64, 64]} if None in modules.values() else None,
         learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(gamma=0.95, lambda_=0.95),
         num_fragments=updates,
         seed=seed,

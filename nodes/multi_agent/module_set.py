@@ -168,9 +168,9 @@ class ModuleSet:
             self._check(weights)
             if version <= self.version_elsewhere:
                 return False
-            self.version_elsewhere = version
             for module_id, state in weights.items():
                 self.acting[module_id].weights.publish_as(version, state)
+            self.version_elsewhere = version  # last: who sees it lets lanes act with what it stands for
             return True
 
     def be_published_elsewhere(self, ids: Sequence[Any]) -> None:

@@ -89,7 +89,9 @@ class GeneralAdvantageEstimation(ConnectorV2):
         advantages = discounted_sums(deltas, carry, steps.lengths)
         targets = advantages + values
         if self.normalize_advantages:
-            advantages = (advantages - advantages.mean()) / np.maximum(advantages.std(), np.float32(1e-4))
+            # In float64, so that the order of the rows makes no difference.
+            mean, deviation = advantages.mean(dtype=np.float64), advantages.std(dtype=np.float64)
+            advantages = ((advantages - mean) / max(deviation, 1e-4)).astype(np.float32)
         steps.put(batch, Columns.ADVANTAGES, advantages)
         steps.put(batch, Columns.VALUE_TARGETS, targets)
         return batch
