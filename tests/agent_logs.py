@@ -1,5 +1,6 @@
 """What the logs of numbered environments say that agents did: what fragments are held against."""
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,9 +33,9 @@ class Hanging(NamedTuple):
 
 
 def episodes_of(log: Sequence[AgentsTold]) -> Iterator[list[AgentsTold]]:
-    """The log, episode by episode: each begins with its reset."""
+    """The log, episode by episode: each begins with its reset; none where its process was killed before the first."""
     begins = [place for place, told in enumerate(log) if told.env_step == 0]
-    for begin, end in zip(begins, [*begins[1:], len(log)], strict=True):
+    for begin, end in itertools.pairwise([*begins, len(log)]):
         yield list(log[begin:end])
 
 
