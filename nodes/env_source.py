@@ -11,7 +11,7 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from rollflow.nodes.closing import close_all, closing_on_error
-from rollflow.stream.errors import EnvError
+from rollflow.stream.errors import EnvError, noted
 
 EnvMaker = Callable[[], gym.Env[Any, Any]]
 EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
@@ -135,11 +135,8 @@ def _side_by_side(makers: Sequence[EnvMaker]) -> VectorEnv[Any, Any, Any]:
 def _made(make: EnvMaker, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
     """The environment of a slot, after those of the slots before. Raises EnvError for what is none."""
     slot = len(before)
-    try:
+    with noted(f"in the callable for slot {slot}"):
         env: Any = make()
-    except Exception as error:
-        error.add_note(f"in the callable for slot {slot}")
-        raise
     if hasattr(env, "possible_agents"):
         raise EnvError(
             f"the callable for slot {slot} gave {env!r}, which has several agents; expected a gymnasium.Env of one: "

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -172,12 +173,22 @@ def _in_turns(parts: Sequence[_Part]) -> list[_Took]:
 
 def _measured(part: _Part) -> tuple[int, float, float]:
     """Steps made, seconds of work, and seconds in which the processor was free; not those when somebody else had it."""
-    calls, began, worked, queued = 0, time.perf_counter(), time.thread_time(), _queued_s()
+    calls, began, worked, queued, slept = 0, time.perf_counter(), time.thread_time(), _queued_s(), _slept()
     while not calls or time.perf_counter() < began + _ROUND_S:
         part()
         calls += 1
     wall, worked, queued = time.perf_counter() - began, time.thread_time() - worked, _queued_s() - queued
-    return calls * part.steps, worked, max(0.0, wall - worked - queued)
+    waited = max(0.0, wall - worked - queued) if slept is None or slept != _slept() else 0.0
+    return calls * part.steps, worked, waited
+
+
+def _slept() -> int | None:
+    """How many times this thread has given its processor up by itself; None where the system doesn't say.
+
+    What passes without is taken from it, also by a host of the machine that nobody here knows of.
+    """
+    who = getattr(resource, "RUSAGE_THREAD", None)
+    return None if who is None else resource.getrusage(who).ru_nvcsw
 
 
 def _queued_s() -> float:

@@ -14,7 +14,7 @@ import anyio
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret
 from rollflow.sinks.learner_pipeline import MultiAgentLearnerPipeline
-from rollflow.sinks.trainer.introduction import AnyRollout
+from rollflow.sinks.trainer.any_rollout import AnyRollout
 from rollflow.sinks.trainer_sink import TrainerSink
 from rollflow.stream.graph import Graph
 from rollflow.stream.run import Run
@@ -46,15 +46,10 @@ def feed(
     In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
     under way; a second one does not wait. Then the signal has its usual effect: KeyboardInterrupt, as a rule.
     """
-    learner = None
-    if isinstance(rollout, MultiAgentRollout):
-        learner = MultiAgentLearnerPipeline(
-            rollout.learner, fragments_per_batch=rollout.environments.num_lanes, lag=rollout.lag
-        )
     sink = TrainerSink(
         address,
         rollout,
-        sends="fragments" if learner is None else "batches",
+        sends="batches" if isinstance(rollout, MultiAgentRollout) else "fragments",
         secret=secret,
         tls=tls,
         name=name,
@@ -66,12 +61,13 @@ def feed(
     )
     graph = Graph("feed")
     graph.add(rollout=rollout, trainer=sink)
-    if learner is None:
-        graph.connect("rollout.fragments", "trainer")
-    else:
-        graph.add(learner=learner)
+    if isinstance(rollout, MultiAgentRollout):
+        lanes = rollout.environments.num_lanes
+        graph.add(learner=MultiAgentLearnerPipeline(rollout.learner, fragments_per_batch=lanes, lag=rollout.lag))
         graph.connect("rollout.fragments", "learner")
         graph.connect("learner", "trainer")
+    else:
+        graph.connect("rollout.fragments", "trainer")
     _run(graph, sink)
     return sink.goodbye
 

@@ -16,15 +16,15 @@ from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.rollout import Rollout
-from rollflow.sinks.trainer.compression import available
-from rollflow.sinks.trainer.introduction import (
+from rollflow.sinks.trainer.any_rollout import (
     AnyRollout,
-    introduction_of,
+    claimed_ids,
+    described,
     publish_as,
-    published_ids,
     seen_in,
     version_of,
 )
+from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
@@ -120,7 +120,7 @@ class TrainerSink:
         check_secret(target, secret_bytes(secret))
         check_shared(target, tls)
         check_tls(target, tls)
-        self._ids = published_ids(rollout)
+        self._ids = claimed_ids(rollout)
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
         self._rollout, self._linger, self._sends = rollout, linger, sends
@@ -207,7 +207,7 @@ class TrainerSink:
     # Inside
 
     def _hello(self) -> Hello:
-        told = introduction_of(self._rollout, self._ids)
+        told = described(self._rollout, self._ids)
         return Hello(
             versions=(VERSION, VERSION),
             role="source",
@@ -308,8 +308,7 @@ class TrainerSink:
             self._gate.give(item.lane, item.sequence)
             self._give_receipt(item)
         else:
-            is_by_module = isinstance(self._rollout, MultiAgentRollout)
-            message = message_of_batch(number, item, modules=self._ids if is_by_module else None)
+            message = message_of_batch(number, item, modules=self._ids)
             steps = int(message.rest["steps"])
         if self._lender is not None:
             self._lender.look_at(message)

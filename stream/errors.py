@@ -65,6 +65,16 @@ class WireError(RollflowError, ValueError):
 
 
 @contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Say in a note of whatever is raised where it happened."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+@contextmanager
 def located(where: str) -> Iterator[None]:
     """Say in front of an error's text where it happened."""
     try:

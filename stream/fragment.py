@@ -237,8 +237,6 @@ class Fragment:
         gap: Any = 2 if layout.resets_next_step else 1
         if self.losses:
             ended_slot, ended_row, gap = self._with_losses(ended_slot, ended_row, gap)
-        if not len(ended_slot):
-            return self._open_chunks(begin)
         # Each slot begins one chunk and, at every end, another; the sort keeps a slot's chunks in time order.
         slot = np.concatenate([everyone, ended_slot])
         order = np.argsort(slot, kind="stable")
@@ -356,22 +354,6 @@ class Fragment:
         return (
             f"<Fragment {self.sequence} of lane {self.lane}: "
             f"{self.num_rows} vector steps x {self.layout.num_slots} slots>"
-        )
-
-    def _open_chunks(self, begin: NDArray[np.int64]) -> ChunkIndex:
-        """The chunks where nothing ends: one of every slot that has a transition."""
-        slot = np.flatnonzero(begin < self.stops)
-        t_started = np.maximum(self.first_row - self.episode_start[slot], 0)
-        nothing = np.zeros(len(slot), bool)
-        return ChunkIndex(
-            slot=slot,
-            number=self.episode_number[slot],
-            start=begin[slot],
-            stop=self.stops[slot],
-            t_started=t_started,
-            lookback=np.minimum(t_started, self.layout.lookback),
-            terminated=nothing,
-            truncated=nothing,
         )
 
     def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
+from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
 from rollflow.stream.wire import (
+    AgentRows,
     Connection,
     Event,
     GatewayConnection,
@@ -13,6 +14,8 @@ from rollflow.stream.wire import (
     HostConnection,
     HostSession,
     Limits,
+    Reset,
+    Rows,
     SourceConnection,
     SourceSession,
     TrainerConnection,
@@ -87,6 +90,25 @@ def running(*, credits: int = 0, **given: Any) -> Ends:
     ends.session = GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
     ends.gateway.welcome(ends.session, credits=credits)
     ends.to_host()
+    return ends
+
+
+def running_agents() -> Ends:
+    """Two ends of environments with several agents, whose lane 0 has been reset; the answer is under way."""
+    ends = running(said=agents_hello())
+    return _reset(ends, first_agent_rows())
+
+
+def running_reset(**given: Any) -> Ends:
+    """Two ends whose lane 0 has been reset; the answer is under way."""
+    return _reset(running(**given), first_rows())
+
+
+def _reset(ends: Ends, answer: Rows | AgentRows) -> Ends:
+    ends.gateway.ask(Reset(0, 1, (1, 2), None))
+    (request,) = ends.to_host()
+    assert isinstance(request, Reset)
+    ends.host.answer(request, answer)
     return ends
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from wire_ends import Ends, StreamEnds, greeted, running, taken_from
-from wire_messages import CHALLENGE, EXAMPLES, TOKEN, agents_hello, first_agent_rows, first_rows, hello
+from wire_ends import Ends, StreamEnds, greeted, running, running_agents, running_reset, taken_from
+from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
 
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
@@ -75,11 +75,7 @@ def _new_host() -> Connection:
 
 
 def _gateway_stepping() -> Connection:
-    ends = running(credits=2)
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
-    (request,) = ends.to_host()
-    assert isinstance(request, Reset)
-    ends.host.answer(request, first_rows())
+    ends = running_reset(credits=2)
     ends.to_gateway()
     ends.gateway.ask(Step(0, 2, np.array([0, 1])))
     ends.gateway.tick(100.0)  # a ping
@@ -88,11 +84,7 @@ def _gateway_stepping() -> Connection:
 
 
 def _gateway_of_agents() -> Connection:
-    ends = running(said=agents_hello())
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
-    (request,) = ends.to_host()
-    assert isinstance(request, Reset)
-    ends.host.answer(request, first_agent_rows())
+    ends = running_agents()
     ends.to_gateway()
     step = EXAMPLES["agents step"]
     assert isinstance(step, Step)
@@ -102,11 +94,7 @@ def _gateway_of_agents() -> Connection:
 
 
 def _host_of_agents() -> Connection:
-    ends = running(said=agents_hello())
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
-    (request,) = ends.to_host()
-    assert isinstance(request, Reset)
-    ends.host.answer(request, first_agent_rows())
+    ends = running_agents()
     taken_from(ends.host)
     return ends.host
 
@@ -119,11 +107,7 @@ def _gateway_of_rollouts() -> Connection:
 
 
 def _host_stepping() -> Connection:
-    ends = running()
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
-    (request,) = ends.to_host()
-    assert isinstance(request, Reset)
-    ends.host.answer(request, first_rows())
+    ends = running_reset()
     taken_from(ends.host)
     return ends.host
 

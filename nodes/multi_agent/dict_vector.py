@@ -18,7 +18,7 @@ from rollflow.nodes.multi_agent.observation_rows import ObservationRows
 from rollflow.nodes.multi_agent.petting_zoo import adapted
 from rollflow.nodes.multi_agent.places import Places
 from rollflow.nodes.multi_agent.told import Told, told_by_resets, told_by_steps
-from rollflow.stream.errors import EnvError, located
+from rollflow.stream.errors import EnvError, located, noted
 from rollflow.stream.infos import copied
 from rollflow.stream.multi_agent.agent_part import parts_of
 from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
@@ -110,11 +110,8 @@ class MultiAgentEnvs:
         if not len(makers):
             raise EnvError("there are no makers of environments, expected at least one")
         for env, make in enumerate(makers, self._first_env):
-            try:
+            with noted(f"in the callable for environment {env}"):
                 each = adapted(_apart(make()))
-            except Exception as error:
-                error.add_note(f"in the callable for environment {env}")
-                raise
             if each is None:
                 raise EnvError(f"the callable for environment {env} gave None, expected a MultiAgentEnv")
             if any(each is other for other in self.envs):

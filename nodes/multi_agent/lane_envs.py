@@ -8,6 +8,7 @@ from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.stream.errors import noted
 
 LaneEnvs = MultiAgentEnvs | ArrayEnvs
 
@@ -30,11 +31,8 @@ def lane_envs(makers: Sequence[Callable[[], Any]], *, first_env: int = 0) -> Lan
 
 def made_by(make: Callable[[], Any], env: int) -> Any:
     """What a callable makes; `env` is the number of the environment, in errors."""
-    try:
+    with noted(f"in the callable for environment {env}"):
         return make()
-    except Exception as error:
-        error.add_note(f"in the callable for environment {env}")
-        raise
 
 
 def _given(env: Any) -> Any:

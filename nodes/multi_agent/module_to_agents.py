@@ -34,29 +34,33 @@ class ModuleToAgents:
     def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
         """Work out the actions of all agents that are to act."""
         lane = outputs
-        lane.actions = []
-        for part, pipeline in zip(lane.parts, self.pipelines, strict=True):
-            made = []
-            for place, slots in part.by_module(part.acting):
-                try:
-                    made.append(self._act(lane, part, pipeline, place, slots))
-                except Exception as error:
-                    error.add_note(
-                        f"module '{lane.module_ids[place]}', lane {lane.index}, vector step {lane.vector_steps}, "
-                        f"agents {_agents_of(part, slots)}"
-                    )
-                    raise
-            lane.actions.append(_for_envs(part, made))
+        with self._threads:
+            lane.actions = [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]
         return lane
+
+    def _actions(
+        self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline
+    ) -> tuple[Slots | None, Tree]:
+        """Of all agents of a part that are to act."""
+        made = []
+        for place, slots in part.by_module(part.acting):
+            try:
+                made.append(self._act(lane, part, pipeline, place, slots))
+            except Exception as error:
+                error.add_note(
+                    f"module '{lane.module_ids[place]}', lane {lane.index}, vector step {lane.vector_steps}, "
+                    f"agents {_agents_of(part, slots)}"
+                )
+                raise
+        return _for_envs(part, made)
 
     def _act(
         self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline, place: int, slots: Slots
     ) -> tuple[Slots, Tree]:
         acting, shared_data = acting_in(lane, place), lane.shared_data_of(place)
-        with self._threads:
-            batch = pipeline.run(
-                acting.module, lane.batches[place], lane.shown[place], acting.explore, shared_data, self._metrics
-            )
+        batch = pipeline.run(
+            acting.module, lane.batches[place], lane.shown[place], acting.explore, shared_data, self._metrics
+        )
         if not pipeline.columnar:
             batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
         part.record_actions(slots, batch, place, lane.policy_versions[place])

@@ -7,6 +7,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.multi_agent.lane_envs import made_by
 from rollflow.nodes.stepping import close_failed
 
 
@@ -18,11 +19,7 @@ class FirstMade:
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
-        try:
-            self._first: list[Any] = [make()]
-        except Exception as error:
-            error.add_note("in the callable for environment 0")
-            raise
+        self._first: list[Any] = [made_by(make, 0)]
 
     @property
     def is_vector(self) -> bool:

@@ -1,7 +1,6 @@
 """Who takes part in a lane's episodes, by what its host has answered: held against what it answers next."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,10 +21,7 @@ class AgentTurns:
 
     def __init__(self, hello: Hello, num_envs: int) -> None:
         assert hello.agents is not None
-        assert hello.parts is not None
-        by_part: list[list[Any]] = [[] for _ in range(max(hello.parts) + 1)]
-        for agent, part in zip(hello.agents, hello.parts, strict=True):
-            by_part[part].append(agent)
+        by_part = [[hello.agents[number] for number in numbers] for numbers in hello.agents_by_part]
         self._by_part, self._num_envs = by_part, num_envs
         self._sizes = [num_envs * len(agents) for agents in by_part]
         self._envs = np.concatenate([np.repeat(np.arange(num_envs), len(agents)) for agents in by_part])

@@ -84,6 +84,15 @@ class Hello:
         """Environments in all."""
         return sum(self.slots)
 
+    @property
+    def agents_by_part(self) -> list[list[int]]:
+        """Of role "agents", once its form has been checked: the numbers of each part's agents, in order."""
+        assert self.parts is not None
+        numbers: list[list[int]] = [[] for _ in range(max(self.parts) + 1)]
+        for number, part in enumerate(self.parts):
+            numbers[part].append(number)
+        return numbers
+
     def first_slots(self, first: int) -> list[int]:
         """The number of every lane's first slot, where that of the first lane's is `first`."""
         return list(accumulate(self.slots[:-1], initial=first))

@@ -128,6 +128,7 @@ def test_environments_of_spaces_without_columns_are_closed() -> None:
 
 def test_vector_environments_that_are_given_are_left_open() -> None:
     envs, makers = of_one(count=2)
+    given = SyncVectorEnv(makers)  # would close them when it is collected
     with pytest.raises(ZeroDivisionError):
-        Rollout(SyncVectorEnv(makers), module=failing)
+        Rollout(given, module=failing)
     assert not any(env.closed for env in envs)

@@ -10,26 +10,23 @@ from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.multi_agent.lane_envs import LaneEnvs, lane_envs
 from rollflow.nodes.multi_agent.workers.agent_codec import InfoCodec
 from rollflow.nodes.remote.lane_threads import all_made
-from rollflow.nodes.stepping import close_failed
+from rollflow.nodes.remote.served_environments import ServedEnvironments
 from rollflow.stream.errors import EnvError
 from rollflow.stream.multi_agent.vector_step import Observed
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import AgentRows, Reset, Step
 
 
-class AgentHostLane:
-    """The environments of one lane. Raises EnvError where they can't be made.
+class AgentHostLane(ServedEnvironments[AgentRows]):
+    """Environments with several agents each.
 
-        makers       as `lane_envs` takes them, or a vector environment that has been made already
-        first_env    the number of the first among the host's, in errors
-
-    env    as they are now: made again when they are reset after they have raised
+    makers       as `lane_envs` takes them, or a vector environment that has been made already
+    first_env    the number of the first among the host's, in errors
     """
 
     def __init__(self, makers: Sequence[Any] | MultiAgentVectorEnv, first_env: int) -> None:
         self._makers, self._first_env = makers, first_env
-        self._has_failed = False
-        self._make()
+        super().__init__(can_be_remade=not isinstance(makers, MultiAgentVectorEnv))
 
     def describe(self) -> dict[str, Any]:
         """What a Hello says of them. Raises EnvError where their agents' ids can't be sent."""
@@ -43,14 +40,6 @@ class AgentHostLane:
             "parts": tuple(part_of[agent] for agent in self.env.possible_agents),
         }
 
-    def answer(self, request: Reset | Step) -> AgentRows:
-        """Do what is asked for. Raises what the environments raise."""
-        try:
-            return self._reset(request) if isinstance(request, Reset) else self._step(request)
-        except BaseException:
-            self._has_failed = True
-            raise
-
     # Inside
 
     def _make(self) -> None:
@@ -62,11 +51,7 @@ class AgentHostLane:
         self._infos = InfoCodec(self.env.possible_agents, self._first_env)
 
     def _reset(self, request: Reset) -> AgentRows:
-        if self._has_failed and not isinstance(self._makers, MultiAgentVectorEnv):
-            close_failed(self.env)
-            self._make()
         observed, infos = self.env.reset(request.seeds)
-        self._has_failed = False
         nothing = dict.fromkeys(
             ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
         )

@@ -80,10 +80,5 @@ def _observed(agent_slots: Any, trees: Any) -> list[Observed]:
 
 def _told(hello: Hello) -> dict[str, Any]:
     """A host's agents as `AgentsElsewhere` is made of them; its Hello has been found to be right."""
-    assert hello.agents is not None
-    assert hello.parts is not None
-    parts: list[list[int]] = [[] for _ in range(max(hello.parts) + 1)]
-    for place, part in enumerate(hello.parts):
-        parts[part].append(place)
     spaces = (hello.observation_space["parts"], hello.action_space["parts"])
-    return {"agents": hello.agents, "parts": list(zip(parts, *spaces, strict=True))}
+    return {"agents": hello.agents, "parts": list(zip(hello.agents_by_part, *spaces, strict=True))}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from agent_logs import AgentStep, Hanging, steps_of
-from drawn_agents import WAYS, Drawn, drawn_settings, made, mapping_of, run
+from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, made, mapping_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered_agents import NumberedAgents
@@ -219,8 +219,7 @@ def test_the_same_seed_gives_the_same_fragments(drawn: Drawn, count: int, prefet
     drawn = drawn._replace(lanes=1)
     one = unpublished(made(drawn, num_fragments=count)[1])
     other = unpublished(made(drawn, num_fragments=count, prefetch=prefetch)[1])
-    for mine, theirs in zip(one, other, strict=True):
-        assert_same_fragments(mine, theirs)
+    assert_alike(one, other)
 
 
 @few
@@ -230,8 +229,7 @@ def test_lanes_in_any_order_give_the_same_fragments(drawn: Drawn, count: int, pr
     for ahead in (0, prefetch):
         fragments = unpublished(made(drawn, num_fragments=count, prefetch=ahead)[1])
         by_lane.append(sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence)))
-    for mine, theirs in zip(*by_lane, strict=True):
-        assert_same_fragments(mine, theirs)
+    assert_alike(*by_lane)
 
 
 def test_modules_draw_different_numbers() -> None:
@@ -254,18 +252,3 @@ def test_modules_draw_different_numbers() -> None:
 def unpublished(rollout: MultiAgentRollout) -> list[MultiAgentFragment]:
     with rollout:
         return list(rollout.fragments())
-
-
-def assert_same_fragments(one: MultiAgentFragment, other: MultiAgentFragment) -> None:
-    """Bit for bit, by chunks."""
-    assert (one.lane, one.sequence, one.module_ids) == (other.lane, other.sequence, other.module_ids)
-    for module_id in one.module_ids:
-        for mine, theirs in zip(one.agent_episodes(module_id), other.agent_episodes(module_id), strict=True):
-            assert (mine.id_, mine.t_started, mine.t) == (theirs.id_, theirs.t_started, theirs.t)
-            assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
-            assert mine.observations == theirs.observations
-            assert mine.actions == theirs.actions
-            assert mine.rewards == theirs.rewards
-            for name in mine.extra_model_outputs.keys() - {"serial"}:  # lanes take turns at the modules
-                assert mine.extra_model_outputs[name] == theirs.extra_model_outputs[name]
-            assert mine.get_infos() == theirs.get_infos()

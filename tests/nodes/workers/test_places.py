@@ -1,6 +1,5 @@
 """One meaning: environments inline, in threads and in worker processes give the same fragments."""
 
-import threading
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +11,10 @@ from alike import assert_alike
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule
+from stalling import stalling
 
 from rollflow.nodes import ConnectorV2, FlattenObservations, MeanStdFilter, Rollout
 from rollflow.stream import EnvError, Fragment
-from rollflow.stream.background import Waiter
 
 
 class Setting(NamedTuple):
@@ -134,14 +133,7 @@ def test_a_drained_rollout_gives_every_step_that_was_made(where: Any) -> None:
 
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 def test_a_reader_that_stalls_stops_the_environments(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    can_not_go_on, wait = threading.Event(), Waiter.wait
-
-    def waited(self: Waiter) -> None:
-        if not any(node.in_flight for node, _ in self._nodes):
-            can_not_go_on.set()
-        wait(self)
-
-    monkeypatch.setattr(Waiter, "wait", waited)
+    can_not_go_on = stalling(monkeypatch)
     makers = [partial(NumberedEnv, slot) for slot in range(4)]
     options: Any = {"lanes": 2, "fragment_length": 5, "module": NumberedModule(), "seed": 0}
     with Rollout(makers, where=where, prefetch=2, **options) as rollout:

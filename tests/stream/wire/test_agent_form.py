@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
-from wire_ends import Ends, running
+from wire_ends import Ends, running, running_agents
 from wire_messages import (
     OBSERVATION_SPACE,
     agent_rows,
@@ -177,11 +177,7 @@ def test_agent_slots_are_not_for_environments_with_one_agent() -> None:
 
 def stepping() -> Ends:
     """Both ends, where a step has been asked for."""
-    ends = running(said=agents_hello())
-    ends.gateway.ask(Reset(0, 1, (1, 2), None))
-    (request,) = ends.to_host()
-    assert isinstance(request, Reset)
-    ends.host.answer(request, first_agent_rows())
+    ends = running_agents()
     ends.to_gateway()
     ends.gateway.ask(agent_step())
     return ends

@@ -23,9 +23,9 @@ from numbered_agents import NumberedAgents
 from remote_agents import HASTY, makers, reasons_of, rollout_over, slots_of, taken_until, told
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from serial_module import SerialModule
+from stalling import stalling
 
 from rollflow.nodes import ConnectorV2, MultiAgentRollout
-from rollflow.stream.background import Waiter
 
 
 @pytest.fixture(autouse=True)
@@ -350,14 +350,7 @@ def test_a_host_may_be_killed_at_any_moment(
 
 
 def test_a_reader_that_stalls_stops_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    can_not_go_on, wait = threading.Event(), Waiter.wait
-
-    def waited(self: Waiter) -> None:
-        if not any(node.in_flight for node, _ in self._nodes):
-            can_not_go_on.set()
-        wait(self)
-
-    monkeypatch.setattr(Waiter, "wait", waited)
+    can_not_go_on = stalling(monkeypatch)
     envs, kinds = listening(), {"agents": 2, "at_once": True, "length": 50}
     with (
         hosting(envs.addresses[0], makers(tmp_path, 0, 1, **kinds), lanes=2),

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lost_agents import emitted_steps
 from numbered_agents import NumberedAgents
+from stalling import stalling
 
 from rollflow.nodes import ArrayStep, ConnectorV2, MultiAgentEnv, MultiAgentRollout, MultiAgentVectorEnv
 from rollflow.stream import EnvError
-from rollflow.stream.background import Waiter
 
 
 @pytest.mark.slow
@@ -45,14 +45,7 @@ def test_a_drained_rollout_gives_every_step_that_was_made(way: str) -> None:
 
 
 def test_a_reader_that_stalls_stops_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
-    can_not_go_on, wait = threading.Event(), Waiter.wait
-
-    def waited(self: Waiter) -> None:
-        if not any(node.in_flight for node, _ in self._nodes):
-            can_not_go_on.set()
-        wait(self)
-
-    monkeypatch.setattr(Waiter, "wait", waited)
+    can_not_go_on = stalling(monkeypatch)
     drawn = Drawn(2, 2, 2, 0, 9, True, 5, 1, False, 1)
     _, rollout = made(drawn, env=makers_of(drawn), where="processes", workers=2, prefetch=2)
     with rollout:

@@ -1,4 +1,4 @@
-"""What a rollout says of itself to a trainer."""
+"""What a sink asks of a rollout, whether that has one agent or several."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from rollflow.stream.space_codec import describe_space
 AnyRollout = Rollout | MultiAgentRollout
 
 
-class Introduction(NamedTuple):
+class Described(NamedTuple):
     """A rollout's part of a `Hello`.
 
     slots       environments of each lane
@@ -31,13 +31,13 @@ class Introduction(NamedTuple):
     metadata: dict[str, Any]
 
 
-def introduction_of(rollout: AnyRollout, ids: Sequence[str]) -> Introduction:
-    """What there is to say of a rollout now; `ids` of several modules whose weights the trainer publishes."""
+def described(rollout: AnyRollout, ids: Sequence[str] | None) -> Described:
+    """What there is to say of a rollout now; `ids` as `claimed_ids` gave them."""
     environments = rollout.environments
     if isinstance(rollout, MultiAgentRollout):
         spaces = _spaces_of(environments.parts)
         seen, stateful = [spaces[0]], False
-        weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
+        weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids or ()})
     else:
         spaces = describe_space(environments.observation_space), describe_space(environments.action_space)
         seen = [describe_space(space) for space in seen_in(rollout)]
@@ -51,7 +51,7 @@ def introduction_of(rollout: AnyRollout, ids: Sequence[str]) -> Introduction:
         "weights": {name: list(shape) for name, shape in shapes_of(weights).items()},
         "version": version_of(rollout),
     }
-    return Introduction(tuple(env.num_envs for env in environments.envs) or (1,), spaces, metadata)
+    return Described(tuple(env.num_envs for env in environments.envs) or (1,), spaces, metadata)
 
 
 def seen_in(rollout: Rollout) -> list[gym.Space[Any]]:
@@ -59,13 +59,13 @@ def seen_in(rollout: Rollout) -> list[gym.Space[Any]]:
     return [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
 
 
-def published_ids(rollout: AnyRollout) -> tuple[str, ...]:
-    """Ids of several modules whose weights the trainer is to publish, which stay from now on; none of one module.
+def claimed_ids(rollout: AnyRollout) -> tuple[str, ...] | None:
+    """Have several modules stay whose weights the trainer is to publish: their ids; None where there is one module.
 
     Raises ModuleError for ids that are no strings.
     """
     if not isinstance(rollout, MultiAgentRollout):
-        return ()
+        return None
     trained = [module_id for module_id in rollout.module if rollout.learner.trains(module_id)]
     if not all(isinstance(module_id, str) for module_id in trained):
         raise ModuleError(f"module ids are {trained}, expected strings where a trainer elsewhere gets their batches")
@@ -79,13 +79,13 @@ def version_of(rollout: AnyRollout) -> int:
     return rollout.version_elsewhere if isinstance(rollout, MultiAgentRollout) else rollout.policy_version
 
 
-def publish_as(rollout: AnyRollout, version: int, weights: Mapping[str, Any], ids: Sequence[str]) -> bool:
+def publish_as(rollout: AnyRollout, version: int, weights: Mapping[str, Any], ids: Sequence[str] | None) -> bool:
     """Have it act with weights that came under a version; False: they are not newer than its own.
 
     Raises ModuleError where they are not those of its modules, of `ids` where it has several.
     """
     if isinstance(rollout, MultiAgentRollout):
-        return rollout.publish_as(version, parted_weights(weights, ids))
+        return rollout.publish_as(version, parted_weights(weights, ids or ()))
     return rollout.publish_as(version, weights)
 
 
