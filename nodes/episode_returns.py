@@ -24,6 +24,7 @@ class EpisodeReturns:
 
     def __init__(self, window: int = 100) -> None:
         self.count = 0
+        self._window = window
         self.returns: deque[float] = deque(maxlen=window)
         self.lengths: deque[int] = deque(maxlen=window)
         # (source, lane) -> its last fragment's number, and f64[N]: so far in open episodes, NaN where unknown
@@ -52,9 +53,11 @@ class EpisodeReturns:
         whole = done & ~np.isnan(rewards)
         for loss in fragments.losses:
             whole &= ~((chunks.stop == loss.row) & np.isin(chunks.slot, loss.cut))
-        self.count += int(whole.sum())
-        self.returns.extend(rewards[whole].tolist())
-        self.lengths.extend((chunks.t_started + lengths)[whole].tolist())
+        (finished,) = np.nonzero(whole)
+        self.count += len(finished)
+        kept = finished[-self._window :]  # the others would be pushed out again
+        self.returns.extend(rewards[kept].tolist())
+        self.lengths.extend((chunks.t_started[kept] + lengths[kept]).tolist())
 
     def forget(self, source: Hashable, lane: int) -> None:
         """Keep nothing of a lane of which no fragment comes any more, but what is finished."""

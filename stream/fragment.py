@@ -230,34 +230,39 @@ class Fragment:
             self.columns[Columns.TRUNCATEDS].tree,
         )
         done = (terminateds | truncateds)[first:last]
-        ended_slot, ended_row = np.nonzero(done.T)
-        ended_row += first
+        ended = np.flatnonzero(done.T.reshape(-1))  # slot by slot; `nonzero` of two axes is slower
+        ended_slot = ended // max(1, self.num_rows)
+        ended_row = ended - ended_slot * self.num_rows + first
         everyone = np.arange(layout.num_slots)
         begin = np.maximum(self.episode_start, first)
         gap: Any = 2 if layout.resets_next_step else 1
         if self.losses:
             ended_slot, ended_row, gap = self._with_losses(ended_slot, ended_row, gap)
-        # Each slot begins one chunk and, at every end, another; the sort keeps a slot's chunks in time order.
-        slot = np.concatenate([everyone, ended_slot])
-        order = np.argsort(slot, kind="stable")
-        slot = slot[order]
-        start = np.concatenate([begin, ended_row + gap])[order]
-        stop_order = np.argsort(np.concatenate([ended_slot, everyone]), kind="stable")
-        stop = np.concatenate([ended_row + 1, self.stops])[stop_order]
-        ended = np.concatenate([np.ones(len(ended_row), bool), np.zeros(layout.num_slots, bool)])[stop_order]
-        nth = np.arange(len(slot)) - np.searchsorted(slot, slot)
-        t_started = np.where(nth == 0, np.maximum(first - self.episode_start[slot], 0), 0)
+        # Each slot begins one chunk and, at every end, another. Ends are in the order of their slots and rows.
+        per_slot = np.bincount(ended_slot, minlength=layout.num_slots) + 1
+        slot = np.repeat(everyone, per_slot)
+        heads = np.cumsum(per_slot) - per_slot
+        closing = np.arange(len(ended_slot)) + ended_slot  # which chunk each end is the end of
+        start, stop, t_started = np.empty_like(slot), np.empty_like(slot), np.zeros_like(slot)
+        start[heads], start[closing + 1] = begin, ended_row + gap
+        stop[heads + per_slot - 1], stop[closing] = self.stops, ended_row + 1
+        t_started[heads] = np.maximum(first - self.episode_start, 0)
+        number = self.episode_number[slot] + np.arange(len(slot)) - heads[slot]
+        has_ended = np.zeros(len(slot), bool)
+        has_ended[closing] = True
         keep = start < stop
-        slot, start, stop, ended, t_started = (x[keep] for x in (slot, start, stop, ended, t_started))
+        if not keep.all():
+            slot, start, stop, has_ended = slot[keep], start[keep], stop[keep], has_ended[keep]
+            t_started, number = t_started[keep], number[keep]
         return ChunkIndex(
             slot=slot,
-            number=self.episode_number[slot] + nth[keep],
+            number=number,
             start=start,
             stop=stop,
             t_started=t_started,
             lookback=np.minimum(t_started, layout.lookback),
-            terminated=ended & terminateds[stop - 1, slot],
-            truncated=ended & truncateds[stop - 1, slot],
+            terminated=has_ended & terminateds[stop - 1, slot],
+            truncated=has_ended & truncateds[stop - 1, slot],
         )
 
     @cached_property
@@ -268,9 +273,12 @@ class Fragment:
         total = int(lengths.sum())
         if total == self.num_rows * slots:
             return None
-        offset = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        order: NDArray[np.int64] = (np.repeat(chunks.start - self.first_row, lengths) + offset) * slots
-        return order + np.repeat(chunks.slot, lengths)
+        begin = (chunks.start - self.first_row) * slots + chunks.slot
+        before = np.zeros_like(begin)
+        before[1:] = (begin + (lengths - 1) * slots)[:-1]  # the last of the chunk before
+        order = np.full(total, slots)  # how far on each transition is, which is a row within a chunk
+        order[np.cumsum(lengths) - lengths] = begin - before
+        return np.cumsum(order, out=order)
 
     def episodes(self) -> FragmentEpisodes:
         """The chunks as a sequence of `SingleAgentEpisode`, made when asked for."""
