@@ -120,13 +120,13 @@ def test_modules_that_are_not_trained_have_no_part_in_it() -> None:
 def test_a_module_without_weights_is_waited_for_by_nobody() -> None:
     """It never gets a version: neither the rollout's pace nor a batch's age goes by it."""
     modules = modules_of(DRAWN) | {"plain 1": RandomModule}
-    stream = trainer(prefetch=0, max_lag=4, on_excess="drop")
+    stream = trainer(prefetch=0, max_lag=8, on_excess="drop")  # more than there may be on their way
     with fed(stream, DRAWN._replace(at_once=True), module=modules) as (stream, rollout, _):
         for number, batches in enumerate(stream):
             weights = {each: {"weight": torch.tensor(float(number))} for each in rollout.module if each != "plain 1"}
             stream.publish(weights)
             assert stream.handed[0].num_steps == sum(len(batch["rewards"]) for batch in batches.values())
-            if number == 9:
+            if number == 19:
                 break
         assert stream.lost == {}
     assert rollout.policy_versions["plain 1"] == 0

@@ -64,9 +64,12 @@ def test_a_trainer_that_begins_anew_has_its_weights_used_all_the_same(tmp_path: 
             raise KeyError
         with trainer_at(address) as stream:
             assert stream.publish(weights(77.0)) == 1
-            batches = list(stream)
+            batches, uses = [], []
+            for batch in stream:
+                batches.append(batch)
+                uses.append(stream.weights_in_use())  # while the rollout is there
             assert stream.version == 4
-            [use] = stream.weights_in_use()
+            [use] = uses[-1]
             assert (use.version, use.is_same) == (4, True)
     assert (batches[-1]["weight"] == 77.0).all()
     assert (batches[-1][Columns.POLICY_VERSION] == 4).all()
