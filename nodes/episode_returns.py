@@ -1,7 +1,7 @@
 """Returns and lengths of finished episodes, added up over the fragments that they lie in."""
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,12 @@ class EpisodeReturns:
         kept = finished[-self._window :]  # the others would be pushed out again
         self.returns.extend(rewards[kept].tolist())
         self.lengths.extend((chunks.t_started[kept] + lengths[kept]).tolist())
+
+    def take(self, count: int, returns: Iterable[float], lengths: Iterable[int]) -> None:
+        """Add `count` episodes that somebody else has added up: what is kept of them, oldest first."""
+        self.count += count
+        self.returns.extend(returns)
+        self.lengths.extend(lengths)
 
     def forget(self, source: Hashable, lane: int) -> None:
         """Keep nothing of a lane of which no fragment comes any more, but what is finished."""

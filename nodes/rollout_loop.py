@@ -49,6 +49,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._credits = FragmentCredits(environments.num_lanes * self._fragments_per_lane)
         self._runs_ahead = prefetch > 0
         self._gates: list[Gate] = []  # that hold it back in a graph
+        self._watching: list[Callable[[Any], None]] = []  # nodes that see its fragments there
         self._is_in_graph = False
         self._drive: Drive | None = None
         self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
@@ -106,7 +107,11 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline"
             )
         self._is_in_graph = True
-        return self._ring(AllOf(self._gates) if self._gates else None)
+        ring = self._ring(AllOf(self._gates) if self._gates else None)
+        for number, node in enumerate(self._watching):
+            ring.add_node(name := f"seen_{number}", node)
+            ring.connect(".".join(ring.outputs["fragments"].source), name)
+        return ring
 
     # The loop
 
@@ -169,6 +174,15 @@ class RolloutLoop(abc.ABC, Generic[F]):
         if self._is_in_graph:
             raise GraphError("the rollout is in a graph already, expected whoever holds it back to come before that")
         self._gates.append(gate)
+
+    def watch(self, node: Callable[[Any], None]) -> None:
+        """As a node of a graph: have a synchronous node without outputs see every fragment, before it leaves here.
+
+        Raises GraphError where the graph has it already.
+        """
+        if self._is_in_graph:
+            raise GraphError("the rollout is in a graph already, expected whoever watches it to come before that")
+        self._watching.append(node)
 
     def drain(self) -> None:
         """Stop the environments: the iterators give what is under way, unfinished fragments cut short, and end.

@@ -20,7 +20,9 @@ from rollflow.sinks.trainer.any_rollout import (
     AnyRollout,
     claimed_ids,
     described,
+    newest_version,
     publish_as,
+    returns_for,
     seen_in,
     version_of,
 )
@@ -28,12 +30,12 @@ from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
+from rollflow.sinks.trainer.seen import Seen
 from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.source_link import SourceLink
 from rollflow.sinks.trainer.spill import Spill
 from rollflow.stream.channel import Inlet
-from rollflow.stream.columns import Columns
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import (
     NONCE_BYTES,
@@ -87,6 +89,10 @@ class TrainerSink:
     which is written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` of
     what it got is sent copies through the socket, as with 'unix:', until it lets go of some.
 
+    With train batches it goes what `stream.returns` and `stream.weights_in_use()` tell: the sink sees the fragments
+    themselves as they leave the rollout, whatever makes batches of them. A batch tells of the episodes that have
+    finished since the one before it; of those that finish behind the last batch nobody is told.
+
     To be made before the rollout is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer
     publishes stay from then on: those that come and go are to be left out of its `modules_to_train`.
 
@@ -132,6 +138,9 @@ class TrainerSink:
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
         self._gate = PaceGate(self._kept)
         rollout.hold_back(self._gate)
+        self._seen = Seen(returns_for(rollout), self._ids)
+        if sends == "batches":
+            rollout.watch(self._seen)
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = False
         # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
@@ -306,22 +315,23 @@ class TrainerSink:
         if isinstance(item, Fragment):
             message, steps = message_of_fragment(number, item, self._spaces), item.num_steps
             self._gate.give(item.lane, item.sequence)
-            self._give_receipt(item)
+            self._give_receipt(item.lane, newest_version(item, None))
         else:
-            message = message_of_batch(number, item, modules=self._ids)
+            message = message_of_batch(number, item, modules=self._ids, episodes=self._seen.take_episodes())
             steps = int(message.rest["steps"])
+            for lane, version in self._seen.take_versions().items():
+                self._give_receipt(lane, version)
         if self._lender is not None:
             self._lender.look_at(message)
         self._kept.add(message, nbytes_of(message), steps)
         self._session.given = number
         self._link.wake()
 
-    def _give_receipt(self, fragment: Fragment) -> None:
+    def _give_receipt(self, lane: int, version: int | None) -> None:
         """Say which weights a lane's last action was computed with, where that is news."""
-        if not fragment.num_rows:
+        if version is None:
             return
-        node, version = f"lane {fragment.lane}", int(fragment.column(Columns.POLICY_VERSION)[-1, 0])
-        digest = self._link.versions.get(version)
+        node, digest = f"lane {lane}", self._link.versions.get(version)
         if self._told[0] != self._link.welcomes:
             self._told = self._link.welcomes, {}
         if digest is not None and self._told[1].get(node) != version:

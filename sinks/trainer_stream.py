@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 
 import anyio
 
-from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.given import check_numbers
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.policy_weights import check_shapes, shapes_of
@@ -30,6 +29,7 @@ from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.state import sources_of, state_of
+from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
 from rollflow.sinks.trainer.told import Handed, InUse, handed
 from rollflow.sinks.trainer.weights_digest import digest_of
@@ -293,8 +293,8 @@ class TrainerStream:
         return self._door.version
 
     @property
-    def returns(self) -> EpisodeReturns:
-        """Returns of the episodes that have ended in what was handed over."""
+    def returns(self) -> StreamReturns:
+        """Returns of the episodes that have ended in what was handed over, of several agents also `by_module`."""
         return self._handing_over.returns
 
     @property

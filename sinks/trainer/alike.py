@@ -1,4 +1,4 @@
-"""Train batches that go to a trainer as one, since they differ in their numbers and their arrays' values alone."""
+"""Train batches that go to a trainer as one: but for the episodes they tell of they differ in arrays' values alone."""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import optree
 from numpy.typing import NDArray
 
-from rollflow.sinks.trainer.item_message import is_batch
+from rollflow.sinks.trainer.item_message import is_batch, num_told
 from rollflow.sinks.trainer.layout import Kind, Layout, laid_out, packed
-from rollflow.stream.wire import Fragment, Joined, Series, bytes_of
+from rollflow.stream.wire import EACH, Fragment, Joined, Series, bytes_of
 
 MOST_ALIKE = 16  # so that those behind do not wait long for the first
 MOST_BYTES = 1 << 20  # of them: larger ones gain nothing
+_MOST_TOLD = 1 << 14  # returns of episodes in them: a header takes no end of values
 _ALIGNMENT = 8  # as in a frame
+_OWN = ("episodes",)  # entries of a message's rest in which it may differ
 
 
 class Alike(NamedTuple):
@@ -37,8 +39,11 @@ class Alike(NamedTuple):
     def series(self, layout: Layout, blocks: tuple[int, ...], data: Joined | None) -> Series:
         """The messages as one, whose arrays lie in blocks or in `data`."""
         first = self.messages[0]
-        columns = packed(self.spec, layout.leaves)
-        return Series(first.lane, first.number, len(self.rows), blocks, layout.size, columns, first.rest, data)
+        columns, rest = packed(self.spec, layout.leaves), _shared(first)
+        each = [{name: message.rest[name] for name in _OWN if name in message.rest} for message in self.messages]
+        if any(each):
+            rest[EACH] = each
+        return Series(first.lane, first.number, len(self.rows), blocks, layout.size, columns, rest, data)
 
     def joined(self) -> Series:
         """The messages as one, their arrays in it: they must stay as they are until it is sent."""
@@ -57,10 +62,11 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
     if not is_batch(first):
         return None  # fragments differ in more: in their sequence, their episodes
     row, kinds, spec = _taken_apart(first)
-    messages, rows = [first], [row]
+    messages, rows, shared, told = [first], [row], _shared(first), num_told(first)
     size = sum([array.nbytes for array in row])
     for other in islice(others, max(0, most // max(1, size) - 1)):
-        if other.lane != first.lane or other.rest != first.rest:
+        told += num_told(other)
+        if other.lane != first.lane or _shared(other) != shared or told > _MOST_TOLD:
             break
         row, *form = _taken_apart(other)
         if form != [kinds, spec]:
@@ -68,6 +74,11 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
         messages.append(other)
         rows.append(row)
     return Alike(messages, rows, kinds, spec) if len(rows) > 1 else None
+
+
+def _shared(message: Fragment) -> dict[str, Any]:
+    """What others are to have in their rest as well."""
+    return {name: value for name, value in message.rest.items() if name not in _OWN}
 
 
 def _taken_apart(message: Fragment) -> tuple[list[NDArray[Any]], tuple[Kind, ...], optree.PyTreeSpec]:

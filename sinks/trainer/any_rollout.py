@@ -6,13 +6,18 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 
 from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.episode_returns import EpisodeReturns
+from rollflow.nodes.multi_agent.agent_returns import AgentReturns
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.policy_weights import shapes_of
 from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.rollout import Rollout
 from rollflow.sinks.trainer.by_module import joined_weights, parted_weights
+from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
+from rollflow.stream.fragment import Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.space_codec import describe_space
 
 AnyRollout = Rollout | MultiAgentRollout
@@ -77,6 +82,25 @@ def claimed_ids(rollout: AnyRollout) -> tuple[str, ...] | None:
 def version_of(rollout: AnyRollout) -> int:
     """The policy version that it acts with; of several modules that of the trainer's weights."""
     return rollout.version_elsewhere if isinstance(rollout, MultiAgentRollout) else rollout.policy_version
+
+
+def returns_for(rollout: AnyRollout) -> EpisodeReturns | AgentReturns:
+    """What adds up the episodes of its fragments, beside its own."""
+    if isinstance(rollout, MultiAgentRollout):
+        return AgentReturns(rollout.module.__contains__)
+    return EpisodeReturns()
+
+
+def newest_version(fragment: Fragment | MultiAgentFragment, ids: Sequence[str] | None) -> int | None:
+    """The policy version of the newest weights that acted in a fragment, of `ids` where there are several modules.
+
+    None: none of them did.
+    """
+    if isinstance(fragment, Fragment):
+        return int(fragment.column(Columns.POLICY_VERSION)[-1, 0]) if fragment.num_rows else None
+    acted = [fragment.of_module(module_id) for module_id in ids or () if module_id in fragment.module_ids]
+    versions = [part.gather(Columns.POLICY_VERSION) for part in acted]
+    return max((int(each.max()) for each in versions if len(each)), default=None)
 
 
 def publish_as(rollout: AnyRollout, version: int, weights: Mapping[str, Any], ids: Sequence[str] | None) -> bool:

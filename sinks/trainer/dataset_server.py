@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import cloudpickle
 
-from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.remote.remote_envs import close_sockets, listen_on
 from rollflow.nodes.weights_codec import Arrays
 from rollflow.sinks.trainer import parcel
@@ -22,7 +21,8 @@ from rollflow.sinks.trainer.handing_over import LearnerConnector, Yields
 from rollflow.sinks.trainer.intake import Intake
 from rollflow.sinks.trainer.item_message import arrays_of
 from rollflow.sinks.trainer.patience import Patience
-from rollflow.sinks.trainer.source import Source
+from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, RunError
 from rollflow.stream.fragment import Fragment
@@ -107,7 +107,7 @@ class DatasetServer:
         setup: Setup,
         *,
         begin: Callable[[], object],
-        returns: EpisodeReturns,
+        returns: StreamReturns,
         join_timeout: float | None,
     ) -> None:
         self._listeners = listen_on(address)
@@ -270,14 +270,19 @@ class DatasetServer:
             if token not in client.known:
                 introductions[token] = _introduced(arrived.source)
                 client.known.add(token)
-            if isinstance(item, Fragment):
-                if not share.was_handed:
-                    self._returns.add(item, token)
-            else:
-                item = arrays_of(item)
+            if not share.was_handed:
+                self._count(arrived)
+            item = item if isinstance(item, Fragment) else arrays_of(item)
             items.append((token, arrived.number, item, arrived.policy_version))
         share.was_handed = True
         parcel.send(client.sock, Given(introductions, items, self._door.version, self._news_for(client)))
+
+    def _count(self, arrived: Arrived) -> None:
+        """Add the episodes that have ended in an item."""
+        if isinstance(arrived.item, Fragment):
+            self._returns.add(arrived.item, arrived.source.session.token)
+        else:
+            self._returns.take_finished(arrived.finished)
 
     def _news_for(self, client: _Client) -> Arrays | None:
         weights = self._door.weights

@@ -5,11 +5,11 @@ from typing import Any, Literal, NamedTuple
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
-from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.given import pieces_given
 from rollflow.sinks.trainer.by_module import concatenated
 from rollflow.sinks.trainer.item_message import Batch
 from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.stream.errors import RunError
 from rollflow.stream.fragment import Fragment
 
@@ -37,11 +37,11 @@ class HandingOver:
     learner_connector, module,    for train batches: see `TrainerStream`
     metrics
 
-    returns    of the episodes in what was handed over
+    returns    of the episodes in what was handed over, or told of by train batches
     """
 
     def __init__(self, yields: Yields, learner_connector: LearnerConnector | None, module: Any, metrics: Any) -> None:
-        self.returns = EpisodeReturns()
+        self.returns = StreamReturns()
         self._yields = yields
         self._taught, self._module, self._metrics = learner_connector, module, metrics
         self._pipeline: LearnerConnectorPipeline | None = None
@@ -54,7 +54,10 @@ class HandingOver:
         for arrived, fragment in zip(taken, fragments, strict=False):
             self.returns.add(fragment, arrived.source.session.token)
         if self._yields == "batches":
-            yield HandedOver(self._batch(fragments, taken), taken, True)
+            batch = self._batch(fragments, taken)
+            for arrived in taken:
+                self.returns.take_finished(arrived.finished)
+            yield HandedOver(batch, taken, True)
             return
         for arrived, fragment in zip(taken, fragments, strict=True):
             items = [fragment] if self._yields == "fragments" else list(fragment.episodes())

@@ -51,10 +51,17 @@ def fragment_of_message(
     return fragment_of(message, layout, spaces)
 
 
-def message_of_batch(number: int, batch: Batch, *, modules: Collection[str] | None = None) -> wire.Fragment:
+def message_of_batch(
+    number: int,
+    batch: Batch,
+    *,
+    modules: Collection[str] | None = None,
+    episodes: Mapping[str, Any] | None = None,
+) -> wire.Fragment:
     """A train batch: tensors and arrays `any[B, ...]`. Raises ColumnError for a column of anything else.
 
-    modules    it is module id -> train batch; ids of those that the trainer publishes weights for. None: it is not
+    modules     it is module id -> train batch; ids of those that the trainer publishes weights for. None: it is not
+    episodes    that have finished, as `Finished.told` has them; None: none
     """
     columns = {name: map_tree(lambda leaf, name=name: _array(leaf, name), tree) for name, tree in batch.items()}
     rest: dict[str, Any] = {"batch": True}
@@ -63,6 +70,8 @@ def message_of_batch(number: int, batch: Batch, *, modules: Collection[str] | No
     counted = [each for name, each in columns.items() if name in modules] if modules is not None else [columns]
     rest["policy_version"] = oldest_version(counted)
     rest["steps"] = num_steps(batches_in(columns, is_by_module=modules is not None))
+    if episodes is not None:
+        rest["episodes"] = episodes
     return wire.Fragment(0, number, columns, rest)
 
 
@@ -99,6 +108,14 @@ def nbytes_of(message: wire.Fragment) -> int:
 def is_batch(message: wire.Fragment) -> bool:
     """Whether a message has a train batch, and not a fragment."""
     return message.rest.get("batch") is True
+
+
+def num_told(message: wire.Fragment) -> int:
+    """Returns of episodes that a train batch of ours tells."""
+    told = message.rest.get("episodes")
+    if told is None:
+        return 0
+    return sum(len(part["returns"]) for part in (told, *told.get("by_module", {}).values()))
 
 
 def _array(leaf: Any, name: str) -> NDArray[Any]:

@@ -9,6 +9,7 @@ import gymnasium as gym
 from rollflow.nodes.env_source import is_whole
 from rollflow.sinks.trainer.by_module import is_by_module
 from rollflow.sinks.trainer.compression import decompressed
+from rollflow.sinks.trainer.finished import NONE, Finished
 from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragment_of_message, is_batch
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
@@ -28,6 +29,7 @@ class Arrived:
     item              a fragment, or a train batch
     policy_version    the oldest that an action was computed with; None: nobody knows
     batch_steps       transitions in a train batch, as its sender has counted them
+    finished          episodes that a train batch tells of
     """
 
     source: "Source"
@@ -35,6 +37,7 @@ class Arrived:
     item: Fragment | Batch
     policy_version: int | None
     batch_steps: int = 0
+    finished: Finished = NONE
 
     @property
     def lane(self) -> int:
@@ -151,7 +154,8 @@ class Source:
                 raise WireError("a train batch of one module among others, or the other way round", "fragment")
             if self.is_by_module and not is_by_module(message.columns):
                 raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
-            return Arrived(self, message.number, *batch_of_message(message))
+            finished = Finished.of(message.rest.get("episodes"), is_by_module=self.is_by_module)
+            return Arrived(self, message.number, *batch_of_message(message), finished)
         if self.has_fixed_lanes and message.lane >= self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {self.lanes}", "fragment")
         fragment = fragment_of_message(message, self.spaces, self.action_space)

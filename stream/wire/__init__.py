@@ -58,12 +58,13 @@ from rollflow.stream.wire.running import (
     Turn,
     Weights,
 )
-from rollflow.stream.wire.series import series_parts
+from rollflow.stream.wire.series import EACH, series_parts
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession
 from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
 
 __all__ = [
+    "EACH",
     "NONCE_BYTES",
     "SESSION_BYTES",
     "VERSION",

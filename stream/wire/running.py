@@ -203,13 +203,14 @@ class Lent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """Source to trainer: several Fragments of a lane that differ in their numbers and their arrays' values alone.
+    """Source to trainer: several Fragments of a lane that differ in their numbers, arrays' values and `each` alone.
 
     number     of the first
     count      how many
     blocks     that their arrays lie in, each of which is lent once by this; none: they lie in `data`
     stride     bytes from the arrays of each to those of the next
     columns    of the first, packed: see `lent_columns`
+    rest       of all; where there is an entry `each`, it has a map for each of them, of what is in its rest beside
     data       u1[n], or `Joined` where it is sent; None: there are blocks
     """
 

@@ -1,5 +1,6 @@
-"""Fragments that came as one, since they differ in their numbers and their arrays' values alone."""
+"""Fragments that came as one, since they differ in their numbers, their arrays' values and a little else alone."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from rollflow.stream.errors import WireError
 from rollflow.stream.wire.lent_columns import lent_columns
 from rollflow.stream.wire.limits import MAX_VALUES
 from rollflow.stream.wire.running import Fragment, Series
+
+EACH = "each"  # entry of `rest`: what each fragment has in its own, beside what all have
 
 
 def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragment]:
@@ -23,4 +26,16 @@ def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragme
         raise WireError(f"series: {count} trees of {spec.num_nodes} nodes, expected at most {MAX_VALUES}", "memory")
     columns = [leaf.arrays(blocks, count, stride) for leaf in leaves]
     trees: list[Any] = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
-    return [Fragment(series.lane, series.number + i, tree, series.rest) for i, tree in enumerate(trees)]
+    rests = _rests(series)
+    return [Fragment(series.lane, series.number + i, trees[i], rests[i]) for i in range(count)]
+
+
+def _rests(series: Series) -> list[Mapping[str, Any]]:
+    """The rest of each fragment. Raises WireError where what each has for itself is not said for all of them."""
+    if EACH not in series.rest:
+        return [series.rest] * series.count
+    each = series.rest[EACH]
+    if not isinstance(each, list) or len(each) != series.count or not all(isinstance(own, dict) for own in each):
+        raise WireError(f"series: rest.{EACH} is {each!r:.100}, expected a list of {series.count} maps", "message")
+    shared = {name: value for name, value in series.rest.items() if name != EACH}
+    return [shared | own for own in each]
