@@ -89,7 +89,7 @@ class TrainerSink:
     which is written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` of
     what it got is sent copies through the socket, as with 'unix:', until it lets go of some.
 
-    With train batches it goes what `stream.returns` and `stream.weights_in_use()` tell: the sink sees the fragments
+    `stream.returns` and `stream.weights_in_use()` know of train batches as well: the sink sees the fragments
     themselves as they leave the rollout, whatever makes batches of them. A batch tells of the episodes that have
     finished since the one before it; of those that finish behind the last batch nobody is told.
 
