@@ -3,9 +3,12 @@
 import os
 import select
 import socket
+from collections.abc import Callable
 from contextlib import suppress
+from time import monotonic
 from typing import Any, NamedTuple
 
+from rollflow.stream.bell import Bell
 from rollflow.stream.wire import Address, UnixAddress
 
 REACH_S = 10.0  # how long a connection may take to come about
@@ -62,18 +65,29 @@ def check_connected(sock: socket.socket) -> None:
         raise OSError(problem, os.strerror(problem))
 
 
-def reach(address: Address, attempt: int) -> socket.socket:
+def reach(
+    address: Address, attempt: int, bell: Bell | None = None, is_over: Callable[[], bool] = bool
+) -> socket.socket:
     """A non-blocking socket that is connected; another attempt takes another of a name's targets.
 
-    Raises OSError where that can't be.
+    bell, is_over    whenever the bell rings, which is silenced, it is asked whether nobody wants a connection any more
+
+    Raises OSError where that can't be, InterruptedError where it is over.
     """
     targets = look_up(address)
     sock = dial(targets[attempt % len(targets)])
     try:
-        poll = select.poll()
+        poll, until = select.poll(), monotonic() + REACH_S
         poll.register(sock.fileno(), select.POLLOUT)
-        if not poll.poll(REACH_S * 1e3):
-            raise TimeoutError(f"no answer within {REACH_S:g} s")
+        if bell is not None:
+            poll.register(bell.fileno(), select.POLLIN)
+        while sock.fileno() not in {fd for fd, _ in poll.poll(max(0.0, until - monotonic()) * 1e3)}:
+            if bell is not None:
+                bell.silence()
+            if is_over():
+                raise InterruptedError("given up before there was an answer")
+            if monotonic() >= until:
+                raise TimeoutError(f"no answer within {REACH_S:g} s")
         check_connected(sock)
     except BaseException:
         sock.close()

@@ -352,7 +352,7 @@ class Gateway:
         elif host.connection is peer.connection:
             host.lost_at, host.reason = now, str(error)
             if error.code in _COMES_BACK:
-                logger.warning("host %s is lost: %s", host.name, error)
+                logger.warning("host %s is lost: %s; waited for %g s", host.name, error, self._envs.limits.grace_s)
             else:
                 self._registry.leave(host, str(error))
 

@@ -107,7 +107,9 @@ class Host:
         since, failures = monotonic(), 0
         while not self._is_stopped:
             try:
-                sock = reach(target, failures)
+                sock = reach(target, failures, self._bell, lambda: self._is_stopped)
+            except InterruptedError:
+                continue  # it has been stopped meanwhile
             except OSError as error:
                 problem = problem_of(error)
             else:

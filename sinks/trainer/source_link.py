@@ -155,6 +155,8 @@ class SourceLink:
             try:
                 self._is_welcomed = False
                 self._serve(failures)
+            except InterruptedError:
+                return  # this end has left meanwhile
             except OSError as error:
                 problem = f"trainer {self.address}: {problem_of(error)}"
             except WireError as error:
@@ -179,7 +181,7 @@ class SourceLink:
     def _serve(self, attempt: int) -> None:
         """Serve a connection until a goodbye. Raises OSError where none can be made, WireError where it breaks."""
         hello = self._hello()
-        sock = reach(self.address, attempt)
+        sock = reach(self.address, attempt, self._wake, lambda: self._is_closing)
         connection = SourceConnection(hello, self._session, secret=self._secret, limits=self._limits, now=monotonic())
         line = Line(self._transport(sock, connection), connection, str(self.address))
         self._lines.add(line)

@@ -4,6 +4,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from remote_hosts import SHORT, dialled_host
 from remote_rollouts import makers, rollout_over
 
 from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow.nodes.remote.dial import reach
 from rollflow.stream import EnvError
+from rollflow.stream.bell import Bell
+from rollflow.stream.wire import parse_address
 
 Answer = Callable[[], list[tuple[str, int]]]
 
@@ -106,3 +110,24 @@ def test_a_name_that_leads_nowhere_is_said_to(names: dict[str, Answer], name: st
     names["nowhere.test"] = fail
     with pytest.raises(EnvError, match=rf"0 of 1 hosts came within 0.5 s, dialling tcp://{name}:1; .*{told}"):
         Rollout(RemoteEnvs.connect(f"tcp://{name}:1", secret="s", join_timeout=0.5))
+
+
+def test_what_is_not_wanted_any_more_is_not_waited_for() -> None:
+    with ExitStack() as closing:
+        silent = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # then nobody else gets an answer
+            waiting = closing.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        bell = Bell()
+        closing.callback(bell.close)
+        bell.ring()
+        rings = iter([False, False, True])
+
+        def is_over() -> bool:
+            bell.ring()
+            return next(rings)
+
+        with pytest.raises(InterruptedError):
+            reach(parse_address(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), 0, bell, is_over)
+        assert list(rings) == []
