@@ -176,7 +176,8 @@ class Fragment:
         order = self.row_order
         if order is None:
             return np.array(rows.swapaxes(0, 1), order="C").reshape(-1, *rows.shape[2:])
-        return rows.reshape(-1, *rows.shape[2:]).take(order, axis=0)
+        # There is nothing to clip; "raise" would look at every index first.
+        return rows.reshape(-1, *rows.shape[2:]).take(order, axis=0, mode="clip")
 
     def last_observations(self) -> Tree:
         """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
