@@ -225,27 +225,15 @@ class Fragment:
     @cached_property
     def chunks(self) -> ChunkIndex:
         """Where the chunks lie."""
-        layout, first, last = self.layout, self.first_row, self.last_row
-        terminateds, truncateds = (
-            self.columns[Columns.TERMINATEDS].tree,
-            self.columns[Columns.TRUNCATEDS].tree,
-        )
-        done = (terminateds | truncateds)[first:last]
-        ended = np.flatnonzero(done.T.reshape(-1))  # slot by slot; `nonzero` of two axes is slower
-        ended_slot = ended // max(1, self.num_rows)
-        ended_row = ended - ended_slot * self.num_rows + first
-        everyone = np.arange(layout.num_slots)
-        begin = np.maximum(self.episode_start, first)
-        gap: Any = 2 if layout.resets_next_step else 1
-        if self.losses:
-            ended_slot, ended_row, gap = self._with_losses(ended_slot, ended_row, gap)
-        # Each slot begins one chunk and, at every end, another. Ends are in the order of their slots and rows.
-        per_slot = np.bincount(ended_slot, minlength=layout.num_slots) + 1
-        slot = np.repeat(everyone, per_slot)
+        first, slots = self.first_row, self.layout.num_slots
+        ended_slot, ended_row, gap = self._ends()
+        # Each slot begins one chunk and, at every end, another.
+        per_slot = np.bincount(ended_slot, minlength=slots) + 1
+        slot = np.repeat(np.arange(slots), per_slot)
         heads = np.cumsum(per_slot) - per_slot
         closing = np.arange(len(ended_slot)) + ended_slot  # which chunk each end is the end of
         start, stop, t_started = np.empty_like(slot), np.empty_like(slot), np.zeros_like(slot)
-        start[heads], start[closing + 1] = begin, ended_row + gap
+        start[heads], start[closing + 1] = np.maximum(self.episode_start, first), ended_row + gap
         stop[heads + per_slot - 1], stop[closing] = self.stops, ended_row + 1
         t_started[heads] = np.maximum(first - self.episode_start, 0)
         number = self.episode_number[slot] + np.arange(len(slot)) - heads[slot]
@@ -261,9 +249,9 @@ class Fragment:
             start=start,
             stop=stop,
             t_started=t_started,
-            lookback=np.minimum(t_started, layout.lookback),
-            terminated=has_ended & terminateds[stop - 1, slot],
-            truncated=has_ended & truncateds[stop - 1, slot],
+            lookback=np.minimum(t_started, self.layout.lookback),
+            terminated=has_ended & self.columns[Columns.TERMINATEDS].tree[stop - 1, slot],
+            truncated=has_ended & self.columns[Columns.TRUNCATEDS].tree[stop - 1, slot],
         )
 
     @cached_property
@@ -317,6 +305,17 @@ class Fragment:
         )
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
         return episode
+
+    def _ends(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Any]:
+        """The slot and row of every end, slot by slot and by time, and how many rows on the next episode begins."""
+        columns = self.columns
+        done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
+        # By slots first; `nonzero` of two axes is slower.
+        ended = np.flatnonzero(done[self.first_row : self.last_row].T.reshape(-1))
+        slot = ended // max(1, self.num_rows)
+        row = ended - slot * self.num_rows + self.first_row
+        gap = 2 if self.layout.resets_next_step else 1
+        return self._with_losses(slot, row, gap) if self.losses else (slot, row, gap)
 
     def _with_losses(
         self, slot: NDArray[np.int64], row: NDArray[np.int64], gap: int
