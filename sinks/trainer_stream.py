@@ -31,7 +31,7 @@ from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.state import sources_of, state_of
 from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
-from rollflow.sinks.trainer.told import Handed, InUse, handed
+from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use
 from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.errors import RunError, WireError
 from rollflow.stream.wire import (
@@ -262,11 +262,7 @@ class TrainerStream:
     def weights_in_use(self) -> list[InUse]:
         """What every forward node of every rollout was last seen to use."""
         with self._door.lock:
-            return [
-                InUse(source.name, node, receipt.version, self._is_same(receipt.version, receipt.digest))
-                for source in self._door.connected
-                for node, receipt in sorted(source.receipts.items())
-            ]
+            return in_use(self._door.connected, self._door.digests)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been handed over so far, the last batch among it, and the policy version: plain data, for JSON.
@@ -378,10 +374,6 @@ class TrainerStream:
         if given.is_last:
             self._current, self._left_out = [*given.of, *self._left_out], []
         return given.item
-
-    def _is_same(self, version: int, digest: bytes) -> bool | None:
-        published = self._door.digests.get(version)
-        return None if published is None else published == digest
 
     def _window_of(self, source: Source) -> int:
         """How many items a rollout may send beyond what is done. Raises WireError where it is not what is wanted."""

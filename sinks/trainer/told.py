@@ -1,9 +1,10 @@
 """What a trainer is told beside its batches."""
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from rollflow.sinks.trainer.age import lag_of
-from rollflow.sinks.trainer.source import Arrived
+from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.stream.fragment import Fragment
 
 
@@ -44,3 +45,14 @@ def handed(arrived: Arrived, version: int) -> Handed:
     item = arrived.item
     sequence = item.sequence if isinstance(item, Fragment) else arrived.number - 1
     return Handed(arrived.source.name, arrived.lane, sequence, lag_of(arrived, version), arrived.num_steps)
+
+
+def in_use(sources: Iterable[Source], digests: Mapping[int, bytes]) -> list[InUse]:
+    """What their forward nodes were last seen to use, where these weights were published, by their versions."""
+    found = []
+    for source in sources:
+        for node, receipt in sorted(source.receipts.items()):
+            published = digests.get(receipt.version)
+            is_same = None if published is None else published == receipt.digest
+            found.append(InUse(source.name, node, receipt.version, is_same))
+    return found
