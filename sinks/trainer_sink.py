@@ -26,6 +26,7 @@ from rollflow.sinks.trainer.any_rollout import (
     seen_in,
     version_of,
 )
+from rollflow.sinks.trainer.by_module import batches_in, num_steps
 from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
@@ -35,6 +36,7 @@ from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.source_link import SourceLink
 from rollflow.sinks.trainer.spill import Spill
+from rollflow.sinks.trainer.subscribers import Subscriber
 from rollflow.stream.channel import Inlet
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import (
@@ -74,10 +76,12 @@ class TrainerSink:
 
         sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between: of
                        several agents these alone, of a `MultiAgentLearnerPipeline`
-        lost           transitions that the trainer was not done with when the sink was closed, `undelivered`
+        lost           transitions that the trainer was not done with when the sink was closed, `undelivered`, and
+                       those that came while it had left and another trainer had not, `left`
 
     Several sinks may send one rollout to several trainers: each has its own window and its own bound of age, and the
-    rollout begins once all have been there. One of them is to publish weights; those of others are passed over.
+    rollout begins once all have been there. One of them is to publish weights; those of others are passed over. Where
+    one says goodbye the others go on without it; where it comes back it gets what is made from then on.
 
     Where the trainer is lost it is dialled again, and gets what it was not done with: every item once, in their order.
     Until then the rollout stands still, also one that is drained: leave the run to give up what the trainer has not.
@@ -136,7 +140,8 @@ class TrainerSink:
             raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
         self._kept = Kept(max_bytes, None if spill is None else Spill(Path(spill)))
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
-        self._gate = PaceGate(self._kept)
+        self._subscriber = Subscriber(rollout, self._look_up)
+        self._gate = PaceGate(self._kept, self._subscriber)
         rollout.hold_back(self._gate)
         self._seen = Seen(returns_for(rollout), self._ids)
         if sends == "batches":
@@ -249,8 +254,11 @@ class TrainerSink:
 
     async def _send(self, items: Inlet[Fragment | Batch]) -> None:
         async for item in items:
-            await self._until(self._has_room)
-            self._give(item)
+            await self._until(lambda: self._subscriber.is_passed_over or self._has_room())
+            if self._subscriber.is_passed_over:
+                self._pass_over(item)
+            else:
+                self._give(item)
         self._has_ended = True
         self._link.finish()
         with anyio.move_on_after(self._linger):
@@ -267,9 +275,14 @@ class TrainerSink:
             gate = self._gate
             gate.wanted = self._link.wanted or gate.wanted
             gate.done, gate.version = self._session.done, version_of(self._rollout)
+            self._subscriber.look_again(has_left=self._has_left())
             gate.look_again()
-            changed, self._changed = self._changed, anyio.Event()
-            changed.set()
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """Have whoever waits look at what has changed."""
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
 
     async def _see(self, watch: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:
         """End all where it raises something."""
@@ -326,6 +339,17 @@ class TrainerSink:
         self._kept.add(message, nbytes_of(message), steps)
         self._session.given = number
         self._link.wake()
+
+    def _pass_over(self, item: Fragment | Batch) -> None:
+        """An item that nobody wants, for the others' sake."""
+        if isinstance(item, Fragment):
+            self._gate.give(item.lane, item.sequence)
+            steps = item.num_steps
+        else:
+            steps = num_steps(batches_in(item, is_by_module=self._ids is not None))
+        if "left" not in self.lost:
+            logger.warning("trainer %s has left: others of this rollout go on without it", self._link.address)
+        self.lost["left"] = self.lost.get("left", 0) + steps
 
     def _give_receipt(self, lane: int, version: int | None) -> None:
         """Say which weights a lane's last action was computed with, where that is news."""

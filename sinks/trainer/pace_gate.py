@@ -7,6 +7,7 @@ from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.pace import Paced, nobody
 from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.kept import Kept
+from rollflow.sinks.trainer.subscribers import Subscriber
 from rollflow.stream.errors import WireError
 
 _MOST = 1 << 53
@@ -50,16 +51,18 @@ class Wanted:
 class PaceGate:
     """Lets a lane begin a fragment once the trainer is there, its weights are in use, and it is far enough.
 
-    kept      what has been given to the trainer
+    kept        what has been given to the trainer
+    trainer     that is waited for, unless others go on without it
+
     done      number of the last fragment that it is done with
     wanted    None: it has not been there yet
     """
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, trainer: Subscriber) -> None:
         self.wanted: Wanted | None = None
         self.done = 0
         self.version = 0  # that the rollout acts with
-        self._kept = kept
+        self._kept, self._trainer = kept, trainer
         self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
         self._changed: Callable[[], None] = nobody
@@ -69,6 +72,9 @@ class PaceGate:
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
             return True
         wanted = self.wanted
+        if self._trainer.is_passed_over:
+            self._begun[lane.index] = lane.sequence
+            return True
         if wanted is None or self.version < wanted.version:
             return False
         if wanted.ahead is not None:
