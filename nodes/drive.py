@@ -1,5 +1,6 @@
 """What runs a rollout's ring for a plain loop: the loop's own thread, or one beside it, with or without event loop."""
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,10 @@ from rollflow.stream.bell import Bell
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.report import Report
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class Drive(Protocol):
@@ -125,13 +130,22 @@ class ThreadDrive:
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Have the thread stop where it is and close the nodes, and wait until it has. Raises what nobody has seen."""
+        """Have the thread stop where it is and close the nodes, and wait until it has. Raises what nobody has seen.
+
+        One whose environments or module hang is left behind, which is logged.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         self._run.interrupt()
         self._bell.ring()
-        self._thread.join()
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            logger.warning(
+                "the rollout's thread is left behind: an environment or the module has not come to an end for %g s",
+                _CLOSE_TIMEOUT_S,
+            )
+            return
         self._bell.close()
         if error is None:
             self._raise()

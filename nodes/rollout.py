@@ -63,7 +63,9 @@ class Rollout(RolloutLoop[Fragment]):
                                    connector functions give; `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads, in processes or on hosts are taken for
-        reset_timeout              hung; None: never. See `ThreadEnvironments`, `ProcessEnvironments`, `RemoteLanes`
+        reset_timeout              hung; None: never. A step includes the resets after episodes that end in it; the
+                                   first reset includes the start of a process. See `ThreadEnvironments`,
+                                   `ProcessEnvironments`, `RemoteLanes`
         module                     has `forward_exploration` and `forward_inference`, or is a class or function that
                                    makes such a one of (observation space, action space); a copy of it acts, which
                                    learns of new weights by `publish` alone. None: a `DefaultModule` for the spaces. To

@@ -309,7 +309,8 @@ class LaneProcesses(abc.ABC):
         while True:
             left = None if until is None else until - monotonic()
             if left is not None and left <= 0:
-                raise EnvError(f"lane {link.index}: the environments were not made within {self._reset_timeout:g} s")
+                within = f"reset_timeout={self._reset_timeout:g} s, the start of their process included"
+                raise EnvError(f"lane {link.index}: the environments were not made within {within}")
             worker = self._workers[self._first_of[link.index]]
             assert worker is not None
             if not _can_be_read(link, worker, left):

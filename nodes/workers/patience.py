@@ -6,8 +6,9 @@ from time import monotonic
 class Patience:
     """Deadlines of lanes that somebody else works on.
 
-    step_timeout     seconds that a vector step may take; None: for ever
-    reset_timeout    seconds that the first reset may take, the making of the environments included; None: for ever
+    step_timeout     seconds that a vector step may take, with the resets after episodes that end in it; None: for ever
+    reset_timeout    seconds that the first reset may take, the making of the environments and the start of a process
+                     for them included; None: for ever
 
     What it is asked at every step takes no longer with a thousand lanes than with one.
     """
@@ -41,12 +42,12 @@ class Patience:
         """The lanes whose deadline has passed, with what they were late with."""
         late: dict[int, str] = {}
         now = monotonic()
-        for deadlines, kind, seconds in (
-            (self._steps, "step", self.step_timeout),
-            (self._resets, "reset", self.reset_timeout),
+        for deadlines, told in (
+            (self._steps, f"step within {self.step_timeout} s, the resets after ended episodes included"),
+            (self._resets, f"reset within {self.reset_timeout} s"),
         ):
             for lane, deadline in deadlines.items():
                 if deadline > now:
                     break
-                late[lane] = f"no answer to a {kind} within {seconds} s"
+                late[lane] = f"no answer to a {told}"
         return late

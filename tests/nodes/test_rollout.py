@@ -531,6 +531,39 @@ def test_nothing_is_left_behind(options: dict[str, Any], ending: str) -> None:
     assert left_behind(known) == before == (0, before[1])
 
 
+def test_leaving_waits_for_no_environment_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.drive._CLOSE_TIMEOUT_S", 0.1)
+    hangs, released = threading.Event(), threading.Event()
+
+    class Hangs(NumberedEnv):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            self.steps += 1
+            if self.steps == 8:  # in the second fragment
+                hangs.set()
+                released.wait()
+            return super().step(action)
+
+    envs: list[Hangs] = []
+
+    def made() -> Hangs:
+        envs.append(Hangs(0))
+        return envs[0]
+
+    known = tuple(threading.enumerate())
+    with Rollout([made], module=NumberedModule(), fragment_length=5, seed=0, prefetch=1) as rollout:
+        next(iter(rollout.batches()))
+        hangs.wait()
+    assert "the rollout's thread is left behind" in caplog.text
+    assert not envs[0].closed
+    released.set()
+    assert left_behind(known)[0] == 0
+    assert envs[0].closed
+
+
 @pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"forward_in_thread": True}])
 def test_an_interrupt_that_is_caught_in_the_block_does_not_keep_it_from_being_left(options: dict[str, Any]) -> None:
     class Interrupts(NumberedEnv):

@@ -60,7 +60,7 @@ class AgentProcesses(AgentEnvironments, LaneProcesses):
 
     def describe(self) -> str:
         """Lanes, environments, agents and processes, for `explain()`."""
-        return f"{super().describe()}, in {len(self._workers)} worker processes"
+        return f"{super().describe()}, in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
 
     def close(self) -> None:
         """End the worker processes and give back the shared memory."""

@@ -31,7 +31,8 @@ def test_the_next_deadline_and_the_late_ones_are_those_of_a_plain_list(
                 timeout = step if event == "step" else reset
                 expected.pop(lane, None)
                 if timeout is not None:
-                    expected[lane] = now + timeout, f"no answer to a {event} within {timeout} s"
+                    more = ", the resets after ended episodes included" if event == "step" else ""
+                    expected[lane] = now + timeout, f"no answer to a {event} within {timeout} s{more}"
             deadlines = [deadline for deadline, _ in expected.values()]
             assert patience.left == (max(0.0, min(deadlines) - now) if deadlines else None)
             assert patience.overdue() == {lane: told for lane, (deadline, told) in expected.items() if deadline <= now}
