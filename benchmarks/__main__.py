@@ -2,13 +2,15 @@
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from time import monotonic
 
 import torch
 
-from benchmarks.pairs import FULL, QUICK, Record, show
+from benchmarks.pairs import FULL, QUICK, Record, show, tell
 
 PROGRAMS = (
     "cartpole",
@@ -28,15 +30,27 @@ PROGRAMS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the programs one after the other, and show all figures at the end."""
+    """Run the programs one after the other, and show all figures at the end; one that fails does not end the others."""
     told = _told(arguments)
     torch.set_num_threads(1)
     records: list[Record] = []
+    failed: list[str] = []
     for name in told.only:
         print(f"measuring {name} …", file=sys.stderr, flush=True)
         options = {"plots": told.plots} if name == "scaling" else {}
-        records += import_module(f"benchmarks.{name}").measure(QUICK if told.quick else FULL, **options)
+        began = monotonic()
+        try:
+            measured = import_module(f"benchmarks.{name}").measure(QUICK if told.quick else FULL, **options)
+        except Exception:
+            traceback.print_exc()
+            failed.append(name)
+            continue
+        print(f"{name} took {monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        tell(measured)
+        records += measured
     show(records)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _told(arguments: Sequence[str] | None) -> argparse.Namespace:

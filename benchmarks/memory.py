@@ -28,7 +28,7 @@ def measure(sizes: Sizes, steps: int | None = None) -> list[Record]:
     steps = steps or (10_000_000 if sizes == FULL else 1_000_000)
     [loop, _], [ours, grown] = _measured("loop", steps // 10), _measured("rollflow", steps)
     more = max(ours - loop, 0.1)
-    told: Any = {"slots": SLOTS, "where": "inline", "steps_per_s": 0, "beside": 0, "aim": 1.0, "runs": 1}
+    told: Any = {"slots": SLOTS, "where": "inline", "steps_per_s": None, "beside": None, "aim": 1.0, "runs": 1}
     peak = {"workload": "memory, peak", "ratio": round(ALLOWED_MB / more, 2), "mb": round(ours), "loop_mb": round(loop)}
     growth = {"workload": "memory, growth", "ratio": round(GROWTH_MB / max(grown, 0.1), 2), "mb": round(grown, 1)}
     return [told | peak, told | growth | {"steps": steps}]

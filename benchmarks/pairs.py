@@ -93,22 +93,26 @@ def record(
     }
 
 
-def show(records: Sequence[Record]) -> None:
-    """One JSON line each, then a table, the machine and the versions."""
+def tell(records: Sequence[Record]) -> None:
+    """One JSON line each."""
     for each in records:
         print(json.dumps(each), flush=True)
+
+
+def show(records: Sequence[Record]) -> None:
+    """A table, the machine and the versions."""
     print(f"\n{'workload':<34} {'slots':>6} {'where':<10} {'rollflow':>11} {'beside':>11} {'ratio':>6} {'aim':>5}")
     for each in records:
-        print(
-            f"{each['workload']:<34} {each['slots']:>6} {each['where']:<10} {each['steps_per_s']:>11,}{_beside(each)}"
-        )
+        rate = "" if each["steps_per_s"] is None else f"{each['steps_per_s']:,}"
+        print(f"{each['workload']:<34} {each['slots']:>6} {each['where']:<10} {rate:>11}{_beside(each)}")
     print(f"\n{machine()}\n{versions()}")
 
 
 def _beside(each: Record) -> str:
     if each["ratio"] is None:
         return ""
-    beside = f" {each['beside']:>11,} {each['ratio']:>6.2f}"
+    rate = "" if each["beside"] is None else f"{each['beside']:,}"
+    beside = f" {rate:>11} {each['ratio']:>6.2f}"
     if each["aim"] is None:
         return beside
     return f"{beside} {each['aim']:>5.2f}  {'met' if each['ratio'] >= each['aim'] else 'missed'}"

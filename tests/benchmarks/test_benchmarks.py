@@ -50,7 +50,7 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
 )
 def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = measure()
-    pairs.show(lines)
+    pairs.tell(lines)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert told == lines
     assert all(line.keys() >= KEYS for line in lines)
@@ -60,6 +60,7 @@ def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureF
 def test_workers_and_memory_are_measured() -> None:
     lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4, 2, 0.95),))
     lines += memory.measure(TINY, steps=20_000)
+    pairs.show(lines)
     assert [line["workload"] for line in lines] == ["tiny", "memory, peak", "memory, growth"]
     assert all(line.keys() >= KEYS for line in lines)
 
@@ -156,3 +157,19 @@ def test_the_first_batches_of_a_rollout_are_not_counted(dropped: int) -> None:
 
     assert pairs.in_steady_state(Counted(), 0.0, dropped=dropped) == 0.0  # type: ignore[arg-type]
     assert len(given) == dropped
+
+
+def test_a_program_that_fails_does_not_end_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(sizes: Any) -> Any:
+        raise ZeroDivisionError("no figures")
+
+    monkeypatch.setattr(pixels, "measure", fails)
+    monkeypatch.setattr(overhead, "measure", lambda sizes: [LINES[0]])
+    with pytest.raises(SystemExit, match="failed: pixels"):
+        command.main(["--quick", "--only", "pixels,overhead"])
+    told = capsys.readouterr()
+    assert json.loads(told.out.splitlines()[0]) == LINES[0]
+    assert "no figures" in told.err
+    assert "overhead took" in told.err
