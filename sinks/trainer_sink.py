@@ -67,10 +67,13 @@ class TrainerSink:
         name           what the trainer calls it; None: the name of this computer
         linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
                        None: as long as it takes
-        max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more,
-                       but for a single one. With 'shm:', also of those that the trainer may have at a time
-        spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up; nothing
-                       is left there, however this ends. None: there is none
+        max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more.
+                       But as many as the trainer needs for one batch are kept whatever their size, and where that is
+                       more than `max_bytes`, this is the bound. With 'shm:', also of those that the trainer may have at
+                       a time
+        spill          a folder on a disk for those that are more than `max_bytes`, which then hold nobody up, once they
+                       were sent, or, with 'shm:', are done with. Nothing is left there, however this ends. None: there
+                       is none
         limits         of frames, times and bytes under way
         watch          awaited meanwhile: what it raises ends the graph, such as `TrainerProcess.watch`
 
@@ -147,7 +150,7 @@ class TrainerSink:
         if sends == "batches":
             rollout.watch(self._seen)
         self._changed, self._watch = anyio.Event(), watch
-        self._has_ended = False
+        self._has_ended = self._has_warned = False
         # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
         self._told: tuple[int, dict[str, int]] = 0, {}
         self._lender = None
@@ -308,13 +311,25 @@ class TrainerSink:
         window = 1 if self._gate.wanted is None else self._gate.wanted.window
         if self._session.given - self._session.done >= window:
             return False
+        if self._kept.is_over and not self._kept.is_full and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the trainer needs %d %s at a time, of about %d bytes, more than max_bytes=%d: as many are kept",
+                self._kept.needs,
+                self._sends,
+                self._kept.nbytes_needed,
+                self._kept.max_bytes,
+            )
         return not self._kept.is_full
 
     def _held_back(self) -> str:
         """Why the trainer takes no more, though it is there."""
         session = self._session
-        if self._kept.is_full and session.done > session.kept:
-            return f"{self._kept.nbytes} bytes are kept until it acknowledges them, by ack() or by moving on"
+        if self._kept.is_full:
+            until = (
+                "acknowledges them, by ack() or by moving on" if session.done > session.kept else "moves on from them"
+            )
+            return f"{self._kept.nbytes} bytes are kept until it {until}; max_bytes is {self._kept.max_bytes}"
         return f"it has {session.given - session.done} {self._sends} that it has not moved on from"
 
     def _has_left(self) -> bool:

@@ -27,13 +27,14 @@ from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, Learner
 from rollflow.sinks.trainer.intake import Intake
 from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
-from rollflow.sinks.trainer.source import Arrived, Source
+from rollflow.sinks.trainer.source import Arrived
 from rollflow.sinks.trainer.state import sources_of, state_of
 from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
 from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use
 from rollflow.sinks.trainer.weights_digest import digest_of
-from rollflow.stream.errors import RunError, WireError
+from rollflow.sinks.trainer.windows import Windows
+from rollflow.stream.errors import RunError
 from rollflow.stream.wire import (
     Address,
     Limits,
@@ -123,7 +124,7 @@ class TrainerStream:
         self._handing_over = HandingOver(yields, learner_connector, module, self.metrics)
         self._setup = Setup(yields, learner_connector, module, max_lag, on_excess)
         self._age = AgeBound(max_lag, on_excess)
-        self._join_timeout, self._prefetch, self._fragments_per_batch = join_timeout, prefetch, fragments_per_batch
+        self._join_timeout = join_timeout
         self._current: list[Arrived] = []
         self._left_out: list[Arrived] = []  # of what is handed over next, with which it is done
         self._made: Iterator[HandedOver] = iter(())
@@ -135,7 +136,7 @@ class TrainerStream:
             limits=limits or Limits(),
             ahead=self._age.ahead,
             compression=compression,
-            window_of=self._window_of,
+            windows=Windows(self._age, yields, prefetch=prefetch, count=fragments_per_batch),
             shares=isinstance(self.address, SharedAddress),
         )
         alone = 1 if yields != "batches" else fragments_per_batch
@@ -217,8 +218,8 @@ class TrainerStream:
         address            'unix:/path' for the other ranks' `TrainerDataset.connect`; None: there are none
 
         `handed` says nothing of what it hands over, and `max_lag` is looked at when a worker takes an item, which the
-        loop may see (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts are asked to
-        keep as many batches more: their `max_bytes` has to hold them.
+        loop may see (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts keep as
+        many batches more, also where that is more than their `max_bytes`.
 
         Raises RunError outside of the block, for a second one, or where the stream has begun and is to be paced.
         """
@@ -374,20 +375,3 @@ class TrainerStream:
         if given.is_last:
             self._current, self._left_out = [*given.of, *self._left_out], []
         return given.item
-
-    def _window_of(self, source: Source) -> int:
-        """How many items a rollout may send beyond what is done. Raises WireError where it is not what is wanted."""
-        ahead = self._age.ahead
-        if source.sends_batches and (self.yields != "batches" or ahead is not None):
-            told = f"yields={self.yields!r}" if ahead is None else "on_excess='pace'"
-            raise WireError(f"this rollout sends train batches, and the trainer has {told}: expected fragments", "role")
-        if ahead is None:
-            lanes = 1 if source.sends_batches else source.lanes
-            return (1 + self._prefetch + self._intake.held) * max(lanes, self._fragments_per_batch or 1)
-        if not source.has_fixed_lanes:
-            raise WireError(
-                "the trainer holds rollouts back by on_excess='pace', and this one's lanes are on hosts that come and "
-                "go, expected another on_excess",
-                "pace",
-            )
-        return 2 * ahead * source.lanes  # what is done may lie behind what is not, from lanes that are faster

@@ -17,6 +17,7 @@ from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.peer import Peer, peer_on
 from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
 from rollflow.sinks.trainer.source import Arrived, Source, check_shares
+from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
 from rollflow.stream.wire import (
@@ -57,8 +58,7 @@ class Door:
 
     ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
     compression  of observations, for sources that can do it; None: none
-    window_of    how many fragments a source may send beyond what is done; raises WireError where it can't be taken
-                 in
+    windows      how many items a source may send beyond what is done, and how many are needed
     shares       whether sources lend what they send
 
     lock       of the sources and of what has arrived
@@ -81,7 +81,7 @@ class Door:
         limits: Limits,
         ahead: int | None,
         compression: str | None,
-        window_of: Callable[[Source], int],
+        windows: Windows,
         shares: bool = False,
     ) -> None:
         self.lock = threading.RLock()
@@ -95,7 +95,7 @@ class Door:
         self.version = 0
         self.digests: dict[int, bytes] = {}
         self._secret, self._tls, self._limits = secret, tls, limits
-        self.ahead, self._compression, self._window_of = ahead, compression, window_of
+        self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
         self._wake = Bell()
         self._poll = select.poll()
@@ -141,12 +141,15 @@ class Door:
                 del self.digests[next(iter(self.digests))]
         self.wake()
 
-    def widen(self) -> None:
-        """Have every source told its window again, which has become larger."""
+    def widen(self, held: int) -> None:
+        """Have every source send as many more where it was told fewer: they may be on their way to other loops."""
         with self.lock:
+            if held <= self._windows.held:
+                return
+            self._windows.held = held
             for source in self.sources.values():
                 if source.connection is not None:
-                    source.session.window = self._window_of(source)
+                    source.session.window, source.needs = self._windows.of(source)
         self.wake()
 
     def wake(self) -> None:
@@ -265,7 +268,7 @@ class Door:
             told.window = source.session.window
             compression = self._compression if self._compression in source.compressions else None
             version = 0 if self.weights is None else self.weights.version
-            wanted = Wanted(told.window or 1, self.ahead, version, compression, MOST_ALIKE)
+            wanted = Wanted(told.window or 1, self.ahead, version, compression, MOST_ALIKE, source.needs)
             connection.tell(Settings(wanted.told()))
         is_last = self._is_closing
         if connection.undelivered > _MUCH and not is_last:
@@ -334,7 +337,7 @@ class Door:
         check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
         source.introduce(hello, peer.where)
-        source.session.window = self._window_of(source)
+        source.session.window, source.needs = self._windows.of(source)
         other = next((each for each in self.connected if not each.is_like(source)), None)
         if other is not None:
             raise WireError(

@@ -24,8 +24,6 @@ class Intake:
     sources        how many rollouts are waited for
     acks           whether a rollout may forget what is done with
     where          says where they are waited for
-
-    held           items that may be on their way to loops in other processes
     """
 
     def __init__(
@@ -39,7 +37,7 @@ class Intake:
         acks: bool,
         where: Callable[[], str],
     ) -> None:
-        self.door, self.age, self.held = door, age, 0
+        self.door, self.age = door, age
         self._supply, self._is_gathered = supply, is_gathered
         self._taken: deque[Arrived] = deque()  # together, and not handed over yet
         self._left_out: list[Arrived] = []  # of them
@@ -87,9 +85,7 @@ class Intake:
 
     def hold(self, items: int) -> None:
         """Have rollouts send as much more: so many items may be on their way to loops in other processes."""
-        if items > self.held:
-            self.held = items
-            self.door.widen()
+        self.door.widen(items)
 
     def expect_no_more(self) -> None:
         """Wait for no rollout any more that is not there. From any thread."""

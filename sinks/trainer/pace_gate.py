@@ -21,19 +21,26 @@ class Wanted:
     version        of the newest weights that it has published: a rollout is to act with these, or newer ones
     compression    of observations; None: there is none
     series         how many fragments it takes as one
+    needs          how many it has to have at a time before it is done with any
     """
 
     def __init__(
-        self, window: int, ahead: int | None, version: int, compression: str | None = None, series: int = 1
+        self,
+        window: int,
+        ahead: int | None,
+        version: int,
+        compression: str | None = None,
+        series: int = 1,
+        needs: int = 1,
     ) -> None:
         self.window, self.ahead, self.version = window, ahead, version
-        self.compression, self.series = compression, series
+        self.compression, self.series, self.needs = compression, series, needs
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Wanted":
         """As it came over the wire. Raises WireError where it is something else."""
         read: dict[str, Any] = {name: settings.get(name) for name in ("window", "ahead", "version")}
-        read["series"] = settings.get("series", 1)
+        read |= {name: settings.get(name, 1) for name in ("series", "needs")}
         for name, value in read.items():
             if (name != "ahead" or value is not None) and not (is_whole(value) and 0 <= value <= _MOST):
                 raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number", "message")
@@ -44,7 +51,8 @@ class Wanted:
 
     def told(self) -> dict[str, Any]:
         """As it goes over the wire."""
-        told = {"window": self.window, "ahead": self.ahead, "version": self.version, "series": self.series}
+        names = "window", "ahead", "version", "series", "needs"
+        told = {name: getattr(self, name) for name in names}
         return told if self.compression is None else told | {"compression": self.compression}
 
 

@@ -78,6 +78,7 @@ class Source:
     weights              shapes of the module's weights
     version              the policy version that the rollout came with
     compressions         that it can compress by
+    needs                items of it that the trainer has to have at a time, see `Window`
     receipts             forward node -> what it last said to use
     beyond               numbers of items that were handed over, behind others that were not
     """
@@ -99,6 +100,7 @@ class Source:
         self.weights: dict[str, tuple[int, ...]] = {}
         self.version = 0
         self.compressions: list[Any] = []
+        self.needs = 1
         self.receipts: dict[str, Receipt] = {}
         self.beyond: set[int] = set()
         self.told: _Told = _Told()

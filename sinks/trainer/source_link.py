@@ -189,6 +189,7 @@ class SourceLink:
             while connection.is_open:
                 self._wake.silence()
                 self._send(connection)
+                self._make_room(connection)
                 self._lines.write(line)
                 dues = [due for due in (connection.next_deadline(), self._leave_by) if due is not None]
                 timeout = max(0.0, min(dues) - monotonic()) * 1e3 if dues else None
@@ -216,9 +217,6 @@ class SourceLink:
 
     def _send(self, connection: SourceConnection) -> None:
         """Send what there is to send, as much as is wanted."""
-        if self._kept.is_full:
-            self._kept.make_room(self._session.done)
-            self.bell.ring()
         if self._parting is not None:
             connection.goodbye(self._parting)
         if connection.phase is not Phase.RUNNING:
@@ -236,6 +234,12 @@ class SourceLink:
         if self._is_finished and connection.next > session.given and self._told_finished is not connection:
             connection.tell(Finished(session.given))
             self._told_finished = connection
+
+    def _make_room(self, connection: SourceConnection) -> None:
+        """Have on disk what need not be sent now; but for what the trainer has in shared memory, which stays there."""
+        is_sent = connection.phase is Phase.RUNNING and self._lender is None
+        if self._kept.make_room(connection.next - 1 if is_sent else self._session.done):
+            self.bell.ring()
 
     def _send_next(self, connection: SourceConnection, wanted: Wanted) -> None:
         """Send the next that is kept, and those behind it that can go with it."""
@@ -268,6 +272,7 @@ class SourceLink:
                 self.welcomes += 1
             case Settings():
                 self.wanted = Wanted.of(event.settings)
+                self._kept.needs = self.wanted.needs
             case Weights():
                 self._take_weights(event)
             case Free():

@@ -1,0 +1,56 @@
+"""How much each of a trainer's rollouts may send, and how much of it the trainer needs."""
+
+from typing import NamedTuple
+
+from rollflow.sinks.trainer.age import AgeBound
+from rollflow.sinks.trainer.handing_over import Yields
+from rollflow.sinks.trainer.source import Source
+from rollflow.stream.errors import WireError
+
+
+class Window(NamedTuple):
+    """Of one rollout, in items.
+
+    window    that it may send beyond what is done
+    needs     that the trainer has to have at a time before it is done with any: at most `window`
+    """
+
+    window: int
+    needs: int
+
+
+class Windows:
+    """Says it of every rollout.
+
+    age         how old items may be
+    yields      what is handed over
+    prefetch    batches that may be sent ahead
+    count       items of a batch; None: one of every lane
+
+    held        items that may be on their way to loops in other processes
+    """
+
+    def __init__(self, age: AgeBound, yields: Yields, *, prefetch: int, count: int | None) -> None:
+        self.held = 0
+        self._age, self._yields, self._prefetch, self._count = age, yields, prefetch, count
+
+    def of(self, source: Source) -> Window:
+        """Of this one. Raises WireError where what it sends is not what is wanted."""
+        ahead = self._age.ahead
+        if source.sends_batches and (self._yields != "batches" or ahead is not None):
+            told = f"yields={self._yields!r}" if ahead is None else "on_excess='pace'"
+            raise WireError(f"this rollout sends train batches, and the trainer has {told}: expected fragments", "role")
+        if ahead is None:
+            lanes = 1 if source.sends_batches else source.lanes
+            together = (self._count or lanes) if self._yields == "batches" else 1
+            window = (1 + self._prefetch + self.held) * max(lanes, self._count or 1)
+            return Window(window, (1 + self.held) * together)
+        if not source.has_fixed_lanes:
+            raise WireError(
+                "the trainer holds rollouts back by on_excess='pace', and this one's lanes are on hosts that come and "
+                "go, expected another on_excess",
+                "pace",
+            )
+        # A lane may have begun as many before the slowest has given its first; and what is done may lie behind what is
+        # not, from lanes that are faster.
+        return Window(2 * ahead * source.lanes, ahead * source.lanes)
