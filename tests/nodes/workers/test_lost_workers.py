@@ -53,7 +53,7 @@ def check_laws(fragments: list[Fragment]) -> None:
             assert lost is None or (chunk.is_truncated and not chunk.is_terminated)
 
 
-fates = st.sampled_from(["kill", "raise"])
+fates = st.sampled_from(["kill", "raise", "stop"])
 
 
 @pytest.mark.slow
@@ -75,6 +75,7 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
     doomed: Any = {"log": log, "step": drawn["step"], "fate": drawn["fate"], "lengths": (1, longest)}
     makers = [partial(Doomed, slot, lives=drawn["lives"] if slot == 0 else 0, **doomed) for slot in range(2 * slots)]
     options: Any = {"module": NumberedModule(), "fragment_length": drawn["fragment_length"], "seed": drawn["seed"]}
+    options["step_timeout"] = 3.0 if drawn["fate"] == "stop" else 60.0
     with Rollout(
         makers, lanes=2, workers=2, where="processes", num_fragments=30, prefetch=prefetch, **options
     ) as rollout:
