@@ -4,7 +4,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_of: weakref.WeakKeyDictionary[Any, list["Subscriber"]] = weakref.WeakKeyDictionary()
+_of: weakref.WeakKeyDictionary[Any, weakref.WeakSet["Subscriber"]] = weakref.WeakKeyDictionary()  # by rollout
 
 
 class Subscriber:
@@ -19,8 +19,8 @@ class Subscriber:
     def __init__(self, rollout: Any, changed: Callable[[], None]) -> None:
         self.has_left = False
         self._changed = changed
-        self._all = _of.setdefault(rollout, [])
-        self._all.append(self)
+        self._all = _of.setdefault(rollout, weakref.WeakSet())
+        self._all.add(self)
 
     @property
     def is_passed_over(self) -> bool:

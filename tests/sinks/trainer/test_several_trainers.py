@@ -1,5 +1,7 @@
 """One rollout for several trainers: what becomes of the others when one leaves, and of those who come back."""
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -101,3 +103,14 @@ def test_where_all_have_left_they_are_waited_for(tmp_path: Path) -> None:
         taken = [some + later.result() for some, later in zip(taken, back, strict=True)]
     for fragments, sink in zip(taken, (one, other), strict=True):
         assert steps_of(fragments) + sink.lost.get("left", 0) == rollout.num_steps
+
+
+def test_nobody_keeps_a_rollout_that_is_done_with(tmp_path: Path) -> None:
+    graph, rollout, sinks = graph_for(tmp_path)
+    for sink in sinks:
+        sink.close()
+    there = weakref.ref(rollout)
+    rollout.environments.close()
+    del graph, rollout, sinks, sink
+    gc.collect()
+    assert there() is None
