@@ -241,6 +241,7 @@ class TrainerSink:
                 "sends": self._sends,
                 "compressions": available(),
                 "shares_memory": self._lender is not None,
+                "digest": self._link.versions.get(told.metadata["version"]),
                 **told.metadata,
             },
         )

@@ -4,6 +4,7 @@ import select
 import shutil
 import ssl
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -13,9 +14,7 @@ import anyio
 
 from rollflow.nodes.given import check_numbers
 from rollflow.nodes.metrics_logger import MetricsLogger
-from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
-from rollflow.nodes.weights_codec import to_arrays
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
 from rollflow.sinks.trainer.by_module import is_by_module, joined_weights
 from rollflow.sinks.trainer.choices import check_choices
@@ -25,14 +24,14 @@ from rollflow.sinks.trainer.dataset_server import DatasetServer, Setup
 from rollflow.sinks.trainer.door import Door
 from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
 from rollflow.sinks.trainer.intake import Intake
+from rollflow.sinks.trainer.newest_weights import Published
 from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.source import Arrived
-from rollflow.sinks.trainer.state import sources_of, state_of
+from rollflow.sinks.trainer.state import known_of, state_of
 from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
 from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use
-from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.errors import RunError
 from rollflow.stream.wire import (
@@ -40,7 +39,6 @@ from rollflow.stream.wire import (
     Limits,
     SharedAddress,
     UnixAddress,
-    Weights,
     check_secret,
     parse_trainer_address,
 )
@@ -194,20 +192,15 @@ class TrainerStream:
 
         Where rollouts have several modules: module id -> its `state_dict()`, of all that are trained.
         They are sent meanwhile, by another thread; a rollout that is slow to take them gets the newest alone. Where one
-        comes that has a newer version, of an earlier trainer, they get a version above that.
+        comes that has a newer version, of an earlier trainer, they get a version above that. Weights that are published
+        first after `load_state_dict`, and are those that were published last before `state_dict`, keep their version.
 
-        Raises ModuleError when they are not those of a rollout's module, RunError once the stream is closed.
+        Raises ModuleError where they can't be sent, are not those of a rollout's module, or more than it takes as one
+        message, RunError once the stream is closed. A rollout that comes later is refused for the same reasons.
         """
         self._check_open()
         weights = joined_weights(weights) if is_by_module(weights) else weights
-        shapes, arrays = shapes_of(weights), to_arrays(weights)
-        digest = digest_of(arrays.tensors, arrays.dtypes)
-        with self._door.lock:
-            for source in self._door.connected:
-                check_shapes(shapes, source.weights, f"{source.module} of rollout {source.name}")
-            version = self.version + 1
-            self._door.publish(Weights(version, *arrays), digest)
-        return version
+        return self._door.publish(Published.of(weights))
 
     def dataset(self, *, prefetch_factor: int = 2, world_size: int = 1, address: str | None = None) -> TrainerDataset:
         """The stream as a dataset for a `DataLoader`, instead of `for batch in stream`; see `TrainerDataset`.
@@ -263,15 +256,16 @@ class TrainerStream:
     def weights_in_use(self) -> list[InUse]:
         """What every forward node of every rollout was last seen to use."""
         with self._door.lock:
-            return in_use(self._door.connected, self._door.digests)
+            return in_use(self._door.connected, self._door.weights.digests)
 
     def state_dict(self) -> dict[str, Any]:
         """What has been handed over so far, the last batch among it, and the policy version: plain data, for JSON.
 
         To be taken when the trainer has learnt from the last batch, and saved with its weights.
         """
+        newest = self._door.weights.told()
         with self._door.lock:
-            return state_of(self._door.sources, self.version, self._current)
+            return state_of(self._door.sources, self._current, *newest, self._age.lost)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a trainer was: what it had been handed is not handed over again.
@@ -280,14 +274,15 @@ class TrainerStream:
         """
         if self._door.is_open:
             raise RunError("the stream has begun, expected load_state_dict before the first batch is asked for")
-        known, version = sources_of(state)
-        self._door.sources.update(known)
-        self._door.version = max(self._door.version, version)
+        known = known_of(state)
+        self._door.sources.update(known.sources)
+        self._door.weights.resume(known.version, known.digest)
+        self._age.lost = Counter(known.lost)
 
     @property
     def version(self) -> int:
         """Policy version of the newest weights; before any were published here, that of the rollouts."""
-        return self._door.version
+        return self._door.weights.version
 
     @property
     def returns(self) -> StreamReturns:

@@ -275,7 +275,7 @@ class DatasetServer:
             item = item if isinstance(item, Fragment) else arrays_of(item)
             items.append((token, arrived.number, item, arrived.policy_version))
         share.was_handed = True
-        parcel.send(client.sock, Given(introductions, items, self._door.version, self._news_for(client)))
+        parcel.send(client.sock, Given(introductions, items, self._door.weights.version, self._news_for(client)))
 
     def _count(self, arrived: Arrived) -> None:
         """Add the episodes that have ended in an item."""
@@ -285,10 +285,10 @@ class DatasetServer:
             self._returns.take_finished(arrived.finished)
 
     def _news_for(self, client: _Client) -> Arrays | None:
-        weights = self._door.weights
-        if self._setup.module is None or weights is None or weights.version <= client.version:
+        published = self._door.weights.published
+        if self._setup.module is None or published is None or published.version <= client.version:
             return None
-        client.version = weights.version
+        client.version, weights = published.version, published.message
         return Arrays(dict(weights.tensors), dict(weights.dtypes), dict(weights.others))
 
     def _fail(self, client: _Client) -> None:

@@ -7,12 +7,12 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from time import monotonic, sleep
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.alike import MOST_ALIKE
 from rollflow.sinks.trainer.forked import keep_from_forked
+from rollflow.sinks.trainer.newest_weights import NewestWeights, Published
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.peer import Peer, peer_on
 from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
@@ -38,7 +38,6 @@ from rollflow.stream.wire import (
     Series,
     Settings,
     TrainerSession,
-    Weights,
 )
 
 logger = logging.getLogger(__name__)
@@ -49,7 +48,6 @@ _GRACE_S = 2e-3  # that it has to see by itself that it is woken, as who publish
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a source
 _GOODBYE_S = 1.0
-_MOST_DIGESTS = 1024
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a source is waited for
 
 
@@ -68,9 +66,7 @@ class Door:
     bell       rings when anything has changed
     error      why there is no going on; None: there is
     refusals   why strangers were turned away, for errors
-    weights    the newest, for all sources; None: none have been published
-    version    their policy version, or a newer one that a source came with
-    digests    of the weights that were published, by their version; the newest alone
+    weights    for all sources
     """
 
     def __init__(
@@ -91,9 +87,7 @@ class Door:
         self.error: Exception | None = None
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
-        self.weights: Weights | None = None
-        self.version = 0
-        self.digests: dict[int, bytes] = {}
+        self.weights = NewestWeights(self.wake)
         self._secret, self._tls, self._limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
@@ -122,7 +116,7 @@ class Door:
     @property
     def connected(self) -> list[Source]:
         """Sources that can be told something."""
-        return [source for source in self.sources.values() if source.is_connected]
+        return [source for source in list(self.sources.values()) if source.is_connected]  # also without the lock
 
     def open(self, sockets: Sequence[socket.socket]) -> None:
         """Take in who comes by sockets that are listened on."""
@@ -132,14 +126,15 @@ class Door:
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
 
-    def publish(self, weights: Weights, digest: bytes) -> None:
-        """Have every source told of weights, whose arrays must stay as they are."""
-        with self.lock:
-            self.weights, self.version = weights, weights.version
-            self.digests[weights.version] = digest
-            while len(self.digests) > _MOST_DIGESTS:
-                del self.digests[next(iter(self.digests))]
-        self.wake()
+    def publish(self, weights: Published) -> int:
+        """Have every source told of weights; their policy version. Waits for nobody, nor for the lock.
+
+        Raises ModuleError where they are not those of a source's module, or more than it takes.
+        """
+        for source in self.connected:
+            if source.connection is not None:
+                weights.check_fits(source, source.connection.peer_max_frame, self._limits.undelivered)
+        return self.weights.publish(weights)
 
     def widen(self, held: int) -> None:
         """Have every source send as many more where it was told fewer: they may be on their way to other loops."""
@@ -188,6 +183,7 @@ class Door:
         self._wake.ring()
         if self._thread is not None:
             self._thread.join()
+        self.weights.close()
         self._wake.close()
         self.bell.close()
 
@@ -267,15 +263,18 @@ class Door:
         if told.window != source.session.window:
             told.window = source.session.window
             compression = self._compression if self._compression in source.compressions else None
-            version = 0 if self.weights is None else self.weights.version
+            version = 0 if self.weights.published is None else self.weights.published.version
             wanted = Wanted(told.window or 1, self.ahead, version, compression, MOST_ALIKE, source.needs)
             connection.tell(Settings(wanted.told()))
-        is_last = self._is_closing
+        is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
         if connection.undelivered > _MUCH and not is_last:
             return
-        if self.weights is not None and told.version < self.weights.version and not is_last:
-            connection.tell(self.weights)
-            told.version = self.weights.version
+        newest, sendable = self.weights.published, self.weights.sendable
+        if sendable is not None and told.version < sendable.version and not is_last:
+            connection.tell(sendable.message)
+            told.version = sendable.version
+        if self.ahead is not None and newest is not None and told.version < newest.version and not is_last:
+            return  # what is done may belong to these
         done = source.session.done, source.session.kept
         if told.done != done:
             connection.tell(Done(*done))
@@ -323,7 +322,7 @@ class Door:
             case Fragment() | Lent() | Series():
                 for fragment in fragments_in(event, peer.borrower):
                     arrived = source.read(fragment)
-                    self.version = max(self.version, arrived.policy_version or 0)
+                    self.weights.raise_to(arrived.policy_version or 0)
                     self.arrived.append(arrived)
             case Finished():
                 source.session.miss(event.number)
@@ -344,15 +343,11 @@ class Door:
                 f"spaces or weights are not those of rollout {other.name}, which is here as well, expected the same",
                 "spaces",
             )
-        if source.connection is None and self.weights is not None and source.version >= self.weights.version:
-            # It has weights of another trainer, before this one, under a version that would be newer.
-            digest = self.digests[self.weights.version]
-            self.publish(replace(self.weights, version=source.version + 1), digest)
-        self.version = max(self.version, source.version)
+        self.weights.meet(source, peer.connection.peer_max_frame, self._limits.undelivered)
         peer.connection.welcome(source.session)
         older, source.connection = source.connection, peer.connection
         peer.source, source.lost_at, source.has_ended, source.is_lost = source, None, source.has_finished, False
-        source.joined_at = self.version
+        source.joined_at = self.weights.version
         self.come.add(hello.session)
         self.sources[hello.session] = source
         logger.info("rollout %s has come", source.name)

@@ -103,10 +103,11 @@ class Intake:
     def _admitted(self) -> list[Arrived]:
         """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""
         most, admitted = len(self._taken) if self._is_gathered else 1, list[Arrived]()
-        has_published = self.door.weights is not None
+        has_published = self.door.weights.published is not None
         while len(admitted) < most and len(admitted) < len(self._taken):
             arrived = self._taken[len(admitted)]
-            if not arrived.is_left_out and self.age.admits(arrived, self.door.version, has_published=has_published):
+            version = self.door.weights.version
+            if not arrived.is_left_out and self.age.admits(arrived, version, has_published=has_published):
                 admitted.append(arrived)
                 continue
             del self._taken[len(admitted)]

@@ -77,6 +77,7 @@ class Source:
     is_stateful          whether the rollout's module is
     weights              shapes of the module's weights
     version              the policy version that the rollout came with
+    digest               of its weights, if they are a trainer's that it was told by this connection; None: nobody knows
     compressions         that it can compress by
     needs                items of it that the trainer has to have at a time, see `Window`
     receipts             forward node -> what it last said to use
@@ -99,6 +100,7 @@ class Source:
         self.module = ""
         self.weights: dict[str, tuple[int, ...]] = {}
         self.version = 0
+        self.digest: bytes | None = None
         self.compressions: list[Any] = []
         self.needs = 1
         self.receipts: dict[str, Receipt] = {}
@@ -129,6 +131,9 @@ class Source:
         version: Any = told.get("version")
         if not is_whole(version) or not 0 <= version < MOST_NUMBER:
             raise WireError(f"hello.metadata: version is {version!r:.100}, expected a whole number", "message")
+        digest: Any = told.get("digest")
+        if digest is not None and not (isinstance(digest, bytes) and len(digest) == 32):
+            raise WireError(f"hello.metadata: digest is {digest!r:.100}, expected 32 bytes or nil", "message")
         weights = _entry(told, "weights", dict)
         if not all(isinstance(shape, list) and all(map(is_whole, shape)) for shape in weights.values()):
             raise WireError("hello.metadata: weights are no shapes, expected lists of whole numbers", "message")
@@ -139,7 +144,7 @@ class Source:
         self.is_by_module = told.get("is_by_module") is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
         self.action_space = read_space(hello.action_space, "hello.action_space")
-        self.lanes, self.version = len(hello.slots), version
+        self.lanes, self.version, self.digest = len(hello.slots), version, digest
         self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
         self.weights = {name: tuple(shape) for name, shape in weights.items()}

@@ -1,8 +1,9 @@
 """Trainers and rollouts that come late, leave early or are somebody else: nobody hangs, and nothing is made up."""
 
+import json
 import logging
 import socket
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,91 @@ def test_under_pace_what_was_made_for_the_one_before_is_left_out(tmp_path: Path)
     steps = sum(each.num_steps for each in handed) + stream.lost.get("max_lag", 0)
     assert steps == feed.rollout.num_steps - 3 * 8 * 4
     assert [each.sequence for each in handed][-1] == 5
+
+
+def test_under_pace_nothing_is_left_out_where_the_trainer_goes_on_with_the_same_weights(tmp_path: Path) -> None:
+    address, handed = f"unix:{tmp_path}/trainer", list[Any]()
+    state, stream = None, None
+    with feeding(address, num_fragments=10, lanes=2) as feed:
+        for life in range(4):
+            with suppress(KeyError), at(address, max_lag=1, on_excess="pace") as stream:
+                if state is not None:
+                    stream.load_state_dict(json.loads(json.dumps(state)))
+                    assert stream.publish(weights(life - 1.0)) == stream.version == state["version"]
+                for batch in stream:
+                    assert (batch["policy_version"] >= stream.version - 1).all()
+                    handed += stream.handed
+                    stream.publish(weights(float(life)))
+                    state = stream.state_dict()
+                    if life < 3 and len(handed) >= 4 * (life + 1):
+                        raise KeyError
+    assert stream is not None
+    assert stream.lost == {}
+    assert sum(each.num_steps for each in handed) == feed.rollout.num_steps
+    assert all(each.lag <= 1 for each in handed)
+    for lane in (0, 1):
+        assert [each.sequence for each in handed if each.lane == lane] == list(range(10))
+
+
+def test_of_weights_that_stayed_the_same_it_is_known_that_they_are_in_use(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with feeding(address, num_fragments=12, lanes=1):
+        with pytest.raises(KeyError), at(address) as stream:
+            stream.publish(weights(1.0))
+            for _ in stream:
+                if stream.weights_in_use():
+                    state = stream.state_dict()
+                    raise KeyError
+        with at(address) as stream:
+            stream.load_state_dict(state)
+            assert stream.publish(weights(1.0)) == 1
+            told = [stream.weights_in_use() for _ in stream]
+            assert stream.publish(weights(1.0)) == 2  # the first alone goes on
+    assert [(use.version, use.is_same) for use in told[-1]] == [(1, True)]
+
+
+def test_a_version_that_a_rollout_has_of_another_trainer_is_gone_beyond(tmp_path: Path) -> None:
+    address, states = f"unix:{tmp_path}/trainer", dict[str, Any]()
+    with feeding(address, num_fragments=12, lanes=1) as feed:
+        for name, value in ("one", 1.0), ("other", 2.0):
+            with pytest.raises(KeyError), at(address if name == "other" else f"{address}2") as stream:
+                stream.publish(weights(value))
+                states[name] = stream.state_dict()
+                raise KeyError
+        with pytest.raises(KeyError), at(address) as stream:
+            stream.load_state_dict(states["other"])
+            stream.publish(weights(2.0))
+            next(iter(stream))
+            assert feed.rollout.policy_version == 1
+            raise KeyError
+        with at(address) as stream:
+            stream.load_state_dict({**states["one"], "sources": stream.state_dict()["sources"]})
+            assert stream.publish(weights(1.0)) == 1
+            batches = list(stream)
+            assert stream.version == 2
+    assert (batches[-1]["weight"] == 1.0).all()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"digest": 5}, {"digest": "ab"}, {"digest": "x" * 64}, {"lost": [1]}, {"lost": {"max_lag": -1}}, {"lost": 3}],
+    ids=str,
+)
+def test_a_state_that_was_tampered_with_is_refused(entry: dict[str, Any]) -> None:
+    with trainer() as stream, pytest.raises(ValueError, match=r"expected what state_dict\(\) gave"):
+        stream.load_state_dict({**STATE, **entry})
+
+
+def test_what_was_lost_is_known_after_a_restart() -> None:
+    with trainer() as stream:
+        stream.load_state_dict({**STATE, "digest": None, "lost": {"max_lag": 3}})
+        assert stream.lost == {"max_lag": 3}
+        state = stream.state_dict()
+    assert state == {"version": 5, "digest": None, "lost": {"max_lag": 3}, "sources": {}}
+    with trainer() as stream:
+        stream.load_state_dict({**STATE, "digest": "ab" * 32})
+        assert stream.state_dict()["digest"] == "ab" * 32
+        assert stream.publish(weights(1.0)) == 6
 
 
 # Fragments without a transition

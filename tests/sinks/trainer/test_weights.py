@@ -3,22 +3,34 @@
 import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from feeding import SHORT, feeding, graph_over, running, trainer
+from numbered import NumberedModule
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.sinks.trainer.weights_digest import digest_of
-from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError
+from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError, WireError
+from rollflow.stream.wire import Limits
 
 
 def weights(value: float) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor(value)}
+
+
+class Large(NumberedModule):
+    """With more weights than go into 64 KiB."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.more = torch.nn.Parameter(torch.zeros(1 << 15))
 
 
 def trainer_at(address: str) -> TrainerStream:
@@ -92,15 +104,49 @@ def test_weights_of_another_module_are_refused_before_they_are_sent() -> None:
                 stream.publish({"bias": torch.zeros(3)})
             with pytest.raises(ModuleError, match="expected a state_dict"):
                 stream.publish([1, 2])  # type: ignore[arg-type]
+            with pytest.raises(ModuleError, match=r"weights can't be sent, expected tensors and plain data: .*object"):
+                stream.publish({"weight": torch.tensor(1.0), "extra": object()})
     assert stream.version == 0
+
+
+def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are_published() -> None:
+    large, told = (
+        Large().state_dict(),
+        r"weights of \d+ bytes, and rollout feed .* at most 65536: give its sink",
+    )
+    options: dict[str, Any] = {"module": Large(), "num_fragments": 1, "sink": {"limits": Limits(max_frame=1 << 16)}}
+    with trainer() as stream:
+        with feeding(stream.address, **options):
+            for _ in stream:
+                with pytest.raises(ModuleError, match=told):
+                    stream.publish(large)
+        assert stream.version == 0
+    with trainer(join_timeout=1.0) as stream:
+        stream.publish(large)
+        with pytest.raises(WireError, match=told), feeding(stream.address, **options) as feed:
+            with pytest.raises(RunError, match=told):
+                next(iter(stream))
+            feed.ended.result()
+
+
+def test_weights_that_are_more_than_may_wait_to_be_sent_are_refused() -> None:
+    with trainer(limits=replace(SHORT, undelivered=1 << 12)) as stream, feeding(stream.address, num_fragments=1):
+        for _ in stream:
+            with pytest.raises(
+                ModuleError, match=r"weights of \d+ bytes, and at most 4096 may wait to be sent: give Tr"
+            ):
+                stream.publish({"weight": torch.tensor(0.0), "extra": bytes(5000)})
 
 
 def test_weights_of_another_module_that_are_published_too_early_end_the_rollout() -> None:
     with trainer(join_timeout=0.5) as stream:
         stream.publish({"bias": torch.zeros(3)})
         parts = graph_over(Rollout("CartPole-v1", fragment_length=8), stream.address)
-        with pytest.raises(ModuleError, match="weights do not fit module 'DefaultModule'"), running(*parts) as feed:
-            with pytest.raises(RunError, match=r"every rollout is lost and none came within 0\.5 s: feed"):
+        with (
+            pytest.raises(WireError, match="weights do not fit module 'DefaultModule of rollout"),
+            running(*parts) as feed,
+        ):
+            with pytest.raises(RunError, match=r"0 of 1 rollouts came within 0\.5 s: .* weights do not fit module"):
                 next(iter(stream))
             feed.ended.result()
 
