@@ -25,15 +25,7 @@ def pieces_given(
     if connector is None:
         return []
     named = "env" if len(args) == 1 else "obs_space, act_space"
-    if not callable(connector) or isinstance(connector, ConnectorV2):
-        raise ConnectorError(
-            f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces, such as "
-            f"lambda {named}: MyPiece()"
-        )
-    if isinstance(connector, type) and issubclass(connector, ConnectorV2):
-        raise ConnectorError(
-            f"{name} is the class {connector.__name__}, expected lambda {named}: {connector.__name__}()"
-        )
+    check_connector(connector, name, named)
     signature = inspect.signature(connector)
     # RLlib's newer pages hand an environment's builder the spaces and a device as well.
     for given in (args, (*args, {"__env_single__": spaces}, None)):
@@ -43,6 +35,19 @@ def pieces_given(
             continue
         return pieces_of(connector(*given), name)
     raise ConnectorError(f"{name} takes {signature}, expected ({named})")
+
+
+def check_connector(connector: Any, name: str, named: str) -> None:
+    """Raise ConnectorError for what is no function that makes connector pieces of what is `named`."""
+    if not callable(connector) or isinstance(connector, ConnectorV2):
+        raise ConnectorError(
+            f"{name} is {connector!r}, expected a function that returns a piece or a list of pieces, such as "
+            f"lambda {named}: MyPiece()"
+        )
+    if isinstance(connector, type) and issubclass(connector, ConnectorV2):
+        raise ConnectorError(
+            f"{name} is the class {connector.__name__}, expected lambda {named}: {connector.__name__}()"
+        )
 
 
 def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> Any:

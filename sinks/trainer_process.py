@@ -53,6 +53,12 @@ class TrainerProcess:
         linger: float | None = 60.0,
     ) -> None:
         check_numbers(linger=(linger, 0))
+        if not callable(train):
+            raise ValueError(f"train is {train!r:.100}, expected a function that is called as train(stream, *args)")
+        if transport not in ("shm", "unix"):
+            raise ValueError(f"transport is {transport!r}, expected 'shm' or 'unix'")
+        if not isinstance(stream, Mapping | None):
+            raise ValueError(f"stream is {stream!r:.100}, expected the arguments of a TrainerStream by their names")
         self._name = getattr(train, "__name__", repr(train))
         self._job = train, args, dict(stream or {})
         self._transport, self._linger = transport, linger

@@ -18,6 +18,7 @@ from rollflow.nodes.remote.software import software
 from rollflow.nodes.rollout import Rollout
 from rollflow.sinks.trainer.any_rollout import (
     AnyRollout,
+    check_rollout,
     claimed_ids,
     described,
     newest_version,
@@ -124,11 +125,13 @@ class TrainerSink:
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
+        check_rollout(rollout)
         if isinstance(rollout, MultiAgentRollout) and sends != "batches":
             raise ValueError(
                 "fragments of several agents can't be sent to a trainer, expected sends='batches' and a "
                 "MultiAgentLearnerPipeline between the rollout and this"
             )
+        check_numbers(max_bytes=(max_bytes, 1), linger=(linger, 0))
         target = parse_trainer_address(address)
         check_secret(target, secret_bytes(secret))
         check_shared(target, tls)
@@ -138,7 +141,6 @@ class TrainerSink:
         self.lost: dict[str, int] = {}
         self._rollout, self._linger, self._sends = rollout, linger, sends
         self._limits = Limits() if limits is None else limits
-        check_numbers(max_bytes=(max_bytes, 1))
         if spill is not None and not Path(spill).is_dir():
             raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
         self._kept = Kept(max_bytes, None if spill is None else Spill(Path(spill)))

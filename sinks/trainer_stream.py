@@ -17,7 +17,7 @@ from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
 from rollflow.sinks.trainer.by_module import is_by_module, joined_weights
-from rollflow.sinks.trainer.choices import check_choices
+from rollflow.sinks.trainer.choices import check_choices, check_module
 from rollflow.sinks.trainer.compression import check_available
 from rollflow.sinks.trainer.dataset import TrainerDataset, unix_address
 from rollflow.sinks.trainer.dataset_server import DatasetServer, Setup
@@ -112,7 +112,9 @@ class TrainerStream:
             max_lag=(max_lag, 0),
         )
         check_available(compression)
-        check_choices(yields, on_excess, ack, is_counted=fragments_per_batch is not None)
+        is_counted, is_bounded = fragments_per_batch is not None, max_lag is not None
+        check_choices(yields, on_excess, ack, is_counted=is_counted, is_bounded=is_bounded)
+        check_module(module)
         self.address: Address = parse_trainer_address(address)
         check_secret(self.address, secret_bytes(secret))
         check_shared(self.address, tls)

@@ -77,10 +77,11 @@ class Host:
         metadata: dict[str, Any],
     ) -> None:
         self.name = socket.gethostname() if name is None else name
-        self._secret, self._tls = secret_bytes(secret), tls
+        self._tls = tls
         self._limits = Limits() if limits is None else limits
         self._served = lanes
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
+            self._secret = secret_bytes(secret)
             check_alike(lanes)
         self._metadata = metadata
         self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it

@@ -170,7 +170,9 @@ def check_tls(address: Address, tls: ssl.SSLContext | None) -> None:
 
 
 def secret_bytes(secret: Secret) -> bytes | None:
-    """A secret as it is used: text in UTF-8, without white space at its ends."""
+    """A secret as it is used: text in UTF-8, without white space at its ends. Raises WireError for what can be none."""
+    if not isinstance(secret, bytes | str | None):
+        raise WireError(f"secret is of type {type(secret).__name__}, expected text or bytes", "secret")
     return secret.strip().encode() if isinstance(secret, str) else secret
 
 

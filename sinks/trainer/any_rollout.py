@@ -23,6 +23,12 @@ from rollflow.stream.space_codec import describe_space
 AnyRollout = Rollout | MultiAgentRollout
 
 
+def check_rollout(rollout: object) -> None:
+    """Raise ValueError for what is none."""
+    if not isinstance(rollout, AnyRollout):
+        raise ValueError(f"rollout is {rollout!r:.100}, expected a Rollout or a MultiAgentRollout")
+
+
 class Described(NamedTuple):
     """A rollout's part of a `Hello`.
 

@@ -1,12 +1,16 @@
 """What a trainer may choose, and what goes with what."""
 
 from collections.abc import Sequence
+from typing import Any
+
+from rollflow.stream.errors import ModuleError
 
 
-def check_choices(yields: str, on_excess: str, ack: str, *, is_counted: bool) -> None:
+def check_choices(yields: str, on_excess: str, ack: str, *, is_counted: bool, is_bounded: bool) -> None:
     """Raise ValueError for a choice that there is not, or that does not go with another; see `TrainerStream`.
 
     is_counted    whether a batch is so many fragments
+    is_bounded    whether fragments may not be of any age
     """
     _check("yields", yields, ("batches", "fragments", "episodes"))
     _check("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
@@ -17,6 +21,14 @@ def check_choices(yields: str, on_excess: str, ack: str, *, is_counted: bool) ->
         raise ValueError(
             "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
         )
+    if on_excess != "drop" and not is_bounded:
+        raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")
+
+
+def check_module(module: Any) -> None:
+    """Raise ModuleError for what can't be the module that a learner pipeline's pieces see."""
+    if isinstance(module, str | bytes | int | float | list | tuple | type):
+        raise ModuleError(f"module is {module!r:.100}, expected a module, or module id -> module")
 
 
 def _check(name: str, given: str, choices: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
-from rollflow.nodes.given import pieces_given
+from rollflow.nodes.given import check_connector, pieces_given
 from rollflow.sinks.trainer.by_module import concatenated
 from rollflow.sinks.trainer.item_message import Batch
 from rollflow.sinks.trainer.source import Arrived, Source
@@ -41,6 +41,8 @@ class HandingOver:
     """
 
     def __init__(self, yields: Yields, learner_connector: LearnerConnector | None, module: Any, metrics: Any) -> None:
+        if learner_connector is not None:
+            check_connector(learner_connector, "learner_connector", "obs_space, act_space")
         self.returns = StreamReturns()
         self._yields = yields
         self._taught, self._module, self._metrics = learner_connector, module, metrics

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rollflow.stream.errors import WireError
 
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^\[\]:/?#@\s]+)):(?P<port>[0-9]{1,5})", re.ASCII)
+_TCP_FORMS = "'tcp://host:port', 'tcp://[ipv6]:port'"
 _MOST_PATH = 103  # bytes: what the system with the least takes
 
 
@@ -61,11 +62,24 @@ Address = TcpAddress | UnixAddress
 
 def parse_address(text: str) -> Address:
     """The address that a text names. Raises WireError for one that names none."""
+    return _parsed(text, f"{_TCP_FORMS} or 'unix:/path'")
+
+
+def parse_trainer_address(text: str) -> Address:
+    """The address of a trainer that a text names, which may share memory. Raises WireError for one that names none."""
+    if isinstance(text, str) and text.startswith("shm:"):
+        return SharedAddress(_path_behind("shm:", text))
+    return _parsed(text, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'")
+
+
+def _parsed(text: str, forms: str) -> Address:
+    if not isinstance(text, str):
+        raise _no_address(text, f"a string: {forms}")
     if text.startswith("unix:"):
         return UnixAddress(_path_behind("unix:", text))
     match = _TCP.fullmatch(text)
     if match is None:
-        raise _no_address(text, "'tcp://host:port', 'tcp://[ipv6]:port' or 'unix:/path'")
+        raise _no_address(text, forms)
     port = int(match["port"])
     if port > 0xFFFF:
         raise _no_address(text, "a port from 0 to 65535")
@@ -75,13 +89,6 @@ def parse_address(text: str) -> Address:
         except ValueError:
             raise _no_address(text, "an IPv6 address in brackets") from None
     return TcpAddress(match["six"] or match["name"], port)
-
-
-def parse_trainer_address(text: str) -> Address:
-    """The address of a trainer that a text names, which may share memory. Raises WireError for one that names none."""
-    if text.startswith("shm:"):
-        return SharedAddress(_path_behind("shm:", text))
-    return parse_address(text)
 
 
 def check_secret(address: Address, secret: bytes | None) -> None:

@@ -15,8 +15,8 @@ from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
-from rollflow.nodes import EnvHost, Rollout
-from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow.sinks import TrainerSink, TrainerStream, feed
 from rollflow.stream import Graph
 from rollflow.stream.errors import EnvError, RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, encode
@@ -61,6 +61,54 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
         TrainerStream("tcp://0.0.0.0:7020")
     with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
         TrainerSink("tcp://example.org:7020", Rollout("CartPole-v1"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"on_excess": "pace"}, "on_excess='pace' is for fragments older than max_lag, expected max_lag=0 or more"),
+        ({"on_excess": "mask"}, "on_excess='mask' is for fragments older than max_lag"),
+        ({"on_excess": "raise"}, "on_excess='raise' is for fragments older than max_lag"),
+        ({"secret": 5}, "secret is of type int, expected text or bytes"),
+        ({"secret": True}, "secret is of type bool, expected text or bytes"),
+        ({"module": "x"}, "module is 'x', expected a module, or module id -> module"),
+        ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
+        ({"learner_connector": 3}, "learner_connector is 3, expected a function that returns a piece"),
+        ({"address": None}, "address None, expected a string: 'tcp://host:port', .*, 'unix:/path' or 'shm:/path'"),
+        ({"address": "http://x:1"}, "address 'http://x:1', expected 'tcp://host:port', .* or 'shm:/path'"),
+    ],
+)
+def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
+    with pytest.raises((ValueError, WireError), match=told):
+        TrainerStream(**{"address": "tcp://127.0.0.1:0", **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"linger": -1}, "linger is -1, expected at least 0"),
+        ({"secret": 5}, "secret is of type int, expected text or bytes"),
+        ({"rollout": "CartPole-v1"}, "rollout is 'CartPole-v1', expected a Rollout or a MultiAgentRollout"),
+        ({"rollout": None}, "rollout is None, expected a Rollout or a MultiAgentRollout"),
+        ({"address": None}, "address None, expected a string: .*'shm:/path'"),
+    ],
+)
+def test_what_a_sink_can_not_work_with_is_refused_when_it_is_made(options: dict[str, Any], told: str) -> None:
+    given = {"address": "tcp://127.0.0.1:1", "rollout": Rollout("CartPole-v1"), **options}
+    with pytest.raises((ValueError, WireError), match=told):
+        TrainerSink(**given)
+    with pytest.raises((ValueError, WireError), match=told):
+        feed(**given)
+
+
+def test_a_secret_that_is_none_is_refused_by_hosts_and_gateways_and_nothing_is_left_open() -> None:
+    for make in (
+        lambda: EnvHost(makers(1), secret=5),  # type: ignore[arg-type]
+        lambda: RemoteEnvs.listen("tcp://127.0.0.1:0", secret=5),  # type: ignore[arg-type]
+        lambda: RemoteEnvs.connect("tcp://127.0.0.1:1", secret=5),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(WireError, match="secret is of type int, expected text or bytes"):
+            make()
 
 
 def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:

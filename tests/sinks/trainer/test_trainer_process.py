@@ -155,6 +155,19 @@ def test_arguments_of_its_stream_that_make_no_sense_are_told() -> None:
             fed(rollout_of(), trainer)
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"train": None}, r"train is None, expected a function that is called as train\(stream, \*args\)"),
+        ({"transport": "tcp"}, "transport is 'tcp', expected 'shm' or 'unix'"),
+        ({"stream": ["max_lag"]}, r"stream is \['max_lag'\], expected the arguments of a TrainerStream by their names"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_when_it_is_made(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        TrainerProcess(**{"train": counting(Path("nowhere")), **given})
+
+
 def test_it_runs_once() -> None:
     trainer = TrainerProcess(counting(Path("nowhere")))
     with pytest.raises(RunError, match="has not been started"):

@@ -1,6 +1,7 @@
 """Where a gateway or a host listens."""
 
 import ipaddress
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -71,9 +72,11 @@ def test_addresses_and_whether_they_are_local(text: str, address: TcpAddress | U
         ("unix:/" + "x" * 103, "an absolute path of at most 103 bytes"),
         ("unix:/a\0b", "an absolute path"),
         ("", "'tcp://host:port'"),
+        (None, "a string: 'tcp://host:port'"),
+        (b"unix:/a", "a string: 'tcp://host:port'"),
     ],
 )
-def test_what_is_no_address_is_refused_with_what_was_expected(text: str, expected: str) -> None:
+def test_what_is_no_address_is_refused_with_what_was_expected(text: Any, expected: str) -> None:
     with pytest.raises(WireError, match=expected) as caught:
         parse_address(text)
     assert repr(text) in str(caught.value)
