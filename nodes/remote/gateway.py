@@ -186,7 +186,7 @@ class Gateway:
                 return
             for peer in self._peers:
                 peer.connection.goodbye(reason)
-                peer.transport.write()
+                self._peers.write(peer)
             self._await_goodbyes(monotonic() + _GOODBYE_S)
             for peer in self._peers:
                 self._drop(peer)

@@ -4,13 +4,14 @@ import contextlib
 import socket
 import ssl
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from rollflow.stream.wire import Address, Broken, Connection, Event, HostConnection, TcpAddress
 
 _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
+_MOST_SENT = 1 << 22  # bytes at a time, before others have their turn
 _TLS_BYTES = 1 << 16
 _UNIX_BUFFER = 1 << 20  # bytes that are on their way, as far as the system allows
 # What TLS begins with: a record of type handshake or alert. No frame does: its length and 4 are a multiple of 8.
@@ -64,7 +65,7 @@ class Transport:
         return events
 
     def write(self) -> None:
-        """Send what there is to send, as much as the socket takes."""
+        """Send what there is to send, as much as the socket takes, and not for long."""
         self._unsent += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
         self.connection.sent(self._send())
 
@@ -94,9 +95,9 @@ class Transport:
     def _send(self) -> int:
         """Send from `_unsent`; how many bytes were sent."""
         unsent, total = self._unsent, 0
-        while unsent:
+        while unsent and total < _MOST_SENT:
             try:
-                count = self._sock.sendmsg(list(islice(unsent, _MOST_BUFFERS)))
+                count = self._sock.sendmsg(_first(unsent, _MOST_SENT - total))
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -108,6 +109,17 @@ class Transport:
             if count:
                 unsent[0] = unsent[0][count:]
         return total
+
+
+def _first(buffers: Iterable[memoryview], most: int) -> list[memoryview]:
+    """The first of them, and of their bytes: so many at most, at least one."""
+    found = []
+    for buffer in islice(buffers, _MOST_BUFFERS):
+        found.append(buffer[:most])
+        most -= len(buffer)
+        if most <= 0:
+            break
+    return found
 
 
 class TlsTransport(Transport):
@@ -139,6 +151,11 @@ class TlsTransport(Transport):
         self._is_agreed = False
         self._is_mismatched = False  # the other end speaks no TLS: it is told so in plain words
 
+    @property
+    def waits_to_write(self) -> bool:
+        """Whether something is left to be sent once the socket takes more."""
+        return bool(self._unsent) or (self._is_agreed and bool(self._plain))
+
     def read(self, now: float) -> list[Event]:
         """Receive what is there, decrypt it; what it comes to."""
         has_ended = self._receive()
@@ -159,15 +176,18 @@ class TlsTransport(Transport):
         return events
 
     def write(self) -> None:
-        """Encrypt and send what there is to send, as much as the socket takes."""
+        """Encrypt and send what there is to send, as much as the socket takes, and not for long."""
         if self._is_mismatched:
             super().write()
             return
         self._plain += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
         with contextlib.suppress(ssl.SSLError):  # which reading finds out
-            while self._agrees() and self._plain:
-                self._encrypted += self._tls.write(self._plain[0])
-                self._plain.popleft()
+            while self._agrees() and self._plain and self._encrypted < _MOST_SENT:
+                count = self._tls.write(self._plain[0][:_MOST_SENT])
+                self._encrypted += count
+                self._plain[0] = self._plain[0][count:]
+                if not self._plain[0]:
+                    self._plain.popleft()
         if self._outgoing.pending:
             self._unsent.append(memoryview(self._outgoing.read()))
         self._send()

@@ -8,6 +8,7 @@ from time import monotonic
 
 import pytest
 
+from rollflow.nodes.remote import transport
 from rollflow.nodes.remote.lines import Entrance, Line, Lines
 from rollflow.nodes.remote.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
@@ -43,6 +44,23 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
     lines.drop(line)
     client.close()
     poll.close()
+
+
+def test_what_is_much_is_sent_bit_by_bit_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_MOST_SENT", 1000)
+    here, there = socket.socketpair()
+    connection = Connection(Limits(), 0.0, "host", 1 << 20)
+    line = transport.Transport(here, connection)
+    connection._queue([bytes(600), memoryview(bytes(range(250)) * 10), bytes(1)])
+    came = []
+    while connection.undelivered:
+        line.write()
+        assert line.waits_to_write == bool(connection.undelivered)
+        came.append(there.recv(1 << 20))
+    assert [len(data) for data in came] == [1000, 1000, 1000, 101]
+    assert b"".join(came) == bytes(600) + bytes(range(250)) * 10 + bytes(1)
+    line.close()
+    there.close()
 
 
 def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(

@@ -5,6 +5,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow.sinks.trainer import newest_weights
 from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError, WireError
 from rollflow.stream.wire import Limits
@@ -30,7 +32,7 @@ class Large(NumberedModule):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.more = torch.nn.Parameter(torch.zeros(1 << 15))
+        self.more = torch.nn.Parameter(torch.zeros(1 << 17))
 
 
 def trainer_at(address: str) -> TrainerStream:
@@ -127,6 +129,48 @@ def test_weights_that_are_larger_than_a_rollout_takes_are_refused_where_they_are
             with pytest.raises(RunError, match=told):
                 next(iter(stream))
             feed.ended.result()
+
+
+@pytest.mark.parametrize("where", ["unix", "shm"])
+def test_publishing_large_weights_waits_for_nothing_that_is_done_with_them(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on, digested = Event(), list[int]()
+    real = newest_weights.digest_of
+
+    def held(*args: Any) -> bytes:
+        assert goes_on.wait(60.0)
+        digested.append(1)
+        return real(*args)
+
+    monkeypatch.setattr(newest_weights, "digest_of", held)
+    published = Large().state_dict()
+    with TrainerStream(f"{where}:{tmp_path}/trainer", limits=SHORT) as stream:
+        with feeding(stream.address, slots=(0,), module=Large(), lanes=1):
+            batches = iter(stream)
+            for version in range(1, 6):
+                next(batches)
+                published["weight"] = torch.tensor(float(version))
+                assert stream.publish(published) == stream.version == version
+                published["weight"].fill_(-1.0)  # what was published is a copy
+            assert digested == []
+            assert stream.weights_in_use() == []
+            goes_on.set()
+            batch = next(batch for batch in batches if batch[Columns.POLICY_VERSION][-1] == 5)
+            assert [(use.version, use.is_same) for use in stream.weights_in_use()] == [(5, True)]
+    assert len(digested) == 2  # those between were never sent
+    assert batch["weight"][-1] == 5.0
+
+
+def test_the_digest_of_large_weights_is_in_the_state_at_once() -> None:
+    published = Large().state_dict()
+    with trainer() as stream:
+        stream.publish(published)
+        state = stream.state_dict()
+    with trainer() as stream:
+        stream.load_state_dict(state)
+        assert stream.publish(published) == 1
+        assert stream.publish(published) == 2
 
 
 def test_weights_that_are_more_than_may_wait_to_be_sent_are_refused() -> None:
