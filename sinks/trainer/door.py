@@ -365,7 +365,7 @@ class Door:
                 self.refusals.append(told)
             logger.warning("a connection from %s is refused: %s", peer.where, quoted(error))
         elif source.connection is peer.connection:
-            source.lost_at = now
+            source.lost_at, source.reason = now, quoted(error)
             source.is_lost = not source.has_finished and error.code not in _COMES_BACK
             source.has_ended = source.has_finished or source.is_lost
             logger.warning("rollout %s is lost: %s", source.name, quoted(error))

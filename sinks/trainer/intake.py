@@ -139,7 +139,7 @@ class Intake:
         if not lost or self._expects_no_more or in_their_place >= self._awaited:
             return None
         if patience.is_over:
-            names = ", ".join(source.name for source in lost)
+            names = "; ".join(f"{source.name}: {source.reason}" for source in lost)
             raise RunError(
                 f"every rollout is lost and none came within {patience.limit:g} s: {names}: {self._told_of_waiting()}"
             )

@@ -63,6 +63,7 @@ class Source:
     session              what outlives its connections
     connection           the newest; None: there has been none
     lost_at              since when it has none; None: it has one
+    reason               why the connection before was lost
     has_left             whether it has said goodbye
     has_finished         whether it has said that no more comes
     has_ended            whether that is so, or it has said goodbye, or did not come back
@@ -89,6 +90,7 @@ class Source:
         self.session = session
         self.connection: TrainerConnection | None = None
         self.lost_at: float | None = None
+        self.reason = ""
         self.has_left = self.has_finished = self.has_ended = self.is_lost = False
         self.joined_at = 0
         self.sends_batches = self.is_by_module = False

@@ -224,7 +224,7 @@ class Connection:
         self._queue(encoded(message, self._peer_max_frame, self.peer), lane)
 
     def _queue(self, buffers: Sequence[Buffer], lane: int | None = None) -> None:
-        """Have a frame sent. Raises WireError, and the connection is broken, where too much waits already.
+        """Have a frame sent. Raises WireError where it is too large, and breaks the connection where too much waits.
 
         A lane's request or answer does not count, where there is no other of it: the session keeps it, so it takes no
         more room by waiting here, and the next connection would have all lanes' to send at once, and break again.
@@ -232,6 +232,12 @@ class Connection:
         size = sum(map(len, buffers))
         if lane in self._kept:
             lane = None
+        if lane is None and size > self.limits.undelivered:  # no other connection could send it, either
+            raise WireError(
+                f"frame of {size} bytes, and at most {self.limits.undelivered} may wait to be sent, expected "
+                f"limits=Limits(undelivered={size} or more) where it is sent from",
+                "frame",
+            )
         if lane is None and self._loose + size > self.limits.undelivered:
             self._outbox.clear()
             error = WireError(
@@ -280,6 +286,8 @@ def encoded(message: Message, most: int, peer: str) -> list[Buffer]:
     size = sum(map(len, buffers)) - 4
     if size > most:
         raise WireError(
-            f"{message.kind}: frame of {size} bytes, expected at most {most}: {peer} takes no more", "frame"
+            f"{message.kind}: frame of {size} bytes, expected at most {most}: {peer} takes no more, unless its "
+            f"limits=Limits(max_frame={size} or more)",
+            "frame",
         )
     return buffers

@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.supply import FirstCome
 from rollflow.stream import LagError, RunError
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Goodbye, TrainerSession, encode
+from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
 
 STATE = {"version": 5, "sources": {}}
 
@@ -198,6 +199,33 @@ def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> N
     assert supply.take([small]) == []
     supply.add(other)
     assert supply.take([small]) == [one, other]
+
+
+# Rollouts that are lost for good
+
+
+@pytest.mark.parametrize("end", ["max_frame", "undelivered"])
+def test_a_fragment_that_is_too_large_ends_the_rollout_and_both_ends_say_what_to_do(end: str) -> None:
+    at_trainer = Limits(max_frame=1 << 16) if end == "max_frame" else SHORT
+    at_rollout = Limits(undelivered=1 << 14) if end == "undelivered" else SHORT
+    told = rf"frame of \d+ bytes, .*limits=Limits\({end}=\d+ or more\)"
+    with trainer(limits=at_trainer, join_timeout=1.0) as stream:
+        sink = {"limits": at_rollout}
+        with pytest.raises(WireError, match=told), feeding(stream.address, fragment_length=512, sink=sink) as feed:
+            with pytest.raises(RunError, match=rf"every rollout is lost and none came within 1 s: feed .*: {told}"):
+                next(iter(stream))
+            feed.ended.result()
+
+
+def test_a_rollout_that_is_lost_for_good_may_be_followed_by_one_that_is_mended() -> None:
+    with trainer() as stream:
+        with feeding(stream.address, fragment_length=512, sink={"limits": Limits(undelivered=1 << 14)}) as feed:
+            with ThreadPoolExecutor() as pool:
+                batches = pool.submit(list, stream)
+                with pytest.raises(WireError, match="frame of"):
+                    feed.ended.result()
+                with feeding(stream.address, num_fragments=2, lanes=1):
+                    assert len(batches.result()) == 2
 
 
 # Weights and what is done
