@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from cartpole import LEARNING_RATE, Policy, update
-from torch.utils.data import DataLoader
 
 from rollflow.nodes import GeneralAdvantageEstimation
 from rollflow.sinks import TrainerStream
@@ -35,7 +34,7 @@ def main(seed: int = 0) -> float:
     settings = {"module": policy, "learner_connector": lambda obs, act: gae, "sources": ROLLOUTS, "prefetch": 0}
     with TrainerStream("tcp://127.0.0.1:0", **settings) as stream:
         rollouts = [rollout(seed * ROLLOUTS + number, str(stream.address)) for number in range(ROLLOUTS)]
-        batches = DataLoader(stream.dataset(prefetch_factor=1), batch_size=None, num_workers=1, prefetch_factor=1)
+        batches = stream.dataset(prefetch_factor=1).loader(num_workers=1)
         for number, batch in enumerate(batches, start=1):
             update(policy, optimizer, batch)
             version = stream.publish(policy.state_dict())

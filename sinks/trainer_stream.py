@@ -7,6 +7,7 @@ import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -22,6 +23,7 @@ from rollflow.sinks.trainer.compression import check_available
 from rollflow.sinks.trainer.dataset import TrainerDataset, unix_address
 from rollflow.sinks.trainer.dataset_server import DatasetServer, Setup
 from rollflow.sinks.trainer.door import Door
+from rollflow.sinks.trainer.forked import Sockets, keep_from_forked
 from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
 from rollflow.sinks.trainer.intake import Intake
 from rollflow.sinks.trainer.newest_weights import Published
@@ -155,6 +157,8 @@ class TrainerStream:
         if self._state != "new":
             raise RunError(f"the stream is {self._state}: it runs once, make another one")
         self._sockets = listen_on(self.address)
+        self._listening = Sockets(self._sockets)
+        keep_from_forked(self._listening)
         if not isinstance(self.address, SharedAddress):
             self.address = address_of(self._sockets[0])
         self._state = "running"
@@ -205,16 +209,17 @@ class TrainerStream:
         return self._door.publish(Published.of(weights))
 
     def dataset(self, *, prefetch_factor: int = 2, world_size: int = 1, address: str | None = None) -> TrainerDataset:
-        """The stream as a dataset for a `DataLoader`, instead of `for batch in stream`; see `TrainerDataset`.
+        """The stream as a dataset, instead of `for batch in stream`: see `TrainerDataset`, and its `loader`.
 
-        prefetch_factor    as the `DataLoader` has it, of one item each: batch_size=None
+        prefetch_factor    items that each of a loader's workers makes ahead
         world_size         processes of the trainer, of which this is rank 0, which publishes: under "pace" once in a
-                           round at most. Each batch goes to one of them, in turn; less than a round is `lost`
+                           round at most. Each batch goes to one of them, in turn; less than a round is `lost`. The
+                           stream is to be left when all loops have come to their end
         address            'unix:/path' for the other ranks' `TrainerDataset.connect`; None: there are none
 
-        `handed` says nothing of what it hands over, and `max_lag` is looked at when a worker takes an item, which the
-        loop may see (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts keep as
-        many batches more, also where that is more than their `max_bytes`.
+        `handed` is of rank 0's batches. `max_lag` is looked at when a worker takes an item, which the loop may see
+        (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts keep as many batches
+        more, also where that is more than their `max_bytes`.
 
         Raises RunError outside of the block, for a second one, or where the stream has begun and is to be paced.
         """
@@ -236,11 +241,12 @@ class TrainerStream:
             self._setup,
             begin=self._open,
             returns=self.returns,
+            tell=partial(setattr, self, "handed"),
             join_timeout=self._join_timeout,
         )
         self._closing.callback(self._server.close)
-        own = self if world_size == 1 else None
-        return TrainerDataset(where, 0, prefetch_factor=prefetch_factor, join_timeout=0, stream=own)
+        alone = world_size == 1
+        return TrainerDataset(where, 0, prefetch_factor=prefetch_factor, join_timeout=0, stream=self, is_alone=alone)
 
     def expect_no_more(self) -> None:
         """Have the loop end when those rollouts have that are there, whatever else was waited for. From any thread."""
@@ -263,11 +269,13 @@ class TrainerStream:
     def state_dict(self) -> dict[str, Any]:
         """What has been handed over so far, the last batch among it, and the policy version: plain data, for JSON.
 
-        To be taken when the trainer has learnt from the last batch, and saved with its weights.
+        To be taken when the trainer has learnt from the last batch, and saved with its weights; where a dataset has
+        several ranks, when all are at the same point, after a barrier: what each was given is counted, and nothing that
+        any is given later. A `DataLoader` of one's own with workers is behind: see `TrainerDataset`.
         """
-        newest = self._door.weights.told()
+        newest, taken = self._door.weights.told(), self._server.taken() if self._server is not None else []
         with self._door.lock:
-            return state_of(self._door.sources, self._current, *newest, self._age.lost)
+            return state_of(self._door.sources, [*self._current, *taken], *newest, self._age.lost)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a trainer was: what it had been handed is not handed over again.
@@ -340,6 +348,8 @@ class TrainerStream:
     def _move_on(self) -> None:
         self._intake.be_done_with(self._current)
         self._current = []
+        if self._server is not None:
+            self._server.move_on()
 
     def _wait(self, seconds: float) -> None:
         if not self._door.serve(seconds):

@@ -1,49 +1,45 @@
 """A trainer's stream as a dataset: for a `DataLoader`, and for a trainer of several processes."""
 
-import pickle
 import secrets
-import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing
-from time import monotonic, sleep
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.given import check_numbers
-from rollflow.nodes.metrics_logger import MetricsLogger
-from rollflow.nodes.remote.dial import problem_of, reach
-from rollflow.nodes.weights_codec import from_arrays
-from rollflow.sinks.trainer import parcel
-from rollflow.sinks.trainer.age import AgeBound
-from rollflow.sinks.trainer.by_module import parted_weights
-from rollflow.sinks.trainer.dataset_server import ASK, HELLO, Given, Setup
-from rollflow.sinks.trainer.handing_over import HandingOver
-from rollflow.sinks.trainer.item_message import tensors_of
-from rollflow.sinks.trainer.source import Arrived, Source
-from rollflow.stream.errors import RunError
-from rollflow.stream.fragment import Fragment
-from rollflow.stream.wire import TrainerSession, UnixAddress, parse_address
+from rollflow.sinks.trainer.asking import Asking
+from rollflow.sinks.trainer.loader import TrainerLoader
+from rollflow.sinks.trainer.making import Making, Tagged
+from rollflow.sinks.trainer.told import Handed
+from rollflow.stream.wire import UnixAddress, parse_address
 
-_LONGEST_PAUSE_S = 1.0
+
+class _Stream(Protocol):
+    """A stream in this process."""
+
+    handed: list[Handed]
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 class TrainerDataset(IterableDataset[Any]):
-    """What a `TrainerStream` hands over, for `DataLoader(dataset, batch_size=None, num_workers=…)`: each item once.
+    """What a `TrainerStream` hands over: each item once, in the stream's order.
 
-    Made by `TrainerStream.dataset`, and by `connect` in the other processes of a trainer.
+    Made by `TrainerStream.dataset`, and by `connect` in the other processes of a trainer. It is iterated as it is, or
+    by `loader`, whose workers make the items: `for batch in stream.dataset().loader(num_workers=2)`.
 
-    Without workers it is the stream's own iteration. With workers the stream stays in its process; they ask it for
-    items, and run the learner pipeline, with a copy of the module that gets the weights that are published, and with
-    metrics of their own. Items come in the stream's order. One is done with when a worker's later requests show that
-    the loop has moved on from it, and the last ones when the loop has come to its end and the stream is left: until
-    then `TrainerStream.state_dict` does not count them. What the workers of a loop that was left early, or failed,
-    still had, is given to the next loop: among it up to `prefetch_factor` + 1 items for each worker that the one before
-    may have seen.
+    With workers the stream stays in its process; they ask it for items, and run the learner pipeline, with a copy of
+    the module that gets the weights that are published, and with metrics of their own. What counts as handed over, for
+    `handed` and for `TrainerStream.state_dict`, is what the loop has been given, the last of it included, and not what
+    workers have prefetched. What those of a loop that was left early, or failed, still had, is given to the next loop;
+    so is a fragment, whole, of which the loop was given some of its episodes.
 
-    For pinned memory say `DataLoader(pin_memory=True)`: train batches are plain tensors.
+    Under a `DataLoader` of one's own, `DataLoader(dataset, batch_size=None, num_workers=…)`, each item comes once as
+    well, but with workers it isn't known what the loop was given: `handed` stays empty. An item is done with when a
+    worker's later requests show that the loop has moved on from it, and the last ones when the loop has come to its end
+    and the stream is left: until then `TrainerStream.state_dict` does not count them, and who resumes from it, or loops
+    again after a loop that was left early, gets up to `prefetch_factor` + 1 items for each worker twice.
     """
 
     def __init__(
@@ -53,11 +49,13 @@ class TrainerDataset(IterableDataset[Any]):
         *,
         prefetch_factor: int = 2,
         join_timeout: float | None = 120.0,
-        stream: Iterable[Any] | None = None,
+        stream: _Stream | None = None,
+        is_alone: bool = False,
     ) -> None:
         check_numbers(rank=(rank, 0), prefetch_factor=(prefetch_factor, 1), join_timeout=(join_timeout, 0))
         self._address, self._rank, self._prefetch = address, rank, prefetch_factor
-        self._join_timeout, self._stream = join_timeout, stream
+        self._join_timeout, self._stream, self._is_alone = join_timeout, stream, is_alone
+        self._handed: list[Handed] = []
         self._loops = 0
 
     @classmethod
@@ -66,7 +64,7 @@ class TrainerDataset(IterableDataset[Any]):
 
         address            that rank 0 gave to `TrainerStream.dataset`
         rank               which process it is
-        prefetch_factor    as the `DataLoader` has it
+        prefetch_factor    items that each worker makes ahead; as the `DataLoader` has it, where that is one's own
         join_timeout       seconds that rank 0 is waited for; None: for ever
 
         Raises WireError or ValueError where the address is none for it. RunError, when it is iterated, where rank 0 is
@@ -74,93 +72,99 @@ class TrainerDataset(IterableDataset[Any]):
         """
         return cls(unix_address(address), rank, prefetch_factor=prefetch_factor, join_timeout=join_timeout)
 
+    @property
+    def handed(self) -> list[Handed]:
+        """What is in the batch that this process' loop was given last."""
+        return self._handed if self._stream is None else self._stream.handed
+
+    def loader(
+        self, *, num_workers: int = 0, collate_fn: Callable[[Any], Any] | None = None, **options: Any
+    ) -> TrainerLoader:
+        """A `DataLoader` of this dataset, which knows what its loop was given. One loop at a time.
+
+        num_workers    processes that make the items; 0: they are made in the loop
+        collate_fn     called with each item, where it is made; None: `torch.utils.data.default_convert`
+        options        of the `DataLoader`: `pin_memory`, `multiprocessing_context`, … `batch_size` is None, and
+                       `prefetch_factor` the dataset's
+
+        Raises what the `DataLoader` does.
+        """
+        return TrainerLoader(
+            self, self._prefetch, self._following, num_workers=num_workers, collate_fn=collate_fn, **options
+        )
+
     def __iter__(self) -> Iterator[Any]:
-        worker = get_worker_info()
-        if worker is None and self._stream is not None:
+        if get_worker_info() is not None:
+            return self._counted()
+        if self._stream is not None and self._is_alone:
             return iter(self._stream)
-        self._loops += 1
-        if worker is None:
-            return self._asked_for(HELLO.pack(self._rank, 0, 1, 0, secrets.randbits(63), 0), 0)
-        loop = (worker.seed - worker.id) % (1 << 64), self._loops  # the same for all workers of a loop
-        hello = HELLO.pack(self._rank, worker.id, worker.num_workers, self._prefetch, *loop)
-        return self._asked_for(hello, self._prefetch)
+        return self._followed()
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_stream": None}
 
-    def _asked_for(self, hello: bytes, prefetch: int) -> Iterator[Any]:
-        """The items, one request after the other.
+    def tagged(self) -> Iterator[Tagged]:
+        """The items of a worker, for a loop that says what it was given."""
+        with Asking(self._address, self._join_timeout) as asking:
+            yield from self._made(asking, self._begun_by_worker(asking, is_followed=True), lambda: 0)
+
+    def _followed(self) -> Iterator[Any]:
+        """The items, made in the process where the loop is."""
+        with Asking(self._address, self._join_timeout) as asking:
+            loop = secrets.randbits(63), 0
+            making = Making(asking.begin(self._rank, 0, 1, 0, loop, is_followed=True))
+            yield from self._told(asking, self._made(asking, making, lambda: 0))
+
+    def _following(self, items: Iterator[Tagged]) -> Iterator[Any]:
+        """The items that workers have made."""
+        with Asking(self._address, self._join_timeout) as asking:
+            asking.follow(self._rank)
+            yield from self._told(asking, items)
+
+    def _told(self, asking: Asking, items: Iterator[Tagged]) -> Iterator[Any]:
+        """The items, of which the stream is told when the loop is given one, and when it asks for the next."""
+        for item, share, is_last in items:
+            self._handed = asking.take_up(share, is_last=is_last)
+            yield item
+            if is_last:
+                asking.move_on(share)
+
+    def _counted(self) -> Iterator[Any]:
+        """The items of a worker, for a loop that says nothing.
 
         A DataLoader lets no more than `prefetch` requests of a worker wait: each time the loop takes an item of the
         worker's, it adds a request. So when item k is asked for, the loop has taken item k - prefetch, and has moved
         on from the one before that.
         """
-        with closing(self._reached()) as sock:
-            parcel.check_same_user(sock, str(self._address))
-            sock.sendall(hello)
-            making = _Making(_answer(sock))
-            ends: deque[int] = deque()  # how many items there had been at the end of each request that is not done with
-            yielded = done = 0
-            while True:
-                while ends and ends[0] <= yielded - prefetch:
-                    ends.popleft()
-                    done += 1
-                sock.sendall(ASK.pack(done, making.count_masked()))
-                given = _answer(sock)
-                if given is None:
-                    return
-                for item in making.made_of(given):
-                    yielded += 1
-                    yield item
-                ends.append(yielded)
+        ends: deque[int] = deque()  # how many items there had been at the end of each request that is not done with
+        yielded = done = 0
 
-    def _reached(self) -> socket.socket:
-        """A connection to the stream. Raises RunError where there is none."""
-        began, failures = monotonic(), 0
-        while True:
-            try:
-                sock = reach(self._address, failures)
-            except OSError as error:
-                if self._join_timeout is not None and monotonic() - began >= self._join_timeout:
-                    told = f"the stream's dataset is not at {self._address}: {problem_of(error)}"
-                    raise RunError(told) from error
-                failures += 1
-                sleep(pause_s(failures, _LONGEST_PAUSE_S))
-                continue
-            sock.setblocking(True)
-            return sock
+        def count_done() -> int:
+            nonlocal done
+            while ends and ends[0] <= yielded - self._prefetch:
+                ends.popleft()
+                done += 1
+            return done
 
+        with Asking(self._address, self._join_timeout) as asking:
+            for item, _, is_last in self._made(asking, self._begun_by_worker(asking, is_followed=False), count_done):
+                yielded += 1
+                if is_last:
+                    ends.append(yielded)
+                yield item
 
-class _Making:
-    """Makes items of what was given."""
+    def _begun_by_worker(self, asking: Asking, *, is_followed: bool) -> Making:
+        worker = get_worker_info()
+        assert worker is not None
+        self._loops += 1
+        loop = (worker.seed - worker.id) % (1 << 64), self._loops  # the same for all workers of a loop
+        numbers = self._rank, worker.id, worker.num_workers, self._prefetch
+        return Making(asking.begin(*numbers, loop, is_followed=is_followed))
 
-    def __init__(self, setup: bytes) -> None:
-        told: Setup = pickle.loads(setup)
-        self._handing_over = HandingOver(told.yields, told.learner_connector, told.module, MetricsLogger())
-        self._module = told.module
-        self._yields, self._age = told.yields, AgeBound(told.max_lag, told.on_excess)
-        self._sources: dict[bytes, Source] = {}
-
-    def made_of(self, given: Given) -> Iterator[Any]:
-        if given.weights is not None:
-            weights = from_arrays(given.weights)
-            by_module = isinstance(self._module, Mapping)
-            self._module.load_state_dict(parted_weights(weights, self._module) if by_module else weights)
-        for token, introduction in given.introductions.items():
-            source = self._sources[token] = Source(TrainerSession(token))
-            source.name, source.spaces, source.action_space, source.is_stateful, source.is_by_module = introduction
-        taken = []
-        for token, number, columns, version in given.items:
-            item = columns if isinstance(columns, Fragment) else tensors_of(columns)
-            taken.append(Arrived(self._sources[token], number, item, version))
-        for made in self._handing_over.made_of(taken):
-            if self._yields == "batches":
-                self._age.mask(made.item, made.of, given.version)
-            yield made.item
-
-    def count_masked(self) -> int:
-        """Steps that were masked since this was asked last."""
-        return self._age.lost.pop("masked", 0)
+    def _made(self, asking: Asking, making: Making, count_done: Callable[[], int]) -> Iterator[Tagged]:
+        """The items, one request after the other."""
+        while (given := asking.next_given(count_done(), making.count_masked())) is not None:
+            yield from making.made_of(given)
 
 
 def unix_address(address: str) -> UnixAddress:
@@ -169,14 +173,3 @@ def unix_address(address: str) -> UnixAddress:
     if not isinstance(parsed, UnixAddress):
         raise ValueError(f"address is {address!r}, expected 'unix:/path': ranks are on the same machine")
     return parsed
-
-
-def _answer(sock: socket.socket) -> Any:
-    """What is answered. Raises it where it is an error, and RunError where the stream is gone."""
-    try:
-        answer = parcel.receive(sock)
-    except (EOFError, OSError) as error:
-        raise RunError("the stream was left before its dataset's loop") from error
-    if isinstance(answer, Exception):
-        raise answer
-    return answer

@@ -6,6 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from rollflow.sinks.trainer.item_message import arrays_of
 from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.stream_returns import StreamReturns
+from rollflow.sinks.trainer.told import Handed, handed
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, RunError
 from rollflow.stream.fragment import Fragment
@@ -30,11 +32,19 @@ from rollflow.stream.wire import UnixAddress
 
 logger = logging.getLogger(__name__)
 
-# Who asks: rank, worker, number of workers, prefetch factor (0: none), and two numbers that are the loop's.
-HELLO = struct.Struct("<4I2Q")
-# What is asked for is always the next item; with it comes how many of those before are done with, and how many steps
+# Who asks: rank, worker, number of workers (0: the loop itself, which asks for nothing), prefetch factor (0: none),
+# whether the loop is followed, and two numbers that are the loop's.
+HELLO = struct.Struct("<5I2Q")
+# What is said: what it is, and two numbers.
+SAID = struct.Struct("<B2Q")
+# The next item is asked for: how many of those before are done with, where the loop is not followed, and how many steps
 # of theirs were masked since the last.
-ASK = struct.Struct("<2Q")
+ASK = 0
+# The loop is given something of a share: its number, and whether it is the last of it. The answer is what it was made
+# of; None where the stream has been left, and nothing more is for this rank.
+TAKE_UP = 1
+# The loop has moved on from a share: its number, and 0. There is no answer.
+MOVE_ON = 2
 _SLOWEST_S = 60.0  # that a process may take to read what it has asked for
 
 
@@ -61,12 +71,14 @@ class Introduction(NamedTuple):
 class Given(NamedTuple):
     """An answer: an item.
 
+    share            its number
     introductions    of rollouts that are new to who asked, by token
     items            token, number, fragment or columns of a train batch, oldest policy version
     version          policy version that is the newest
     weights          that were published since the last answer, for the module of who asked; None: none were
     """
 
+    share: int
     introductions: dict[bytes, Introduction]
     items: list[tuple[bytes, int, Any, int | None]]
     version: int
@@ -77,6 +89,7 @@ class Given(NamedTuple):
 class _Client:
     """A process that asks.
 
+    worker   -1: it is the loop itself
     waits    whether it has asked and was not answered
     known    tokens of rollouts that it has been introduced to
     version  of the weights that it has
@@ -97,6 +110,7 @@ class DatasetServer:
     setup      what each process that asks is told first
     begin      called before anything is taken: lets rollouts in
     returns    of the episodes in what is handed over
+    tell       called with what rank 0's loop is given, where that is followed
     """
 
     def __init__(
@@ -108,11 +122,13 @@ class DatasetServer:
         *,
         begin: Callable[[], object],
         returns: StreamReturns,
+        tell: Callable[[list[Handed]], object],
         join_timeout: float | None,
     ) -> None:
         self._listeners = listen_on(address)
         self._intake, self._door, self._age = intake, intake.door, intake.age
-        self._setup, self._begin, self._returns = setup, begin, returns
+        self._setup, self._begin, self._returns, self._tell = setup, begin, returns, tell
+        self._lock = threading.Lock()  # of the deal
         self._deal = Deal(world_size, intake.be_done_with)
         self._clients: dict[int, _Client] = {}
         self._join_timeout, self._patience = join_timeout, Patience(join_timeout)
@@ -132,6 +148,16 @@ class DatasetServer:
         self._deal.finish()
         self._wake.close()
 
+    def taken(self) -> list[Arrived]:
+        """What loops have been given and is not done with. From any thread."""
+        with self._lock:
+            return self._deal.taken()
+
+    def move_on(self) -> None:
+        """Be done with what followed loops are at. From any thread."""
+        with self._lock:
+            self._deal.move_on()
+
     def filenos(self) -> Iterator[int]:
         """Descriptors of its sockets."""
         yield from [sock.fileno() for sock in self._listeners]
@@ -145,7 +171,7 @@ class DatasetServer:
                 self._turn()
         finally:
             for client in self._clients.values():
-                client.sock.close()
+                self._dismiss(client)
             close_sockets(self._listeners)
 
     def _turn(self) -> None:
@@ -159,6 +185,11 @@ class DatasetServer:
         else:
             self._absence = None
         ready = {fd for fd, _ in poll.poll(self._patience.left * 1e3 if waits else None)}
+        with self._lock:
+            self._attend(ready)
+
+    def _attend(self, ready: set[int]) -> None:
+        """Read what has come, and answer."""
         for fd in ready & self._clients.keys():  # before those that come: who left may come again
             self._with(self._clients[fd], self._read)
         if self._listeners[0].fileno() in ready:
@@ -177,29 +208,43 @@ class DatasetServer:
 
     def _greet(self, client: _Client) -> None:
         parcel.check_same_user(client.sock, "a process that asks for batches")
-        rank, worker, workers, prefetch, *loop = HELLO.unpack(parcel.receive_exactly(client.sock, HELLO.size))
+        hello = parcel.receive_exactly(client.sock, HELLO.size)
+        rank, worker, workers, prefetch, is_followed, *loop = HELLO.unpack(hello)
         hands = self._deal.hands
         if rank >= len(hands):
             told = f"rank is {rank}, expected 0 to {len(hands) - 1}: the stream's dataset has world_size={len(hands)}"
             raise RunError(told)
+        client.rank = rank
+        if not workers:
+            return
         if prefetch and self._age.ahead is not None:
             raise RunError(
                 "on_excess='pace' has rollouts wait for the loop, and what a DataLoader's workers have prefetched is "
                 "ahead of it, expected num_workers=0"
             )
-        if hands[rank].begin(tuple(loop), workers):
-            for other in [other for other in self._clients.values() if other.rank == rank]:
+        if hands[rank].begin(tuple(loop), workers, is_followed=bool(is_followed)):
+            for other in [other for other in self._clients.values() if other.rank == rank and other.worker >= 0]:
                 self._drop(other, leaves=False)
-        client.rank, client.worker = rank, worker
+        client.worker = worker
         self._intake.hold(len(hands) * workers * (prefetch + 1))
         parcel.send(client.sock, cloudpickle.dumps(self._setup))
 
     def _read(self, client: _Client) -> None:
-        done, masked = ASK.unpack(parcel.receive_exactly(client.sock, ASK.size))
-        self._deal.hands[client.rank].be_done_with(client.worker, done)
-        if masked:
-            self._age.lost["masked"] += masked
-        client.waits = True
+        kind, first, second = SAID.unpack(parcel.receive_exactly(client.sock, SAID.size))
+        hand = self._deal.hands[client.rank]
+        if kind == MOVE_ON:
+            hand.move_on(first)
+        elif kind == TAKE_UP:
+            share = hand.take_up(first, is_last=bool(second))
+            told = [handed(arrived, self._door.weights.version) for arrived in share.items]
+            if not client.rank:
+                self._tell(told)
+            parcel.send(client.sock, told)
+        else:
+            hand.be_done_with(client.worker, first)
+            if second:
+                self._age.lost["masked"] += second
+            client.waits = True
 
     def _with(self, client: _Client, work: Callable[[_Client], None]) -> None:
         """Do something with a client; one that is gone meanwhile, or refused, is dropped."""
@@ -215,8 +260,14 @@ class DatasetServer:
     def _drop(self, client: _Client, *, leaves: bool = True) -> None:
         self._clients.pop(client.sock.fileno(), None)
         client.sock.close()
-        if client.rank >= 0 and leaves:
+        if client.worker >= 0 and leaves:
             self._deal.hands[client.rank].leave(client.worker)
+
+    def _dismiss(self, client: _Client) -> None:
+        """Tell a process that there is nothing more for it, where that is so: it may still be at what it has."""
+        with closing(client.sock), suppress(OSError):
+            if self._has_ended and client.rank >= 0 and self._deal.hands[client.rank].is_empty:
+                parcel.send(client.sock, None)
 
     # What is given
 
@@ -275,7 +326,8 @@ class DatasetServer:
             item = item if isinstance(item, Fragment) else arrays_of(item)
             items.append((token, arrived.number, item, arrived.policy_version))
         share.was_handed = True
-        parcel.send(client.sock, Given(introductions, items, self._door.weights.version, self._news_for(client)))
+        version = self._door.weights.version
+        parcel.send(client.sock, Given(share.number, introductions, items, version, self._news_for(client)))
 
     def _count(self, arrived: Arrived) -> None:
         """Add the episodes that have ended in an item."""
@@ -302,7 +354,7 @@ class DatasetServer:
 
     def _check_ranks(self) -> None:
         """Raise RunError where others wait for a rank that is not there for too long."""
-        there = {client.rank for client in self._clients.values()}
+        there = {client.rank for client in self._clients.values() if client.worker >= 0}
         absent = [rank for rank in range(len(self._deal.hands)) if rank not in there]
         if not absent:
             self._absence = None

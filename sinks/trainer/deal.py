@@ -6,17 +6,32 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from rollflow.sinks.trainer.source import Arrived
+from rollflow.stream.errors import RunError
 
 
 @dataclass(slots=True, eq=False)
 class _Round:
     """One share for every rank.
 
-    left    how many of them somebody has not moved on from
+    left        how many of them somebody has not moved on from
+    left_out    what nobody gets of what came between them
     """
 
     left: int
-    items: list[Arrived]
+    left_out: Sequence[Arrived]
+    shares: list["Share"] = field(default_factory=list)
+
+    @property
+    def items(self) -> list[Arrived]:
+        """All of it."""
+        return [*chain.from_iterable(share.items for share in self.shares), *self.left_out]
+
+    @property
+    def taken(self) -> list[Arrived]:
+        """What loops have been given of it."""
+        if all(share.is_taken for share in self.shares):
+            return self.items
+        return list(chain.from_iterable(share.items for share in self.shares if share.is_taken))
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +41,14 @@ class Share:
     number        in the order in which they are dealt
     items         that came from rollouts
     was_handed    whether somebody got it before
+    is_taken      whether a loop is known to have been given all of it
     """
 
     number: int
     items: Sequence[Arrived]
     round: _Round
     was_handed: bool = False
+    is_taken: bool = False
 
 
 @dataclass(slots=True)
@@ -51,22 +68,36 @@ class _Lap:
 class Hand:
     """What one rank gets, by its workers in turn: a `DataLoader` asks for the items of a loop in that order.
 
-    has_ended    whether a worker was told that no more comes: how far the loop is can't be known any more
+    A loop that is followed says itself what it was given, and what it has moved on from. Of others that is found from
+    what their workers ask for.
+
+    has_ended    whether a worker was told that no more comes: how far a loop is that is not followed can't be known any
+                 more
     """
 
     def __init__(self, moved_on: Callable[[Share], None]) -> None:
-        self.has_ended = False
+        self.has_ended = self._is_followed = False
+        self._current: Share | None = None  # that a loop is at which is followed
         self._moved_on = moved_on
         self._undealt: deque[Share] = deque()
         self._loop: Hashable = None
         self._laps: list[_Lap] = [_Lap()]
         self._turn = 0
 
-    def begin(self, loop: Hashable, workers: int) -> bool:
+    @property
+    def is_empty(self) -> bool:
+        """Whether all has been given to somebody."""
+        return not self._undealt and not any(lap.own for lap in self._laps)
+
+    def begin(self, loop: Hashable, workers: int, *, is_followed: bool = False) -> bool:
         """Somebody of a loop with so many workers is there; whether it is another loop, which gets what is left."""
         if loop == self._loop:
             return False
         self.finish()
+        self.move_on()
+        if self._is_followed:
+            self.has_ended = False  # what the loop has not taken is left
+        self._is_followed = is_followed
         for worker in range(len(self._laps)):
             self.leave(worker)
         self._loop, self._laps, self._turn, self.has_ended = loop, [_Lap() for _ in range(workers)], 0, False
@@ -94,6 +125,25 @@ class Hand:
             lap.done += 1
             self._moved_on(lap.held.popleft())
 
+    def take_up(self, number: int, *, is_last: bool) -> Share:
+        """The loop, which is followed, is given something of a share. Raises RunError where that is not its own."""
+        piles = [self._undealt, *(pile for lap in self._laps for pile in (lap.held, lap.own))]
+        for pile in piles:  # what a worker was given that is gone may be for others by now
+            for share in pile:
+                if share.number == number:
+                    if is_last:
+                        pile.remove(share)
+                        self.move_on()
+                        self._current, share.is_taken = share, True
+                    return share
+        raise RunError("another loop over this rank's dataset has begun, expected one at a time")
+
+    def move_on(self, number: int | None = None) -> None:
+        """The loop has moved on from this, or from whatever it was at; nothing where it is not followed."""
+        if self._current is not None and number in (None, self._current.number):
+            share, self._current = self._current, None
+            self._moved_on(share)
+
     def leave(self, worker: int) -> None:
         """A worker is gone: what it had is for others, unless the loop has ended."""
         lap = self._laps[worker]
@@ -102,8 +152,8 @@ class Hand:
         self._laps[worker] = _Lap(held=lap.held) if self.has_ended else _Lap()
 
     def finish(self) -> None:
-        """The loop has moved on from all that it was given, where it has ended."""
-        for lap in self._laps if self.has_ended else ():
+        """The loop has moved on from all that it was given, where it has ended and is not followed."""
+        for lap in self._laps if self.has_ended and not self._is_followed else ():
             while lap.held:
                 self._moved_on(lap.held.popleft())
 
@@ -121,6 +171,7 @@ class Deal:
         self._done = done
         self._forming: list[Sequence[Arrived]] = []
         self._left_out: list[Arrived] = []
+        self._rounds: list[_Round] = []  # that are not done with
         self._number = 0
 
     def add(self, items: Sequence[Arrived], left_out: Sequence[Arrived] = ()) -> None:
@@ -133,10 +184,12 @@ class Deal:
         if len(self._forming) == len(self.hands):
             forming, left_out = self._forming, self._left_out
             self._forming, self._left_out = [], []
-            whole = _Round(len(forming), [*chain(*forming), *left_out])
+            whole = _Round(len(forming), left_out)
+            self._rounds.append(whole)
             for hand, each in zip(self.hands, forming, strict=True):
                 self._number += 1
-                hand.add(Share(self._number, each, whole))
+                whole.shares.append(Share(self._number, each, whole))
+                hand.add(whole.shares[-1])
 
     def left_over(self) -> Iterator[Sequence[Arrived]]:
         """What came and does not make a whole round; it is done with."""
@@ -146,12 +199,23 @@ class Deal:
             self._done(items)
             yield items
 
+    def taken(self) -> list[Arrived]:
+        """What loops have been given and is not done with."""
+        return list(chain.from_iterable(each.taken for each in self._rounds))
+
+    def move_on(self) -> None:
+        """Every loop that is followed has moved on from what it was at."""
+        for hand in self.hands:
+            hand.move_on()
+
     def finish(self) -> None:
-        """Every loop that has ended has moved on from all that it was given."""
+        """Every loop that has ended, and is not followed, has moved on from all that it was given."""
         for hand in self.hands:
             hand.finish()
 
     def _moved_on(self, share: Share) -> None:
+        share.is_taken = True
         share.round.left -= 1
         if not share.round.left:
+            self._rounds.remove(share.round)
             self._done(share.round.items)

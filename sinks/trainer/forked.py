@@ -5,8 +5,9 @@ They would hold the trainer's connections open when it is killed, and its addres
 """
 
 import os
+import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 
@@ -16,6 +17,17 @@ class Holder(Protocol):
     def filenos(self) -> Iterator[int]:
         """Their descriptors. Called in the process that was forked, whatever other threads were at."""
         ...
+
+
+class Sockets:
+    """Sockets that are listened on, before anybody is let in."""
+
+    def __init__(self, sockets: Sequence[socket.socket]) -> None:
+        self._sockets = sockets
+
+    def filenos(self) -> Iterator[int]:
+        """Their descriptors."""
+        yield from [sock.fileno() for sock in self._sockets]
 
 
 _holders: "weakref.WeakSet[Holder]" = weakref.WeakSet()

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollflow.sinks.trainer.deal import Deal
+from rollflow.stream.errors import RunError
 
 
 def dealt(world_size: int, items: int) -> tuple[Deal, list[Any]]:
@@ -106,3 +107,99 @@ def test_nothing_is_lost_and_nothing_is_done_twice(steps: list[tuple[str, int]])
         rest.append(item)
     assert sorted(rest) == rest
     assert sorted(done + rest) == list(range(8))
+
+
+# Loops that are followed
+
+
+def followed(world_size: int, items: int, workers: int = 1) -> tuple[Deal, list[Any]]:
+    deal, done = dealt(world_size, items)
+    for hand in deal.hands:
+        hand.begin("loop", workers, is_followed=True)
+    return deal, done
+
+
+def test_what_a_loop_is_given_is_taken_and_done_with_when_it_moves_on() -> None:
+    deal, done = followed(1, 3)
+    hand = deal.hands[0]
+    shares = [hand.take(0) for _ in range(3)]
+    assert deal.taken() == []
+    assert hand.take_up(1, is_last=False) is shares[0]
+    assert deal.taken() == []
+    assert hand.take_up(1, is_last=True) is shares[0]
+    assert (deal.taken(), done) == ([0], [])
+    hand.move_on(1)
+    hand.move_on(1)
+    assert (deal.taken(), done) == ([], [0])
+    with pytest.raises(RunError, match="expected one at a time"):
+        hand.take_up(1, is_last=True)
+
+
+def test_what_ranks_were_given_is_taken_whatever_others_are_at() -> None:
+    deal, done = followed(2, 4)
+    for hand in deal.hands:
+        hand.take(0)
+        hand.take(0)
+    deal.hands[1].take_up(2, is_last=True)
+    deal.hands[1].move_on(2)
+    deal.hands[1].take_up(4, is_last=True)
+    assert (deal.taken(), done) == ([1, 3], [])
+    deal.hands[0].take_up(1, is_last=True)
+    deal.move_on()
+    assert (deal.taken(), done) == ([3], [0, 1])
+
+
+def test_what_nobody_gets_is_taken_with_its_round() -> None:
+    done: list[Any] = []
+    deal = Deal(2, done.extend)
+    deal.add([0], [1])  # type: ignore[list-item]
+    deal.add([2])  # type: ignore[list-item]
+    for number, hand in enumerate(deal.hands, start=1):
+        hand.begin("loop", 1, is_followed=True)
+        hand.take(0)
+        hand.take_up(number, is_last=True)
+        assert deal.taken() == [[0], [0, 2, 1]][number - 1]
+
+
+def test_what_a_loop_that_has_ended_has_not_taken_is_for_the_next() -> None:
+    deal, done = followed(1, 3)
+    hand = deal.hands[0]
+    for _ in range(3):
+        hand.take(0)
+    hand.take_up(1, is_last=True)
+    hand.has_ended = True
+    hand.leave(0)
+    deal.finish()
+    assert (deal.taken(), done) == ([0], [])
+    hand.begin("another loop", 1, is_followed=True)
+    assert [taken(deal, 0, 0) for _ in range(3)] == [1, 2, None]
+    assert done == [0]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "up", "on", "leave", "begin"]), st.integers(0, 1)), max_size=40))
+def test_a_followed_loop_is_given_everything_once(steps: list[tuple[str, int]]) -> None:
+    deal, done = followed(1, 8, workers=2)
+    hand, loops = deal.hands[0], 0
+    given_to: dict[int, list[Any]] = {0: [], 1: []}
+    got: list[Any] = []
+    for step, worker in steps:
+        if step == "take":
+            share = hand.take(worker)
+            given_to[worker] += [] if share is None else [share]
+        elif step == "up" and given_to[worker]:
+            share = given_to[worker].pop(0)
+            got += hand.take_up(share.number, is_last=True).items
+        elif step == "on":
+            hand.move_on()
+        elif step == "leave":
+            hand.leave(worker)
+            given_to[worker] = []
+        elif step == "begin":
+            loops += 1
+            hand.begin(loops, 2, is_followed=True)
+            given_to = {0: [], 1: []}
+        assert sorted([*done, *deal.taken()]) == sorted(got)
+    hand.begin("last", 1, is_followed=True)
+    rest = list(iter(lambda: taken(deal, 0, 0), None))
+    assert rest == sorted(rest)
+    assert sorted(got + rest) == list(range(8))
