@@ -199,7 +199,7 @@ def test_the_readmes_programs_over_other_hosts_run(
 
 
 def test_the_readmes_programs_with_a_data_loader_and_a_child_run() -> None:
-    [loader] = [program for program in readme_programs() if "DataLoader" in program]
+    [loader] = [program for program in readme_programs() if ".loader(" in program]
     [child] = [program for program in readme_programs() if "TrainerProcess" in program]
 
     def train(stream: Any, policy: Any) -> int:
