@@ -68,7 +68,7 @@ class TrainerStream:
                                "mask": its older steps get False in the batch's `loss_mask`. "pace": the rollouts wait,
                                so that none gets older, as long as weights are published at most once per batch, before
                                the next is asked for; a batch is then one fragment of every lane. With max_lag=0 all is
-                               exactly on-policy. What was made with an earlier trainer's weights is left out and counted
+                               exactly on-policy. What weights of an earlier trainer made is left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer has moved on from it, and
                                asks for the next. "manual": when `ack` is called, as a rule after a checkpoint
         compression            "zstd": observations come compressed, for slow networks; takes `rollflow[compression]` at
