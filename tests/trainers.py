@@ -3,16 +3,65 @@
 import json
 import multiprocessing
 import os
+from collections.abc import Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from feeding import FeedProcess, graph_of
 
 from rollflow.sinks import TrainerStream
+from rollflow.stream import Fragment
 from rollflow.stream.wire import Limits
 
-__all__ = ["FeedProcess", "TrainerChild", "forked", "records_of"]
+__all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "record_of", "records_of"]
+
+
+class Record(NamedTuple):
+    """A fragment that was handed over, of environments whose rewards are the numbers of their steps.
+
+    first, last      numbers of every slot's first and last step
+    is_consecutive   whether none is missing between them
+    """
+
+    lane: int
+    sequence: int
+    steps: int
+    first: list[int]
+    last: list[int]
+    is_consecutive: bool
+
+
+def record_of(fragment: Fragment) -> Record:
+    """What there is to write down of a fragment."""
+    numbers = np.asarray(fragment.column("rewards"), np.int64)
+    is_consecutive = bool((np.diff(numbers, axis=0) == 1).all())
+    first, last = numbers[0].tolist(), numbers[-1].tolist()
+    return Record(fragment.lane, fragment.sequence, fragment.num_steps, first, last, is_consecutive)
+
+
+def record_of_batch(batch: dict[str, Any], number: int) -> Record:
+    """The same of a train batch, which counts as a fragment of one lane."""
+    slots, numbers = batch["obs"][:, 0].numpy(), batch["rewards"].numpy().astype(np.int64)
+    by_slot = [numbers[slots == slot] for slot in np.unique(slots)]
+    is_consecutive = all(bool((np.diff(of_slot) == 1).all()) for of_slot in by_slot)
+    first, last = ([int(of_slot[at]) for of_slot in by_slot] for at in (0, -1))
+    return Record(0, number, len(numbers), first, last, is_consecutive)
+
+
+def check_whole(records: Sequence[Record]) -> None:
+    """Every lane's fragments are there from the first on, each once and in its order, and so are all slots' steps."""
+    by_lane: dict[int, list[Record]] = {}
+    for record in records:
+        by_lane.setdefault(record.lane, []).append(record)
+    for lane in by_lane.values():
+        assert [record.sequence for record in lane] == list(range(len(lane)))
+        last = [0] * len(lane[0].first)
+        for record in lane:
+            assert record.is_consecutive, record
+            assert record.first == [number + 1 for number in last], record
+            last = record.last
 
 
 def forked() -> ForkServerContext:
@@ -26,10 +75,17 @@ class TrainerChild:
     """A trainer that writes down what it was handed over, together with its stream's state; goes on from there."""
 
     def __init__(
-        self, address: str, folder: Path, *, ack: str, heartbeat_s: float = 5.0, grace_s: float = 60.0
+        self,
+        address: str,
+        folder: Path,
+        *,
+        ack: str,
+        yields: str = "fragments",
+        heartbeat_s: float = 5.0,
+        grace_s: float = 60.0,
     ) -> None:
         limits = Limits(heartbeat_s=heartbeat_s, grace_s=grace_s)
-        self.process = forked().Process(target=_train, args=(address, str(folder), ack, limits))
+        self.process = forked().Process(target=_train, args=(address, str(folder), ack, yields, limits))
         self.process.start()
 
     def kill(self) -> None:
@@ -51,23 +107,23 @@ class FeedChild:
         self.process.join()
 
 
-def records_of(folder: Path) -> list[tuple[int, int, int]]:
-    """Lane, sequence and transitions of what a trainer was handed over, in this order."""
+def records_of(folder: Path) -> list[Record]:
+    """What a trainer was handed over, in this order."""
     path = folder / "checkpoint"
-    return [tuple(record) for record in json.loads(path.read_text())["records"]] if path.exists() else []
+    return [Record(*record) for record in json.loads(path.read_text())["records"]] if path.exists() else []
 
 
-def _train(address: str, folder: str, ack: Any, limits: Limits) -> None:
+def _train(address: str, folder: str, ack: Any, yields: Any, limits: Limits) -> None:
     path = Path(folder) / "checkpoint"
-    stream = TrainerStream(address, yields="fragments", ack=ack, limits=limits)
+    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits)
     records: list[Any] = []
     if path.exists():
         checkpoint = json.loads(path.read_text())
         records = checkpoint["records"]
         stream.load_state_dict(checkpoint["stream"])
     with stream:
-        for fragment in stream:
-            records.append((fragment.lane, fragment.sequence, fragment.num_steps))
+        for item in stream:
+            records.append(record_of(item) if isinstance(item, Fragment) else record_of_batch(item, len(records)))
             written = path.with_suffix(".new")
             written.write_text(json.dumps({"stream": stream.state_dict(), "records": records}))
             os.replace(written, path)

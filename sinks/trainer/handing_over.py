@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+from rollflow.nodes.connectors.common.numpy_to_tensor import as_tensors
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.given import check_connector, pieces_given
@@ -68,7 +69,9 @@ class HandingOver:
 
     def _batch(self, fragments: Sequence[Fragment], taken: Sequence[Arrived]) -> Batch:
         if fragments:
-            return self._pipeline_of(taken[0].source).of_fragments(fragments, self._module, self._metrics)
+            pipeline = self._pipeline_of(taken[0].source)
+            batch = pipeline.of_fragments(fragments, self._module, self._metrics)
+            return as_tensors(batch) if self._module is None else batch
         batches: list[Any] = [arrived.item for arrived in taken]
         return concatenated(batches, is_by_module=taken[0].source.is_by_module)
 

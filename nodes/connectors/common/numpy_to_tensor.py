@@ -73,12 +73,13 @@ class NumpyToTensor(ConnectorV2):
                 if type(data) is np.ndarray:
                     batch[column] = self._tensor(data)
                 elif column != Columns.INFOS:
-                    batch[column] = map_tree(self._leaf, data)
+                    batch[column] = map_tree(self.leaf, data)
             except TypeError as error:
                 raise ConnectorError(f"column '{column}' can't become a tensor: {error}") from None
         return batch
 
-    def _leaf(self, leaf: Any) -> Any:
+    def leaf(self, leaf: Any) -> Any:
+        """An array as a tensor; anything else as it is."""
         return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -88,3 +89,9 @@ class NumpyToTensor(ConnectorV2):
         if self.pin_memory:
             tensor = tensor.pin_memory()
         return tensor if self.device is None else tensor.to(self.device, non_blocking=self.pin_memory)
+
+
+def as_tensors(batch: Batch) -> Batch:
+    """A batch whose arrays have become tensors, where nobody says by an `rl_module` that they are to."""
+    piece = NumpyToTensor()
+    return {column: data if column == Columns.INFOS else map_tree(piece.leaf, data) for column, data in batch.items()}

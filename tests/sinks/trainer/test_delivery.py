@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,21 +15,12 @@ from hypothesis import strategies as st
 from lending import shared_address
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
-from trainers import FeedChild, TrainerChild, records_of
+from trainers import FeedChild, Record, TrainerChild, check_whole, record_of, records_of
 
 from rollflow.nodes.remote.dial import reach
 from rollflow.sinks import TrainerStream
 from rollflow.sinks.trainer import source_link
 from rollflow.stream import Fragment, RunError
-
-
-def check_whole(records: Sequence[tuple[int, int, int]]) -> None:
-    """The fragments of every lane are there from the first on, each once and in its order."""
-    by_lane: dict[int, list[int]] = {}
-    for lane, sequence, _ in records:
-        by_lane.setdefault(lane, []).append(sequence)
-    for sequences in by_lane.values():
-        assert sequences == list(range(len(sequences)))
 
 
 def cut_off(cuts: Sequence[int], fragments: int) -> tuple[list[Fragment], int]:
@@ -50,6 +42,7 @@ def cut_off(cuts: Sequence[int], fragments: int) -> tuple[list[Fragment], int]:
 def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[int]) -> None:
     taken, steps = cut_off(cuts, fragments=8)
     assert sequences_of(taken) == {0: list(range(8)), 1: list(range(8))}
+    check_whole([record_of(fragment) for fragment in taken])
     assert sum(fragment.num_steps for fragment in taken) == steps
 
 
@@ -58,28 +51,31 @@ def test_nor_does_one_that_is_cut_two_hundred_times() -> None:
     drawn = random.Random(5)
     taken, steps = cut_off([drawn.randrange(4_000, 30_000) for _ in range(200)], fragments=800)
     assert sequences_of(taken) == {0: list(range(800)), 1: list(range(800))}
+    check_whole([record_of(fragment) for fragment in taken])
     assert sum(fragment.num_steps for fragment in taken) == steps
 
 
-def killed_again_and_again(folder: Path, kills: int, ack: str, seed: int) -> None:
-    address, drawn = f"unix:{folder}/trainer", random.Random(seed)
+def killed_again_and_again(
+    folder: Path, kills: int, ack: str, seed: int, *, address: str = "", yields: str = "fragments"
+) -> None:
+    address, drawn = address or f"unix:{folder}/trainer", random.Random(seed)
     with feeding(address, lanes=2, sink={"max_bytes": 1 << 20}) as feed:
         for _ in range(kills):
-            child = TrainerChild(address, folder, ack=ack)
+            child = TrainerChild(address, folder, ack=ack, yields=yields)
             # Somewhere in what it does: a little after it has got so far.
             goal = len(records_of(folder)) + drawn.randrange(6)
             await_that(lambda goal=goal: len(records_of(folder)) >= goal)
             threading.Event().wait(drawn.random() * 0.02)
             child.kill()
         assert feed.sink._kept.nbytes <= (1 << 20)
-        child = TrainerChild(address, folder, ack=ack)
+        child = TrainerChild(address, folder, ack=ack, yields=yields)
         feed.drain()
         feed.ended.result(60)
         child.process.join()
         assert child.process.exitcode == 0
     records = records_of(folder)
     check_whole(records)
-    assert sum(steps for _, _, steps in records) == feed.rollout.num_steps
+    assert sum(record.steps for record in records) == feed.rollout.num_steps
     assert feed.sink.lost == {}
 
 
@@ -93,13 +89,23 @@ def test_so_it_is_with_one_that_is_killed_two_hundred_times(tmp_path: Path) -> N
     killed_again_and_again(tmp_path, 200, "manual", seed=2)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("yields", ["fragments", "batches"])
+@pytest.mark.parametrize("scheme", ["tcp", "shm"])
+def test_so_it_is_by_other_ways_and_with_train_batches(scheme: str, yields: str, tmp_path: Path) -> None:
+    with shared_address() as shared, socket.create_server(("127.0.0.1", 0)) as unused:
+        address = shared if scheme == "shm" else f"tcp://127.0.0.1:{unused.getsockname()[1]}"
+        unused.close()
+        killed_again_and_again(tmp_path, 25, "auto", seed=4, address=address, yields=yields)
+
+
 def rollouts_killed(kills: int, folder: Path) -> None:
     """A rollout is killed and another one started, while a second one goes on."""
     drawn = random.Random(3)
     limits = {"limits": HASTY}
     with trainer(yields="fragments", prefetch=2, **limits) as stream:
         with feeding(stream.address, (10, 11), lanes=1, sink={"name": "steady", **limits}) as steady:
-            taken: dict[str, list[tuple[int, int, int]]] = {}
+            taken: dict[str, list[Record]] = {}
             fragments = iter(stream)
             for life in range(kills):
                 child = FeedChild(str(stream.address), [0, 1], seed=life, sink={"name": f"life {life}", **limits})
@@ -113,13 +119,12 @@ def rollouts_killed(kills: int, folder: Path) -> None:
     for records in taken.values():
         check_whole(records)
     assert len(taken) == kills + 1
-    assert sum(steps for _, _, steps in taken["steady"]) == steady.rollout.num_steps
+    assert sum(record.steps for record in taken["steady"]) == steady.rollout.num_steps
 
 
-def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[tuple[int, int, int]]]) -> None:
+def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[Record]]) -> None:
     [told] = stream.handed
-    record = (fragment.lane, fragment.sequence, fragment.num_steps)
-    taken.setdefault(told.source.split(" (")[0], []).append(record)
+    taken.setdefault(told.source.split(" (")[0], []).append(record_of(fragment))
 
 
 def test_a_rollout_that_is_killed_is_nobody_elses_trouble(tmp_path: Path) -> None:
@@ -146,7 +151,7 @@ def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
         feed.ended.result(60)
         child.process.join()
     check_whole(records_of(tmp_path))
-    assert sum(steps for _, _, steps in records_of(tmp_path)) == feed.rollout.num_steps
+    assert sum(record.steps for record in records_of(tmp_path)) == feed.rollout.num_steps
 
 
 @pytest.mark.slow
@@ -178,7 +183,7 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
             child.process.join()
     assert child.process.exitcode == 0
     check_whole(records_of(tmp_path))
-    assert sum(steps for _, _, steps in records_of(tmp_path)) == feed.rollout.num_steps
+    assert sum(record.steps for record in records_of(tmp_path)) == feed.rollout.num_steps
     assert feed.sink.lost == {}
 
 

@@ -37,6 +37,10 @@ def test_batches_are_those_of_the_rollout_wherever_it_goes(where: str) -> None:
         with running(*graph_over(other, stream.address)):
             there = list(stream)
     assert sum(len(batch["obs"]) for batch in here) == sum(len(batch["obs"]) for batch in there)
+    for mine, theirs in zip(here, there, strict=True):
+        assert {name: (type(column), column.dtype) for name, column in mine.items()} == {
+            name: (type(column), column.dtype) for name, column in theirs.items()
+        }
     if where == "inline":  # in this order
         check(here, there)
 
