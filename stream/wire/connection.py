@@ -267,7 +267,11 @@ class Connection:
 
     def _doubt(self) -> str:
         """What may be wrong where the other end has not said a word."""
-        return ", and nothing has come: expected both ends to use TLS, or neither" if self.is_new else ""
+        return (
+            ", and nothing has come: expected the other end to be at work, and both to use TLS, or neither"
+            if self.is_new
+            else ""
+        )
 
     def _break(self, error: WireError, *, tell: bool = True) -> Broken:
         """Be done with the connection, and say why where that helps."""

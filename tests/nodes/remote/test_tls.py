@@ -151,7 +151,7 @@ def test_two_ends_that_wait_for_each_others_first_byte_say_what_it_may_be(
     hasty = Limits(handshake_s=0.3)
     for told in told_where_the_gateway_dials(certificates["server"], None, caplog, hasty):
         assert (
-            "nothing has come: expected both ends to use TLS, or neither" in told
+            "nothing has come: expected the other end to be at work, and both to use TLS, or neither" in told
             or "the host speaks TLS and the gateway does not, expected both to, or neither" in told
         )
 

@@ -250,7 +250,7 @@ def test_little_is_taken_of_a_gateway_that_has_not_proved_itself() -> None:
 
 
 def test_where_not_a_word_has_come_it_may_be_that_one_end_uses_tls() -> None:
-    doubt = "nothing has come: expected both ends to use TLS, or neither"
+    doubt = "nothing has come: expected the other end to be at work, and both to use TLS, or neither"
     assert doubt in str(error_of(Ends().gateway.tick(1e3)))
     assert doubt in str(error_of(Ends().gateway.ended()))
     ends = Ends()
