@@ -3,7 +3,7 @@
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,33 +21,33 @@ __all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "re
 class Record(NamedTuple):
     """A fragment that was handed over, of environments whose rewards are the numbers of their steps.
 
-    first, last      numbers of every slot's first and last step
+    numbers          slot -> numbers of its first and last step; the last batch may have none of some slots
     is_consecutive   whether none is missing between them
     """
 
     lane: int
     sequence: int
     steps: int
-    first: list[int]
-    last: list[int]
+    numbers: dict[str, list[int]]
     is_consecutive: bool
 
 
 def record_of(fragment: Fragment) -> Record:
     """What there is to write down of a fragment."""
-    numbers = np.asarray(fragment.column("rewards"), np.int64)
-    is_consecutive = bool((np.diff(numbers, axis=0) == 1).all())
-    first, last = numbers[0].tolist(), numbers[-1].tolist()
-    return Record(fragment.lane, fragment.sequence, fragment.num_steps, first, last, is_consecutive)
+    rewards = np.asarray(fragment.column("rewards"), np.int64)
+    return _record(fragment.lane, fragment.sequence, fragment.num_steps, dict(enumerate(rewards.T)))
 
 
 def record_of_batch(batch: dict[str, Any], number: int) -> Record:
     """The same of a train batch, which counts as a fragment of one lane."""
-    slots, numbers = batch["obs"][:, 0].numpy(), batch["rewards"].numpy().astype(np.int64)
-    by_slot = [numbers[slots == slot] for slot in np.unique(slots)]
-    is_consecutive = all(bool((np.diff(of_slot) == 1).all()) for of_slot in by_slot)
-    first, last = ([int(of_slot[at]) for of_slot in by_slot] for at in (0, -1))
-    return Record(0, number, len(numbers), first, last, is_consecutive)
+    slots, rewards = batch["obs"][:, 0].numpy(), batch["rewards"].numpy().astype(np.int64)
+    return _record(0, number, len(rewards), {int(slot): rewards[slots == slot] for slot in np.unique(slots)})
+
+
+def _record(lane: int, sequence: int, steps: int, by_slot: Mapping[int, Any]) -> Record:
+    numbers = {str(slot): [int(of_slot[0]), int(of_slot[-1])] for slot, of_slot in by_slot.items()}
+    is_consecutive = all(bool((np.diff(of_slot) == 1).all()) for of_slot in by_slot.values())
+    return Record(lane, sequence, steps, numbers, is_consecutive)
 
 
 def check_whole(records: Sequence[Record]) -> None:
@@ -57,11 +57,12 @@ def check_whole(records: Sequence[Record]) -> None:
         by_lane.setdefault(record.lane, []).append(record)
     for lane in by_lane.values():
         assert [record.sequence for record in lane] == list(range(len(lane)))
-        last = [0] * len(lane[0].first)
+        last: dict[str, int] = {}
         for record in lane:
             assert record.is_consecutive, record
-            assert record.first == [number + 1 for number in last], record
-            last = record.last
+            for slot, (first, newest) in record.numbers.items():
+                assert first == last.get(slot, 0) + 1, record
+                last[slot] = newest
 
 
 def forked() -> ForkServerContext:
