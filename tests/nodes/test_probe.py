@@ -108,7 +108,7 @@ def test_what_is_announced_is_what_is_made(options: dict[str, Any], monkeypatch:
     assert f"{choice} " in rollout.placement
     assert rollout.environments.num_lanes == (choice.lanes or 1) == options.get("lanes", choice.lanes or 1)
     if choice.workers is not None:
-        assert f"in {choice.workers} worker processes" in rollout.environments.describe()
+        assert f"in {choice.workers} worker process" in rollout.environments.describe()
 
 
 # Nothing is left of it

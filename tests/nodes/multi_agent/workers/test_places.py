@@ -84,7 +84,7 @@ def test_explain_says_what_is_where() -> None:
     drawn = Drawn(3, 2, 4, 0, 6, False, 7, 2, True, 5)
     _, rollout = made(drawn, env=makers_of(drawn), where="processes", workers=1)
     with rollout:
-        assert "2 lanes × 1 or 2 environments × 4 agents, in 1 worker processes" in rollout.explain()
+        assert "2 lanes × 1 or 2 environments × 4 agents, in 1 worker process," in rollout.explain()
 
 
 class Vectorized(MultiAgentVectorEnv):
