@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.command import run
 from benchmarks.loop import FRAGMENT_LENGTH, Loop
-from benchmarks.pairs import FULL, Record, Sizes
+from benchmarks.pairs import FULL, Record, Sizes, within
 from benchmarks.policies import Mlp
 from rollflow.nodes import Rollout
 
@@ -27,11 +27,10 @@ def measure(sizes: Sizes, steps: int | None = None) -> list[Record]:
     """A line for the peak, and one for growth over ten million steps; a million where little is measured."""
     steps = steps or (10_000_000 if sizes == FULL else 1_000_000)
     [loop, _], [ours, grown] = _measured("loop", steps // 10), _measured("rollflow", steps)
-    more = max(ours - loop, 0.1)
-    told: Any = {"slots": SLOTS, "where": "inline", "steps_per_s": None, "beside": None, "aim": 1.0, "runs": 1}
-    peak = {"workload": "memory, peak", "ratio": round(ALLOWED_MB / more, 2), "mb": round(ours), "loop_mb": round(loop)}
-    growth = {"workload": "memory, growth", "ratio": round(GROWTH_MB / max(grown, 0.1), 2), "mb": round(grown, 1)}
-    return [told | peak, told | growth | {"steps": steps}]
+    return [
+        within("memory, peak", SLOTS, ours - loop, ALLOWED_MB, mb=round(ours), loop_mb=round(loop)),
+        within("memory, growth", SLOTS, grown, GROWTH_MB, mb=round(grown, 1), steps=steps),
+    ]
 
 
 def _measured(what: str, steps: int) -> list[float]:

@@ -93,6 +93,18 @@ def record(
     }
 
 
+def within(workload: str, slots: int, measured: float, allowed: float, **told: Any) -> Record:
+    """One line that stands for itself, of what is better the less it is: `ratio` is what is allowed over it."""
+    alone = {
+        "steps_per_s": None,
+        "beside": None,
+        "ratio": round(allowed / max(measured, 0.1), 2),
+        "aim": 1.0,
+        "runs": 1,
+    }
+    return {"workload": workload, "slots": slots, "where": "inline", **alone, **told}
+
+
 def tell(records: Sequence[Record]) -> None:
     """One JSON line each."""
     for each in records:

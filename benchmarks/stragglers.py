@@ -14,7 +14,7 @@ import psutil
 
 from benchmarks.command import run
 from benchmarks.envs import SleepEnv
-from benchmarks.pairs import Record, Sizes, record, steps_per_s
+from benchmarks.pairs import Record, Sizes, record, steps_per_s, within
 from benchmarks.policies import Mlp
 from rollflow.nodes import Rollout
 
@@ -44,13 +44,10 @@ def _measured(sizes: Sizes, where: Any) -> list[Record]:
         pairs = [(steps_per_s(batch, max(1.0, sizes.seconds)), possible) for _ in range(sizes.rounds)]
         cpu, memory = (processor_seconds() - before) / steps * 1e6, memory_mb()
     told = {"where": where, "beside_name": "16 / mean"}
-    alone: Any = {"slots": SLOTS, "where": where, "steps_per_s": None, "beside": None, "aim": 1.0, "runs": 1}
-    of_cpu = {"workload": "the same, processor time", "cpu_s_per_mstep": round(cpu)}
-    of_memory = {"workload": "the same, memory", "pss_mb": round(memory)}
     return [
         record("steps of lognormal time", SLOTS, pairs, aim=0.95, **told),
-        alone | of_cpu | {"ratio": round(ALLOWED_CPU_S / cpu, 2)},
-        alone | of_memory | {"ratio": round(ALLOWED_MB / memory, 2)},
+        within("the same, processor time", SLOTS, cpu, ALLOWED_CPU_S, where=where, cpu_s_per_mstep=round(cpu)),
+        within("the same, memory", SLOTS, memory, ALLOWED_MB, where=where, pss_mb=round(memory)),
     ]
 
 

@@ -13,14 +13,13 @@ import anyio
 import anyio.from_thread
 
 from rollflow.nodes.pace import FragmentCredits
+from rollflow.nodes.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.bell import Bell
 from rollflow.stream.graph import Graph
 from rollflow.stream.inline_run import InlineRun
 from rollflow.stream.report import Report
 
 logger = logging.getLogger(__name__)
-
-_CLOSE_TIMEOUT_S = 5.0
 
 
 class Drive(Protocol):
@@ -139,11 +138,11 @@ class ThreadDrive:
         self._is_closed = True
         self._run.interrupt()
         self._bell.ring()
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             logger.warning(
                 "the rollout's thread is left behind: an environment or the module has not come to an end for %g s",
-                _CLOSE_TIMEOUT_S,
+                CLOSE_TIMEOUT_S,
             )
             return
         self._bell.close()

@@ -66,6 +66,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
         """A train batch of a round."""
 
+    def _check_before_graph(self, does: str) -> None:
+        if self._is_in_graph:
+            raise GraphError(f"the rollout is in a graph already, expected whoever {does} to come before that")
+
     def _check_ready(self) -> None:
         """Raise where it can't be run as it has been put together."""
 
@@ -171,8 +175,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
         Raises GraphError where the graph has it already.
         """
-        if self._is_in_graph:
-            raise GraphError("the rollout is in a graph already, expected whoever holds it back to come before that")
+        self._check_before_graph("holds it back")
         self._gates.append(gate)
 
     def watch(self, node: Callable[[Any], None]) -> None:
@@ -180,8 +183,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
         Raises GraphError where the graph has it already.
         """
-        if self._is_in_graph:
-            raise GraphError("the rollout is in a graph already, expected whoever watches it to come before that")
+        self._check_before_graph("watches it")
         self._watching.append(node)
 
     def drain(self) -> None:

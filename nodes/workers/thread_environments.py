@@ -11,13 +11,12 @@ from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.environments import Environments, actions_of
 from rollflow.nodes.stepping import reset_first
 from rollflow.nodes.workers.patience import Patience
+from rollflow.nodes.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import EnvError
 from rollflow.stream.lane import Lane
 
 logger = logging.getLogger(__name__)
-
-_CLOSE_TIMEOUT_S = 5.0
 
 
 class ThreadEnvironments(Environments):
@@ -102,7 +101,7 @@ class ThreadEnvironments(Environments):
         hung: list[int] = []
         for index, thread in enumerate(self._threads):
             if thread.ident is not None:
-                thread.join(_CLOSE_TIMEOUT_S if not hung else 0.0)
+                thread.join(CLOSE_TIMEOUT_S if not hung else 0.0)
             if thread.is_alive():
                 hung.append(index)
         if hung:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from rollflow.nodes.connectors.common.numpy_to_tensor import as_tensors
+from rollflow.nodes.connectors.common.numpy_to_tensor import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
 from rollflow.nodes.given import check_connector, pieces_given
@@ -71,7 +71,7 @@ class HandingOver:
         if fragments:
             pipeline = self._pipeline_of(taken[0].source)
             batch = pipeline.of_fragments(fragments, self._module, self._metrics)
-            return as_tensors(batch) if self._module is None else batch
+            return NumpyToTensor().converted(batch) if self._module is None else batch
         batches: list[Any] = [arrived.item for arrived in taken]
         return concatenated(batches, is_by_module=taken[0].source.is_by_module)
 

@@ -79,16 +79,8 @@ class PaceGate:
         """Whether the lane may take its next step."""
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
             return True
-        wanted = self.wanted
-        if self._trainer.is_passed_over:
-            self._begun[lane.index] = lane.sequence
-            return True
-        if wanted is None or self.version < wanted.version:
+        if not self._trainer.is_passed_over and not self._is_wanted(lane):
             return False
-        if wanted.ahead is not None:
-            under_way = lane.sequence - self._given.get(lane.index, 0)  # made and on their way to the sink
-            if under_way + self._kept.count(lane.index, self.done) >= wanted.ahead:
-                return False
         self._begun[lane.index] = lane.sequence
         return True
 
@@ -103,3 +95,13 @@ class PaceGate:
     def look_again(self) -> None:
         """Something has changed. In the thread that the graph runs in."""
         self._changed()
+
+    def _is_wanted(self, lane: Paced) -> bool:
+        """Whether the trainer takes another fragment of a lane, with the weights that there are."""
+        wanted = self.wanted
+        if wanted is None or self.version < wanted.version:
+            return False
+        if wanted.ahead is None:
+            return True
+        under_way = lane.sequence - self._given.get(lane.index, 0)  # made and on their way to the sink
+        return under_way + self._kept.count(lane.index, self.done) < wanted.ahead

@@ -534,7 +534,7 @@ def test_nothing_is_left_behind(options: dict[str, Any], ending: str) -> None:
 def test_leaving_waits_for_no_environment_that_hangs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("rollflow.nodes.drive._CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollflow.nodes.drive.CLOSE_TIMEOUT_S", 0.1)
     hangs, released = threading.Event(), threading.Event()
 
     class Hangs(NumberedEnv):

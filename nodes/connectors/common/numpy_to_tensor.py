@@ -66,20 +66,21 @@ class NumpyToTensor(ConnectorV2):
         return self._convert(batch, rl_module)
 
     def _convert(self, batch: Batch, rl_module: Any) -> Batch:
-        if getattr(rl_module, "framework", "torch") != "torch":
-            return batch
+        return self.converted(batch) if getattr(rl_module, "framework", "torch") == "torch" else batch
+
+    def converted(self, batch: Batch) -> Batch:
+        """The batch itself, whose arrays have become tensors, whatever its module is."""
         for column, data in batch.items():
             try:
                 if type(data) is np.ndarray:
                     batch[column] = self._tensor(data)
                 elif column != Columns.INFOS:
-                    batch[column] = map_tree(self.leaf, data)
+                    batch[column] = map_tree(self._leaf, data)
             except TypeError as error:
                 raise ConnectorError(f"column '{column}' can't become a tensor: {error}") from None
         return batch
 
-    def leaf(self, leaf: Any) -> Any:
-        """An array as a tensor; anything else as it is."""
+    def _leaf(self, leaf: Any) -> Any:
         return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
     def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -89,9 +90,3 @@ class NumpyToTensor(ConnectorV2):
         if self.pin_memory:
             tensor = tensor.pin_memory()
         return tensor if self.device is None else tensor.to(self.device, non_blocking=self.pin_memory)
-
-
-def as_tensors(batch: Batch) -> Batch:
-    """A batch whose arrays have become tensors, where nobody says by an `rl_module` that they are to."""
-    piece = NumpyToTensor()
-    return {column: data if column == Columns.INFOS else map_tree(piece.leaf, data) for column, data in batch.items()}

@@ -199,7 +199,7 @@ def test_infos_that_can_not_be_handed_over_are_refused_by_name() -> None:
 
 
 def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.nodes.workers.thread_environments._CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollflow.nodes.workers.thread_environments.CLOSE_TIMEOUT_S", 0.1)
     release = []
 
     class Hangs(NumberedEnv):

@@ -2,7 +2,6 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,6 @@ from rollflow.sinks.trainer.spill import Place
 from rollflow.stream.wire import Fragment
 
 FRAGMENT = 600  # bytes, about, of eight steps
-
-
-@pytest.fixture(params=["unix", "shm"])
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    with shared_address() as shared:
-        yield f"{request.param}:{shared.removeprefix('shm:')}"
 
 
 @settings(max_examples=10, phases=[Phase.explicit, Phase.generate])

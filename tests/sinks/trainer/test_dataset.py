@@ -1,6 +1,5 @@
 """A trainer's stream under torch's own DataLoader, and in several processes."""
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -22,16 +21,12 @@ from rollflow.sinks import TrainerDataset, TrainerStream
 from rollflow.sinks.trainer import parcel
 from rollflow.stream.errors import RunError
 
-pytestmark = pytest.mark.slow  # processes that import torch, in every test
+pytestmark = [
+    pytest.mark.slow,  # processes that import torch, in every test
+    pytest.mark.usefixtures("loaders_end_with_their_test"),
+]
 
 FED: dict[str, Any] = {"lanes": 2, "fragment_length": 4, "num_fragments": 12}
-
-
-@pytest.fixture(autouse=True)
-def loaders_end_with_their_test() -> Iterator[None]:
-    """A DataLoader's processes end when it is collected."""
-    yield
-    gc.collect()
 
 
 @contextmanager

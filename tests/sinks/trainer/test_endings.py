@@ -37,6 +37,17 @@ def at(address: str, **options: Any) -> TrainerStream:
     return TrainerStream(address, limits=SHORT, **options)
 
 
+def left_once_in_use(address: str) -> dict[str, Any]:
+    """The state of a trainer that has left by an error when the weights that it published were in use."""
+    with pytest.raises(KeyError), at(address) as stream:
+        stream.publish(weights(1.0))
+        for _ in stream:
+            if stream.weights_in_use():
+                state = stream.state_dict()
+                raise KeyError
+    return state
+
+
 # Trainers that go on from a state
 
 
@@ -114,12 +125,7 @@ def test_under_pace_nothing_is_left_out_where_the_trainer_goes_on_with_the_same_
 def test_of_weights_that_stayed_the_same_it_is_known_that_they_are_in_use(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, num_fragments=12, lanes=1):
-        with pytest.raises(KeyError), at(address) as stream:
-            stream.publish(weights(1.0))
-            for _ in stream:
-                if stream.weights_in_use():
-                    state = stream.state_dict()
-                    raise KeyError
+        state = left_once_in_use(address)
         with at(address) as stream:
             stream.load_state_dict(state)
             assert stream.publish(weights(1.0)) == 1
@@ -250,11 +256,7 @@ def test_a_rollout_is_told_what_is_done_when_it_has_the_weights(monkeypatch: pyt
 def test_what_was_told_of_weights_is_told_every_trainer(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, num_fragments=12, lanes=1):
-        with pytest.raises(KeyError), at(address) as stream:
-            stream.publish(weights(1.0))
-            for _ in stream:
-                if stream.weights_in_use():
-                    raise KeyError
+        left_once_in_use(address)
         with at(address) as stream:
             told = [stream.weights_in_use() for _ in stream]
     assert [(use.node, use.version, use.is_same) for use in told[-1]] == [("lane 0", 1, None)]

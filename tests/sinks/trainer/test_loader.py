@@ -1,11 +1,10 @@
 """A loader over a trainer's stream knows what its loop was given: nothing comes twice, also after a restart."""
 
-import gc
 import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,13 @@ from rollflow.sinks import TrainerDataset, TrainerStream
 from rollflow.sinks.trainer.making import Tagged
 from rollflow.sinks.trainer.told import Handed
 
-pytestmark = pytest.mark.slow  # processes that import torch, in every test
+pytestmark = [
+    pytest.mark.slow,  # processes that import torch, in every test
+    pytest.mark.usefixtures("loaders_end_with_their_test"),
+]
 
 FED: dict[str, Any] = {"lanes": 1, "fragment_length": 4, "num_fragments": 12}
 FORK = multiprocessing.get_context("fork")
-
-
-@pytest.fixture(autouse=True)
-def loaders_end_with_their_test() -> Iterator[None]:
-    """A DataLoader's processes end when it is collected."""
-    yield
-    gc.collect()
 
 
 def options_of(workers: int, context: str = "fork") -> dict[str, Any]:

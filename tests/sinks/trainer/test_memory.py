@@ -4,13 +4,11 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from feeding import HASTY
-from lending import shared_address
 from numbered_env import WideEnv
 from remote_rollouts import await_that
 from trainers import FeedChild, TrainerChild, records_of
@@ -35,12 +33,6 @@ class Watched:
     def look(self) -> None:
         """Look at it."""
         self.growth = max(self.growth, self._memory.memory_info().rss - self._first)
-
-
-@pytest.fixture(params=["unix", "shm"])
-def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    with shared_address() as shared:
-        yield f"{request.param}:{shared.removeprefix('shm:')}"
 
 
 @pytest.mark.slow
