@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from feeding import FeedProcess, graph_of
 
 from rollflow.sinks import TrainerStream
-from rollflow.stream import Fragment
+from rollflow.stream import Columns, Fragment
 from rollflow.stream.wire import Limits
 
 __all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "record_of", "records_of"]
@@ -73,7 +74,10 @@ def forked() -> ForkServerContext:
 
 
 class TrainerChild:
-    """A trainer that writes down what it was handed over, together with its stream's state; goes on from there."""
+    """A trainer that writes down what it was handed over, together with its stream's state; goes on from there.
+
+    max_lag    it publishes new weights behind each batch, and rollouts are held back to this; None: it publishes none
+    """
 
     def __init__(
         self,
@@ -82,11 +86,11 @@ class TrainerChild:
         *,
         ack: str,
         yields: str = "fragments",
-        heartbeat_s: float = 5.0,
-        grace_s: float = 60.0,
+        limits: Limits | None = None,
+        max_lag: int | None = None,
     ) -> None:
-        limits = Limits(heartbeat_s=heartbeat_s, grace_s=grace_s)
-        self.process = forked().Process(target=_train, args=(address, str(folder), ack, yields, limits))
+        arguments = address, str(folder), ack, yields, limits or Limits(), max_lag
+        self.process = forked().Process(target=_train, args=arguments)
         self.process.start()
 
     def kill(self) -> None:
@@ -114,27 +118,45 @@ def records_of(folder: Path) -> list[Record]:
     return [Record(*record) for record in json.loads(path.read_text())["records"]] if path.exists() else []
 
 
-def _train(address: str, folder: str, ack: Any, yields: Any, limits: Limits) -> None:
+def _train(address: str, folder: str, ack: Any, yields: Any, limits: Limits, max_lag: int | None) -> None:
     path = Path(folder) / "checkpoint"
-    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits)
+    bound: dict[str, Any] = {} if max_lag is None else {"max_lag": max_lag, "on_excess": "pace"}
+    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits, **bound)
     records: list[Any] = []
     if path.exists():
         checkpoint = json.loads(path.read_text())
         records = checkpoint["records"]
         stream.load_state_dict(checkpoint["stream"])
     with stream:
+        _publish(stream, records, max_lag)
         for item in stream:
+            if max_lag is not None:
+                check_young(stream, item, max_lag)
             records.append(record_of(item) if isinstance(item, Fragment) else record_of_batch(item, len(records)))
             written = path.with_suffix(".new")
             written.write_text(json.dumps({"stream": stream.state_dict(), "records": records}))
             os.replace(written, path)
+            _publish(stream, records, max_lag)
             if ack == "manual":
                 stream.ack()
+        assert not stream.lost
+
+
+def _publish(stream: TrainerStream, records: Sequence[Any], max_lag: int | None) -> None:
+    """The weights that training has come to: what was saved says which they are."""
+    if max_lag is not None:
+        stream.publish({"weight": torch.tensor(float(len(records)))})
+
+
+def check_young(stream: TrainerStream, batch: dict[str, Any], max_lag: int) -> None:
+    """No action of a train batch is older than it may be, and each was computed with its version's weights."""
+    versions = batch[Columns.POLICY_VERSION]
+    assert int(versions.min()) >= stream.version - max_lag
+    assert (batch["weight"] == versions - 1).all()  # the first version has weights of 0
 
 
 def _feed(address: str, slots: list[int], options: dict[str, Any]) -> None:
     import anyio
-    import torch
 
     torch.set_num_threads(1)
 

@@ -21,6 +21,7 @@ from rollflow.nodes.remote.dial import reach
 from rollflow.sinks import TrainerStream
 from rollflow.sinks.trainer import source_link
 from rollflow.stream import Fragment, RunError
+from rollflow.stream.wire import Limits
 
 
 def cut_off(cuts: Sequence[int], fragments: int) -> tuple[list[Fragment], int]:
@@ -56,19 +57,26 @@ def test_nor_does_one_that_is_cut_two_hundred_times() -> None:
 
 
 def killed_again_and_again(
-    folder: Path, kills: int, ack: str, seed: int, *, address: str = "", yields: str = "fragments"
+    folder: Path,
+    kills: int,
+    ack: str,
+    seed: int,
+    *,
+    address: str = "",
+    yields: str = "fragments",
+    max_lag: int | None = None,
 ) -> None:
     address, drawn = address or f"unix:{folder}/trainer", random.Random(seed)
     with feeding(address, lanes=2, sink={"max_bytes": 1 << 20}) as feed:
         for _ in range(kills):
-            child = TrainerChild(address, folder, ack=ack, yields=yields)
+            child = TrainerChild(address, folder, ack=ack, yields=yields, max_lag=max_lag)
             # Somewhere in what it does: a little after it has got so far.
             goal = len(records_of(folder)) + drawn.randrange(6)
             await_that(lambda goal=goal: len(records_of(folder)) >= goal)
             threading.Event().wait(drawn.random() * 0.02)
             child.kill()
         assert feed.sink._kept.nbytes <= (1 << 20)
-        child = TrainerChild(address, folder, ack=ack, yields=yields)
+        child = TrainerChild(address, folder, ack=ack, yields=yields, max_lag=max_lag)
         feed.drain()
         feed.ended.result(60)
         child.process.join()
@@ -97,6 +105,12 @@ def test_so_it_is_by_other_ways_and_with_train_batches(scheme: str, yields: str,
         address = shared if scheme == "shm" else f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         unused.close()
         killed_again_and_again(tmp_path, 25, "auto", seed=4, address=address, yields=yields)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_so_it_is_under_pace_with_one_that_saves_before_it_publishes(max_lag: int, tmp_path: Path) -> None:
+    killed_again_and_again(tmp_path, 100, "auto", seed=6, yields="batches", max_lag=max_lag)
 
 
 def rollouts_killed(kills: int, folder: Path) -> None:
@@ -139,7 +153,7 @@ def test_nor_are_two_hundred_of_them(tmp_path: Path) -> None:
 def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with feeding(address, sink={"limits": HASTY}) as feed:
-        child = TrainerChild(address, tmp_path, ack="auto", heartbeat_s=0.5)
+        child = TrainerChild(address, tmp_path, ack="auto", limits=Limits(heartbeat_s=0.5))
         await_that(lambda: len(records_of(tmp_path)) >= 3)
         assert child.process.pid is not None
         os.kill(child.process.pid, signal.SIGSTOP)
@@ -166,7 +180,7 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
     with shared_address() as shared:
         address = f"{scheme}:{shared.removeprefix('shm:')}"
         with feeding(address, lanes=2, sink={"limits": HASTY}) as feed:
-            child = TrainerChild(address, tmp_path, ack=ack, heartbeat_s=0.3, grace_s=0.5)
+            child = TrainerChild(address, tmp_path, ack=ack, limits=Limits(heartbeat_s=0.3, grace_s=0.5))
             for _ in range(2):
                 goal = len(records_of(tmp_path)) + 5
                 await_that(lambda goal=goal: len(records_of(tmp_path)) >= goal)
@@ -178,6 +192,31 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
                 assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
                 os.kill(child.process.pid, signal.SIGCONT)
                 await_that(lambda: not feed.sink._link.problem)
+            feed.drain()
+            feed.ended.result(60)
+            child.process.join()
+    assert child.process.exitcode == 0
+    check_whole(records_of(tmp_path))
+    assert sum(record.steps for record in records_of(tmp_path)) == feed.rollout.num_steps
+    assert feed.sink.lost == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["unix", "shm"])
+def test_nor_does_one_that_is_frozen_for_a_minute(scheme: str, tmp_path: Path) -> None:
+    """With the limits that both ends have unless they are given others."""
+    with shared_address() as shared:
+        address = f"{scheme}:{shared.removeprefix('shm:')}"
+        with feeding(address, lanes=2, sink={"limits": Limits()}) as feed:
+            child = TrainerChild(address, tmp_path, ack="auto")
+            await_that(lambda: len(records_of(tmp_path)) >= 5)
+            assert child.process.pid is not None
+            os.kill(child.process.pid, signal.SIGSTOP)
+            assert not threading.Event().wait(60)
+            held = len(records_of(tmp_path))
+            assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
+            os.kill(child.process.pid, signal.SIGCONT)
+            await_that(lambda: len(records_of(tmp_path)) >= held + 20)
             feed.drain()
             feed.ended.result(60)
             child.process.join()

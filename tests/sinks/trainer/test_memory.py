@@ -13,6 +13,8 @@ from numbered_env import WideEnv
 from remote_rollouts import await_that
 from trainers import FeedChild, TrainerChild, records_of
 
+from rollflow.stream.wire import Limits
+
 MAX_BYTES = 16 << 20  # of the sink
 FRAGMENT = (9 + 8) * 4 * (32 << 10)  # bytes: rows of 4 slots' observations, and of what a module repeats of them
 ROLLOUT = MAX_BYTES + 2 * FRAGMENT  # what is kept or lent, what is in the making, and the one before it
@@ -41,7 +43,7 @@ def test_memory_stays_within_its_bound_over_all_faults(address: str, tmp_path: P
     feed = FeedChild(address, [0, 1, 2, 3], env=WideEnv, sink={"max_bytes": MAX_BYTES, "limits": HASTY})
     rollout: Watched | None = None
     for life in range(30):
-        child = TrainerChild(address, tmp_path, ack="manual", heartbeat_s=0.3)
+        child = TrainerChild(address, tmp_path, ack="manual", limits=Limits(heartbeat_s=0.3))
         begun = len(records_of(tmp_path))
         await_that(lambda begun=begun: len(records_of(tmp_path)) > begun + 2)
         rollout = rollout or Watched(feed.process.pid)
