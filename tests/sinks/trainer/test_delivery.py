@@ -6,10 +6,11 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from feeding import HASTY, feeding, sequences_of, trainer
+from feeding import HASTY, Feed, feeding, sequences_of, trainer
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from lending import shared_address
@@ -202,28 +203,33 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["unix", "shm"])
-def test_nor_does_one_that_is_frozen_for_a_minute(scheme: str, tmp_path: Path) -> None:
+def test_nor_do_those_that_are_frozen_for_a_minute(tmp_path: Path) -> None:
     """With the limits that both ends have unless they are given others."""
-    with shared_address() as shared:
-        address = f"{scheme}:{shared.removeprefix('shm:')}"
-        with feeding(address, lanes=2, sink={"limits": Limits()}) as feed:
-            child = TrainerChild(address, tmp_path, ack="auto")
-            await_that(lambda: len(records_of(tmp_path)) >= 5)
+    with shared_address() as shared, ExitStack() as feeds:
+        trainers: list[tuple[Feed, TrainerChild, Path]] = []
+        for scheme in ("unix", "shm"):
+            address, folder = f"{scheme}:{shared.removeprefix('shm:')}.{scheme}", tmp_path / scheme
+            folder.mkdir()
+            feed = feeds.enter_context(feeding(address, lanes=2, sink={"limits": Limits()}))
+            trainers.append((feed, TrainerChild(address, folder, ack="auto"), folder))
+        for _, child, folder in trainers:
+            await_that(lambda folder=folder: len(records_of(folder)) >= 5)
             assert child.process.pid is not None
             os.kill(child.process.pid, signal.SIGSTOP)
-            assert not threading.Event().wait(60)
-            held = len(records_of(tmp_path))
+        assert not threading.Event().wait(60)
+        for feed, child, folder in trainers:
+            held = len(records_of(folder))
             assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
+            assert child.process.pid is not None
             os.kill(child.process.pid, signal.SIGCONT)
-            await_that(lambda: len(records_of(tmp_path)) >= held + 20)
+            await_that(lambda folder=folder, held=held: len(records_of(folder)) >= held + 20)
             feed.drain()
             feed.ended.result(60)
             child.process.join()
-    assert child.process.exitcode == 0
-    check_whole(records_of(tmp_path))
-    assert sum(record.steps for record in records_of(tmp_path)) == feed.rollout.num_steps
-    assert feed.sink.lost == {}
+            assert child.process.exitcode == 0
+            check_whole(records_of(folder))
+            assert sum(record.steps for record in records_of(folder)) == feed.rollout.num_steps
+            assert feed.sink.lost == {}
 
 
 def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_path: Path) -> None:
