@@ -70,6 +70,15 @@ class RolloutLoop(abc.ABC, Generic[F]):
         if self._is_in_graph:
             raise GraphError(f"the rollout is in a graph already, expected whoever {does} to come before that")
 
+    def be_drawn_anew(self) -> None:
+        """In a graph: let come who holds it back or watches it. The graph is to take it apart once more, behind that.
+
+        Raises GraphError where it runs, or has run.
+        """
+        if self._state != "new" or self.environments.is_started:
+            raise GraphError("the rollout runs already, expected whoever holds it back to come before that")
+        self._is_in_graph = False
+
     def _check_ready(self) -> None:
         """Raise where it can't be run as it has been put together."""
 

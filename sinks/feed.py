@@ -14,7 +14,7 @@ import anyio
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret
 from rollflow.sinks.learner_pipeline import MultiAgentLearnerPipeline
-from rollflow.sinks.trainer.any_rollout import AnyRollout
+from rollflow.sinks.trainer.any_rollout import AnyRollout, check_rollout
 from rollflow.sinks.trainer_sink import TrainerSink
 from rollflow.stream.graph import Graph
 from rollflow.stream.run import Run
@@ -46,9 +46,9 @@ def feed(
     In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
     under way; a second one does not wait. Then the signal has its usual effect: KeyboardInterrupt, as a rule.
     """
+    check_rollout(rollout)
     sink = TrainerSink(
         address,
-        rollout,
         sends="batches" if isinstance(rollout, MultiAgentRollout) else "fragments",
         secret=secret,
         tls=tls,

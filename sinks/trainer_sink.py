@@ -4,41 +4,27 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
-from functools import cached_property
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import anyio
 
 from rollflow.nodes.given import check_numbers
-from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.remote.software import software
-from rollflow.nodes.rollout import Rollout
-from rollflow.sinks.trainer.any_rollout import (
-    AnyRollout,
-    check_rollout,
-    claimed_ids,
-    described,
-    newest_version,
-    publish_as,
-    returns_for,
-    seen_in,
-    version_of,
-)
+from rollflow.sinks.trainer.any_rollout import AnyRollout, newest_version
 from rollflow.sinks.trainer.by_module import batches_in, num_steps
 from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
-from rollflow.sinks.trainer.pace_gate import PaceGate
-from rollflow.sinks.trainer.seen import Seen
+from rollflow.sinks.trainer.rollout_end import RolloutEnd, rollout_among
 from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.source_link import SourceLink
 from rollflow.sinks.trainer.spill import Spill
-from rollflow.sinks.trainer.subscribers import Subscriber
 from rollflow.stream.channel import Inlet
+from rollflow.stream.errors import GraphError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import (
     NONCE_BYTES,
@@ -63,7 +49,8 @@ class TrainerSink:
 
         address        where the trainer listens: 'tcp://host:port', 'unix:/path' or 'shm:/path'
         rollout        a `Rollout`, or a `MultiAgentRollout`, whose fragments come; the trainer's weights are published
-                       to it. It begins once the trainer has been there, and acts with its newest weights
+                       to it. It begins once the trainer has been there, and acts with its newest weights. None: the one
+                       that leads to this in the graph, whatever stands between
         secret, tls    as for `EnvHost`
         name           what the trainer calls it; None: the name of this computer
         linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
@@ -101,17 +88,19 @@ class TrainerSink:
     themselves as they leave the rollout, whatever makes batches of them. A batch tells of the episodes that have
     finished since the one before it; of those that finish behind the last batch nobody is told.
 
-    To be made before the rollout is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer
+    `graph.connect(rollout.fragments, TrainerSink(...))` is all that there is to say. With the rollout as an argument it
+    is to be made before that is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer
     publishes stay from then on: those that come and go are to be left out of its `modules_to_train`.
 
     Raises WireError for an address that is none, or not without a secret, ModuleError for module ids that are no
-    strings; what the connection raised, such as another secret, when the graph runs.
+    strings; GraphError, where the graph is drawn, when several rollouts lead to this, or none; what the connection
+    raised, such as another secret, when the graph runs.
     """
 
     def __init__(
         self,
         address: str,
-        rollout: AnyRollout,
+        rollout: AnyRollout | None = None,
         *,
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
@@ -125,52 +114,51 @@ class TrainerSink:
     ) -> None:
         if sends not in ("fragments", "batches"):
             raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
-        check_rollout(rollout)
-        if isinstance(rollout, MultiAgentRollout) and sends != "batches":
-            raise ValueError(
-                "fragments of several agents can't be sent to a trainer, expected sends='batches' and a "
-                "MultiAgentLearnerPipeline between the rollout and this"
-            )
         check_numbers(max_bytes=(max_bytes, 1), linger=(linger, 0))
         target = parse_trainer_address(address)
         check_secret(target, secret_bytes(secret))
         check_shared(target, tls)
         check_tls(target, tls)
-        self._ids = claimed_ids(rollout)
-        self.name = socket.gethostname() if name is None else name
-        self.lost: dict[str, int] = {}
-        self._rollout, self._linger, self._sends = rollout, linger, sends
-        self._limits = Limits() if limits is None else limits
         if spill is not None and not Path(spill).is_dir():
             raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
+        self.name = socket.gethostname() if name is None else name
+        self.lost: dict[str, int] = {}
+        self._linger, self._sends = linger, sends
+        self._limits = Limits() if limits is None else limits
         self._kept = Kept(max_bytes, None if spill is None else Spill(Path(spill)))
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
-        self._subscriber = Subscriber(rollout, self._look_up)
-        self._gate = PaceGate(self._kept, self._subscriber)
-        rollout.hold_back(self._gate)
-        self._seen = Seen(returns_for(rollout), self._ids)
-        if sends == "batches":
-            rollout.watch(self._seen)
+        self._lender = Lender(max_bytes) if isinstance(target, SharedAddress) else None
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._has_warned = False
         # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
         self._told: tuple[int, dict[str, int]] = 0, {}
-        self._lender = None
-        if isinstance(target, SharedAddress):
-            self._lender = Lender(max_bytes)
-            if sends == "fragments":
-                rollout.environments.share()
+        self._is_given = rollout is not None
+        self._found = None if rollout is None else self._end_of(rollout)
         self._link = SourceLink(
             target,
             self._hello,
             self._session,
             self._kept,
-            self._publish,
+            lambda version, weights: self._end.publish(version, weights),
             secret=secret_bytes(secret),
             tls=tls,
             limits=self._limits,
             lender=self._lender,
         )
+
+    def take_sources(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
+        """Find the rollout among what leads to this in a graph, unless it was given: it is to be taken apart anew."""
+        if self._is_given:
+            return ()
+        where = f"the TrainerSink to {self._link.address}"
+        rollout = rollout_among(sources, where, is_all=is_all)
+        if rollout is None or (self._found is not None and rollout is self._found.rollout):
+            return ()
+        if self._found is not None:
+            raise GraphError(f"{where} has another rollout by now, expected a sink for each")
+        rollout.be_drawn_anew()
+        self._found = self._end_of(rollout)
+        return [rollout]
 
     async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
         """Send what comes, until no more does and the trainer is done with it."""
@@ -225,8 +213,18 @@ class TrainerSink:
 
     # Inside
 
+    @property
+    def _end(self) -> RolloutEnd:
+        """There is one once the graph has been drawn."""
+        assert self._found is not None
+        return self._found
+
+    def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
+        shares = self._lender is not None
+        return RolloutEnd(rollout, self._kept, sends=self._sends, shares=shares, look_up=self._look_up)
+
     def _hello(self) -> Hello:
-        told = described(self._rollout, self._ids)
+        told = self._end.describe()
         return Hello(
             versions=(VERSION, VERSION),
             role="source",
@@ -248,20 +246,11 @@ class TrainerSink:
             },
         )
 
-    @cached_property
-    def _spaces(self) -> list[Any]:
-        """What a fragment's observations may be in; once the rollout runs, its pipelines stay as they are."""
-        assert isinstance(self._rollout, Rollout)
-        return seen_in(self._rollout)
-
-    def _publish(self, version: int, weights: Mapping[str, Any]) -> bool:
-        """In the link's thread."""
-        return publish_as(self._rollout, version, weights, self._ids)
-
     async def _send(self, items: Inlet[Fragment | Batch]) -> None:
+        trainer = self._end.subscriber
         async for item in items:
-            await self._until(lambda: self._subscriber.is_passed_over or self._has_room())
-            if self._subscriber.is_passed_over:
+            await self._until(lambda: trainer.is_passed_over or self._has_room())
+            if trainer.is_passed_over:
                 self._pass_over(item)
             else:
                 self._give(item)
@@ -272,16 +261,16 @@ class TrainerSink:
 
     async def _listen(self, scope: anyio.CancelScope) -> None:
         """Tell whoever waits, and the rollout, that something has changed; where the link has failed, end it all."""
-        bell = self._link.bell
+        bell, end = self._link.bell, self._end
+        gate = end.gate
         while True:
             await anyio.wait_readable(bell.fileno())
             bell.silence()
             if self._link.error is not None:
                 scope.cancel()
-            gate = self._gate
             gate.wanted = self._link.wanted or gate.wanted
-            gate.done, gate.version = self._session.done, version_of(self._rollout)
-            self._subscriber.look_again(has_left=self._has_left())
+            gate.done, gate.version = self._session.done, end.version
+            end.subscriber.look_again(has_left=self._has_left())
             gate.look_again()
             self._look_up()
 
@@ -311,7 +300,8 @@ class TrainerSink:
 
     def _has_room(self) -> bool:
         """Whether another item may be taken."""
-        window = 1 if self._gate.wanted is None else self._gate.wanted.window
+        wanted = self._end.gate.wanted
+        window = 1 if wanted is None else wanted.window
         if self._session.given - self._session.done >= window:
             return False
         if self._kept.is_over and not self._kept.is_full and not self._has_warned:
@@ -340,17 +330,17 @@ class TrainerSink:
         return self._link.goodbye is not None
 
     def _give(self, item: Fragment | Batch) -> None:
-        number, is_fragment = self._session.given + 1, isinstance(item, Fragment)
+        end, number, is_fragment = self._end, self._session.given + 1, isinstance(item, Fragment)
         if is_fragment != (self._sends == "fragments"):
             raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, Fragment):
-            message, steps = message_of_fragment(number, item, self._spaces), item.num_steps
-            self._gate.give(item.lane, item.sequence)
+            message, steps = message_of_fragment(number, item, end.spaces), item.num_steps
+            end.gate.give(item.lane, item.sequence)
             self._give_receipt(item.lane, newest_version(item, None))
         else:
-            message = message_of_batch(number, item, modules=self._ids, episodes=self._seen.take_episodes())
+            message = message_of_batch(number, item, modules=end.ids, episodes=end.seen.take_episodes())
             steps = int(message.rest["steps"])
-            for lane, version in self._seen.take_versions().items():
+            for lane, version in end.seen.take_versions().items():
                 self._give_receipt(lane, version)
         if self._lender is not None:
             self._lender.look_at(message)
@@ -361,10 +351,10 @@ class TrainerSink:
     def _pass_over(self, item: Fragment | Batch) -> None:
         """An item that nobody wants, for the others' sake."""
         if isinstance(item, Fragment):
-            self._gate.give(item.lane, item.sequence)
+            self._end.gate.give(item.lane, item.sequence)
             steps = item.num_steps
         else:
-            steps = num_steps(batches_in(item, is_by_module=self._ids is not None))
+            steps = num_steps(batches_in(item, is_by_module=self._end.ids is not None))
         if "left" not in self.lost:
             logger.warning("trainer %s has left: others of this rollout go on without it", self._link.address)
         self.lost["left"] = self.lost.get("left", 0) + steps

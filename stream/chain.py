@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rollflow.stream.background import Background, is_background
+from rollflow.stream.edge import Edge, Port
 from rollflow.stream.gate import Gate
-from rollflow.stream.graph import Edge, Graph, Port
+from rollflow.stream.graph import Graph
 from rollflow.stream.meter import NodeMeter, clock
 
 Deliver = Callable[[Any], None]

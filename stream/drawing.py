@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rollflow.stream.graph import Edge, Graph
+    from rollflow.stream.edge import Edge
+    from rollflow.stream.graph import Graph
 
 
 def explain(graph: "Graph") -> str:

@@ -6,37 +6,18 @@ without a capacity are *chained*: they run as one task, which calls them in turn
 
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.channel import Overflow
 from rollflow.stream.drawing import explain, mermaid
+from rollflow.stream.edge import Edge, Port, within
 from rollflow.stream.errors import GraphError
 from rollflow.stream.gate import Gate
-from rollflow.stream.port import NodeSpec, Where, meet, read_node, type_name
+from rollflow.stream.port import NodeSpec, Where, meet, outlet_method, own_name, read_node, type_name
 
 if TYPE_CHECKING:
     from rollflow.stream.run import Run
-
-Port = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class Edge:
-    """From one node's outlet to another's inlet, or to an output of the graph."""
-
-    source: Port
-    target: Port
-    capacity: int | None
-    overflow: Overflow = "block"
-    feedback: bool = False
-    gate: Gate | None = None
-    is_output: bool = False  # the target is the graph's own name and that of one of its outputs
-
-    @property
-    def name(self) -> str:
-        """`a.out → b.items`."""
-        return f"{'.'.join(self.source)} → {'.'.join(self.target)}"
 
 
 class Graph:
@@ -57,7 +38,9 @@ class Graph:
         self.edges: list[Edge] = []
         self.outputs: dict[str, Edge] = {}
         self.inputs: dict[str, Port] = {}
+        self._added: dict[str, Any] = {}  # as they were given
         self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
+        self._wholes: dict[str, Any] = {}  # what the names of nodes begin with -> what has been taken apart into these
         self._tasks: dict[str, str] | None = None
 
     # Drawing
@@ -71,27 +54,23 @@ class Graph:
         """Add one node; `where="thread"` has a synchronous node's calls made in a worker thread, one at a time."""
         if name in self.nodes or name in self._composites:
             raise GraphError(f"graph '{self.name}' has a node '{name}' already")
-        if "." in name:
-            raise GraphError(f"node '{name}': a '.' stands between a node and its port, expected a name without one")
+        if "." in name or "/" in name:
+            raise GraphError(
+                f"node '{name}': a '.' stands between a node and its port, and a '/' between a node and its parts, "
+                "expected a name without one"
+            )
         self._tasks = None
         inner = node if isinstance(node, Graph) else node.graph() if hasattr(node, "graph") else None
         if inner is None:
             self.nodes[name] = read_node(name, node, where)
-            return
-        inner_name = f"{name}/"
-        for spec in inner.nodes.values():
-            self.nodes[inner_name + spec.name] = replace(spec, name=inner_name + spec.name)
-        for edge in inner.edges:
-            source, target = _within(inner_name, edge.source), _within(inner_name, edge.target)
-            self.edges.append(replace(edge, source=source, target=target))
-        outlets = {export: _within(inner_name, edge.source) for export, edge in inner.outputs.items()}
-        inlets = {export: _within(inner_name, port) for export, port in inner.inputs.items()}
-        self._composites[name] = inlets, outlets
+        else:
+            self._composites[name] = self._place(f"{name}/", node, inner)
+        self._added[name] = node
 
     def connect(
         self,
-        source: str,
-        target: str,
+        source: str | Any,
+        target: str | Any,
         *,
         capacity: int | None = None,
         overflow: Overflow = "block",
@@ -99,6 +78,10 @@ class Graph:
         gate: Gate | None = None,
     ) -> None:
         """Join an outlet to an inlet: `"node.port"`, or `"node"` where it has only one.
+
+        A node itself will do, and a method of one that is called like its outlet: `rollout`, `rollout.fragments`. One
+        that has not been added is, under the name of its class: a `TrainerSink` as "trainer_sink", another one as
+        "trainer_sink_2".
 
             capacity    items that may wait on the edge. None asks for no channel: synchronous neighbours are then
                         chained; where they can't be, or another way from one to the other leads through a
@@ -112,6 +95,7 @@ class Graph:
         An outlet joined to several inlets gives each the same object; an inlet joined to several outlets takes from
         all. Raises GraphError for an unknown port, for types that don't meet, and for a capacity below 1.
         """
+        source, target = self._named(source, outlet=True), self._named(target, outlet=False)
         outlet, inlet = self._port(source, outlet=True), self._port(target, outlet=False)
         if capacity is not None and capacity < 1:
             raise GraphError(f"{source} → {target}: capacity is {capacity}, expected at least 1, or None")
@@ -135,8 +119,14 @@ class Graph:
             )
         if any((each.source, each.target) == (outlet, inlet) for each in self.edges):
             raise GraphError(f"{edge.name}: these are connected already")
-        self._tasks = None
         self.edges.append(edge)
+        try:
+            self._tell_sources({inlet[0], *self.reached_from([inlet[0]])}, is_all=False)
+        except BaseException:
+            self.edges.remove(edge)
+            raise
+        finally:
+            self._tasks = None
 
     def output(self, name: str, port: str, *, capacity: int = 1) -> None:
         """Export an outlet: as an async iterator of the run, or as a port where this graph is a node of another."""
@@ -188,6 +178,7 @@ class Graph:
                 f"nothing would ever flow through {', '.join(unreached)}: no source feeds them, and none of them has a "
                 "start() that sets out the first items"
             )
+        self._tell_sources(self.nodes, is_all=True)
 
     def is_chained(self, edge: Edge) -> bool:
         """Whether the nodes at both ends of an edge run as one task."""
@@ -223,6 +214,18 @@ class Graph:
             left += more
         return reached
 
+    def sources_of(self, name: str) -> list[Any]:
+        """What leads to a node, feedback edges left out: nodes as they were added, in the order of the flow."""
+        before = {name}
+        while more := {e.source[0] for e in self.edges if e.target[0] in before and not e.feedback} - before:
+            before |= more
+        found: dict[int, Any] = {}
+        for each in self.flow_order():
+            if each in before and each != name:
+                wholes = [whole for prefix, whole in self._wholes.items() if each.startswith(prefix)]
+                found |= {id(node): node for node in wholes or [self.nodes[each].node]}
+        return list(found.values())
+
     def harmless(self) -> frozenset[str]:
         """The nodes that hold no other back: all that comes to them comes over edges that drop, or from such nodes."""
         into = {name: [edge for edge in self.edges if edge.target[0] == name] for name in self.nodes}
@@ -254,6 +257,60 @@ class Graph:
         return running(self, seed)
 
     # Inside
+
+    def _place(self, prefix: str, node: Any, inner: "Graph") -> tuple[dict[str, Port], dict[str, Port]]:
+        """Have the parts of a node among those here, a prefix before their names; its inlets and outlets.
+
+        Where it has been taken apart before, these parts take the place of those.
+        """
+        placed = {prefix + spec.name: replace(spec, name=prefix + spec.name) for spec in inner.nodes.values()}
+        nodes: dict[str, NodeSpec] = {}
+        for name, spec in self.nodes.items():
+            nodes |= placed if name.startswith(prefix) else {name: spec}
+        self.nodes = nodes | placed
+        own = [edge for edge in self.edges if edge.source[0].startswith(prefix) and edge.target[0].startswith(prefix)]
+        at = self.edges.index(own[0]) if own else len(self.edges)
+        self.edges[at:] = [
+            *(
+                replace(edge, source=within(prefix, edge.source), target=within(prefix, edge.target))
+                for edge in inner.edges
+            ),
+            *(edge for edge in self.edges[at:] if edge not in own),
+        ]
+        if inner is not node:
+            self._wholes[prefix] = node
+        self._wholes |= {prefix + name: whole for name, whole in inner._wholes.items()}
+        outlets = {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}
+        inlets = {export: within(prefix, port) for export, port in inner.inputs.items()}
+        return inlets, outlets
+
+    def _tell_sources(self, names: Iterable[str], *, is_all: bool) -> None:
+        """Tell those nodes that want to know what leads to them, and take apart once more what they ask for."""
+        asking = [(name, self.nodes[name].node) for name in names if hasattr(self.nodes[name].node, "take_sources")]
+        for name, node in asking:
+            try:
+                changed = list(node.take_sources(self.sources_of(name), is_all=is_all))
+            except Exception as error:
+                error.add_note(f"in node '{name}'")
+                raise
+            for prefix, whole in list(self._wholes.items()):
+                if any(whole is each for each in changed):
+                    self._place(prefix, whole, whole.graph())
+        self._tasks = None
+
+    def _named(self, end: str | Any, *, outlet: bool) -> str:
+        """An end of an edge by its name; what is no node yet becomes one."""
+        if isinstance(end, str):
+            return end
+        node, port = outlet_method(end) if outlet else (end, "")
+        name = next((name for name, added in self._added.items() if added is node), None)
+        if name is None:
+            name = first = own_name(node)
+            number = 1
+            while name in self._added:
+                name = f"{first}_{(number := number + 1)}"
+            self.add_node(name, node)
+        return f"{name}.{port}" if port else name
 
     def _port(self, text: str, *, outlet: bool) -> Port:
         name, _, port = text.partition(".")
@@ -338,7 +395,3 @@ class Graph:
             reached |= more
             left += more
         return task in reached
-
-
-def _within(prefix: str, port: Port) -> Port:
-    return prefix + port[0], port[1]

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -45,7 +46,10 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
 
     A synchronous node may have, besides: `start()`, whose items set out before any has come; `finish()`, whose items
     come after the last; `done`, true when a source of a ring wants no more; `where`, "inline" or "thread". Any node
-    may have `close()`, called once when the run is over, and `describe()`, shown by `Graph.explain`.
+    may have `close()`, called once when the run is over, and `describe()`, shown by `Graph.explain`; and
+    `take_sources(sources, *, is_all)`, told the nodes that lead to it, as `Graph.sources_of` gives them, whenever an
+    edge is drawn before it, and, with `is_all`, when the graph is validated: it gives those of them that are to be
+    taken apart by `graph()` once more, as what it has told them changes how they are.
 
     Raises GraphError for anything else.
     """
@@ -60,6 +64,21 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
             "or a Graph"
         )
     return _sync_spec(name, node, where)
+
+
+def outlet_method(end: Any) -> tuple[Any, str]:
+    """A node, and the outlet that is meant by a method of its: one without parameters, so that it is no node itself."""
+    if inspect.ismethod(end) and not inspect.signature(end).parameters:
+        return end.__self__, end.__name__
+    return end, ""
+
+
+def own_name(node: Any) -> str:
+    """What a node is called that is given no name: like its class or function, in lower case."""
+    name: str = getattr(node, "__name__", type(node).__name__)
+    if not name.isidentifier():
+        raise GraphError(f"{node!r} has no name of its own, expected it to be added under one: graph.add(name=...)")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def meet(given: Any, taken: Any) -> bool:

@@ -17,8 +17,9 @@ import anyio.to_thread
 
 from rollflow.stream.chain import Chain, note_node
 from rollflow.stream.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop
+from rollflow.stream.edge import Edge, Port
 from rollflow.stream.errors import GraphError, RunError
-from rollflow.stream.graph import Edge, Graph, Port
+from rollflow.stream.graph import Graph
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.port import NodeSpec
 from rollflow.stream.report import CALLER, Report, report_of

@@ -56,7 +56,7 @@ def graph_of(
 
 def graph_over(rollout: Rollout, address: Any, **sink: Any) -> tuple[Graph, Rollout, TrainerSink]:
     """A rollout and a sink in a graph."""
-    sends = TrainerSink(str(address), rollout, **{"limits": SHORT, "name": "feed", **sink})
+    sends = TrainerSink(str(address), **{"limits": SHORT, "name": "feed", **sink})
     graph = Graph("feed")
     graph.add(rollout=rollout, trainer=sends)
     if sink.get("sends") == "batches":

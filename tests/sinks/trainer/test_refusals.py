@@ -60,7 +60,7 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
     with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
         TrainerStream("tcp://0.0.0.0:7020")
     with pytest.raises(WireError, match="without a secret, expected one, or a loopback address or Unix socket"):
-        TrainerSink("tcp://example.org:7020", Rollout("CartPole-v1"))
+        TrainerSink("tcp://example.org:7020")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,6 @@ def test_what_a_stream_can_not_work_with_is_refused_when_it_is_made(options: dic
         ({"linger": -1}, "linger is -1, expected at least 0"),
         ({"secret": 5}, "secret is of type int, expected text or bytes"),
         ({"rollout": "CartPole-v1"}, "rollout is 'CartPole-v1', expected a Rollout or a MultiAgentRollout"),
-        ({"rollout": None}, "rollout is None, expected a Rollout or a MultiAgentRollout"),
         ({"address": None}, "address None, expected a string: .*'shm:/path'"),
     ],
 )
@@ -99,6 +98,11 @@ def test_what_a_sink_can_not_work_with_is_refused_when_it_is_made(options: dict[
         TrainerSink(**given)
     with pytest.raises((ValueError, WireError), match=told):
         feed(**given)
+
+
+def test_feeding_wants_a_rollout() -> None:
+    with pytest.raises(ValueError, match="rollout is None, expected a Rollout or a MultiAgentRollout"):
+        feed(None, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
 
 
 def test_a_secret_that_is_none_is_refused_by_hosts_and_gateways_and_nothing_is_left_open() -> None:

@@ -20,7 +20,7 @@ def graph_for(folder: Path, *, sends: Any = "fragments", **options: Any) -> tupl
     """A rollout of two lanes for two trainers."""
     given: dict[str, Any] = {"num_envs": 2, "lanes": 2, "fragment_length": 8, "num_fragments": 24, **options}
     rollout = Rollout("CartPole-v1", **given)
-    sinks = [TrainerSink(f"unix:{folder}/{name}", rollout, limits=SHORT, sends=sends) for name in ("one", "other")]
+    sinks = [TrainerSink(f"unix:{folder}/{name}", limits=SHORT, sends=sends) for name in ("one", "other")]
     graph = Graph("several")
     graph.add(rollout=rollout, one=sinks[0], other=sinks[1])
     source = "rollout.fragments"

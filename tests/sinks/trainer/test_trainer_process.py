@@ -205,12 +205,11 @@ def test_a_graph_of_ones_own_ends_with_its_trainer() -> None:
     async def main(trainer: TrainerProcess) -> None:
         rollout = rollout_of()
         graph = Graph("mine")
-        graph.add(rollout=rollout, trainer=TrainerSink(trainer.address, rollout, watch=trainer.watch))
-        graph.connect("rollout.fragments", "trainer")
+        graph.connect(rollout.fragments, TrainerSink(trainer.address, watch=trainer.watch))
         async with graph.run() as run:
             await run.wait()
 
     with pytest.raises(RunError, match="it broke") as raised:
         with TrainerProcess(train) as trainer:
             anyio.run(main, trainer)
-    assert "in node 'trainer'" in raised.value.__notes__
+    assert "in node 'trainer_sink'" in raised.value.__notes__

@@ -198,11 +198,10 @@ def test_weights_of_another_module_that_are_published_too_early_end_the_rollout(
 def test_a_rollout_may_feed_two_trainers(caplog: pytest.LogCaptureFixture) -> None:
     with trainer(yields="fragments") as first, trainer(yields="fragments") as second:
         rollout = Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=5)
-        sinks = [TrainerSink(str(stream.address), rollout, name="both") for stream in (first, second)]
+        sinks = [TrainerSink(str(stream.address), name="both") for stream in (first, second)]
         graph = Graph("two")
-        graph.add(rollout=rollout, one=sinks[0], other=sinks[1])
-        graph.connect("rollout.fragments", "one", capacity=1)
-        graph.connect("rollout.fragments", "other", capacity=1)
+        for sink in sinks:
+            graph.connect(rollout.fragments, sink, capacity=1)
         with running(graph, rollout, sinks[0]):
             with ThreadPoolExecutor() as pool:
                 others = pool.submit(lambda: [fragment.sequence for fragment in second])

@@ -1,0 +1,103 @@
+"""The rollout of a sink: held back by the trainer, seen by the sink, and given the trainer's weights."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.trainer.any_rollout import (
+    AnyRollout,
+    Described,
+    check_rollout,
+    claimed_ids,
+    described,
+    publish_as,
+    returns_for,
+    seen_in,
+    version_of,
+)
+from rollflow.sinks.trainer.kept import Kept
+from rollflow.sinks.trainer.pace_gate import PaceGate
+from rollflow.sinks.trainer.seen import Seen
+from rollflow.sinks.trainer.subscribers import Subscriber
+from rollflow.stream.errors import GraphError
+
+
+class RolloutEnd:
+    """What a sink has to do with its rollout.
+
+    kept       what is given to the trainer
+    sends      "fragments" or "batches"
+    shares     whether fragments are to lie where the trainer sees them
+    look_up    called when another trainer of the rollout has left, or has come back
+
+    subscriber    the trainer, as one of the rollout's
+    gate          holds the rollout back
+    seen          sees its fragments, where train batches are sent
+    ids           modules whose weights the trainer publishes; None: there is one module
+
+    Raises GraphError where the rollout is in its graph already, ModuleError for module ids that are no strings, and
+    ValueError where its fragments can't be sent.
+    """
+
+    def __init__(
+        self, rollout: AnyRollout, kept: Kept, *, sends: str, shares: bool, look_up: Callable[[], None]
+    ) -> None:
+        check_rollout(rollout)
+        if isinstance(rollout, MultiAgentRollout) and sends != "batches":
+            raise ValueError(
+                "fragments of several agents can't be sent to a trainer, expected sends='batches' and a "
+                "MultiAgentLearnerPipeline between the rollout and this"
+            )
+        self.rollout = rollout
+        self.ids = claimed_ids(rollout)
+        self.subscriber = Subscriber(rollout, look_up)
+        self.gate = PaceGate(kept, self.subscriber)
+        self.seen = Seen(returns_for(rollout), self.ids)
+        rollout.hold_back(self.gate)
+        if sends == "batches":
+            rollout.watch(self.seen)
+        if shares and sends == "fragments":
+            rollout.environments.share()
+
+    def describe(self) -> Described:
+        """Its part of a `Hello`."""
+        return described(self.rollout, self.ids)
+
+    @cached_property
+    def spaces(self) -> list[Any]:
+        """What a fragment's observations may be in; once the rollout runs, its pipelines stay as they are."""
+        assert isinstance(self.rollout, Rollout)
+        return seen_in(self.rollout)
+
+    @property
+    def version(self) -> int:
+        """The policy version that it acts with."""
+        return version_of(self.rollout)
+
+    def publish(self, version: int, weights: Mapping[str, Any]) -> bool:
+        """Have it act with weights of this version; False: they are not newer than its own. From any thread."""
+        return publish_as(self.rollout, version, weights, self.ids)
+
+
+def rollout_among(sources: Sequence[Any], where: str, *, is_all: bool) -> AnyRollout | None:
+    """The rollout among the nodes that lead to a sink; None: it has not been connected yet.
+
+    where     the sink, for messages
+    is_all    whether there are no others to come
+
+    Raises GraphError where there are several, or none is to come.
+    """
+    found = [node for node in sources if isinstance(node, AnyRollout)]
+    if len(found) > 1:
+        raise GraphError(
+            f"{len(found)} rollouts lead to {where}, expected one: give each a sink of its own to the same trainer"
+        )
+    if not found and is_all:
+        told = ", ".join(type(node).__name__ for node in sources) or "nothing"
+        raise GraphError(
+            f"no rollout leads to {where}, but {told}; expected a Rollout or a MultiAgentRollout upstream of it, as in "
+            "graph.connect(rollout.fragments, TrainerSink(...)), or the rollout as its argument"
+        )
+    return found[0] if found else None

@@ -1,0 +1,31 @@
+"""What joins two nodes of a graph."""
+
+from dataclasses import dataclass
+
+from rollflow.stream.channel import Overflow
+from rollflow.stream.gate import Gate
+
+Port = tuple[str, str]  # the name of a node, and of one of its inlets or outlets
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """From one node's outlet to another's inlet, or to an output of the graph."""
+
+    source: Port
+    target: Port
+    capacity: int | None
+    overflow: Overflow = "block"
+    feedback: bool = False
+    gate: Gate | None = None
+    is_output: bool = False  # the target is the graph's own name and that of one of its outputs
+
+    @property
+    def name(self) -> str:
+        """`a.out → b.items`."""
+        return f"{'.'.join(self.source)} → {'.'.join(self.target)}"
+
+
+def within(prefix: str, port: Port) -> Port:
+    """The port of a node that is a part of another."""
+    return prefix + port[0], port[1]
