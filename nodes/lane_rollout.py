@@ -14,7 +14,7 @@ from rollflow.nodes.module_forward import ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.ring import ring_of, seed_lane
-from rollflow.nodes.stepping import step_of
+from rollflow.nodes.stepping import Turn, nothing, step_of
 from rollflow.stream.errors import RollflowError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.inline_run import InlineRun
@@ -24,10 +24,6 @@ from rollflow.stream.lane import Lane
 # the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
 _first_passes = threading.Lock()
 _BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
-
-
-def _nothing() -> None:
-    """Nobody has to be told."""
 
 
 class Drained(BaseException):
@@ -103,6 +99,7 @@ class LaneRollout:
     is_ours                         whether the vector environment was put together by us: see `step_of`
     is_shared                       whether other processes may look at the lane's columns
     hide                            called before rows that they may have seen are changed
+    turn                            called when a reset within a step begins, and when it has ended: see `step_of`
 
     lane                            the lane
     """
@@ -116,16 +113,18 @@ class LaneRollout:
         weights: WeightsFrom,
         env_to_module: EnvToModulePipeline,
         module_to_env: ModuleToEnvPipeline,
-        began: Callable[[], None] = _nothing,
+        began: Callable[[], None] = nothing,
         is_ours: bool = True,
         is_shared: bool = False,
-        hide: Callable[[], None] = _nothing,
+        hide: Callable[[], None] = nothing,
+        turn: Turn = nothing,
     ) -> None:
         self._hide = hide
         environments = _OneLane(
             env,
             is_ours=is_ours,
             is_shared=is_shared,
+            turn=turn,
             fragment_length=plan.fragment_length,
             lookback=plan.lookback,
             seed=plan.seed,
@@ -192,8 +191,8 @@ def is_of_environment(error: Exception) -> bool:
 class _OneLane(Environments):
     """The environments of one lane, made already."""
 
-    def __init__(self, env: Any, *, is_ours: bool, is_shared: bool, **options: Any) -> None:
-        self._are_ours, self._is_shared = is_ours, is_shared
+    def __init__(self, env: Any, *, is_ours: bool, is_shared: bool, turn: Turn, **options: Any) -> None:
+        self._are_ours, self._is_shared, self._turn = is_ours, is_shared, turn
         super().__init__(env, **options)
 
     def _lane(self, index: int, vector: Any) -> Lane:
@@ -201,7 +200,7 @@ class _OneLane(Environments):
         return Lane(index, layout, self.observation_space, is_shared=self._is_shared)
 
     def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        self._steps = [step_of(env, is_ours=self._are_ours)]
+        self._steps = [step_of(env, is_ours=self._are_ours, turn=self._turn)]
         return [env]
 
 

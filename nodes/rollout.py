@@ -63,9 +63,11 @@ class Rollout(RolloutLoop[Fragment]):
                                    connector functions give; `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads, in processes or on hosts are taken for
-        reset_timeout              hung; None: never. A step includes the resets after episodes that end in it; the
-                                   first reset includes the start of a process. See `ThreadEnvironments`,
-                                   `ProcessEnvironments`, `RemoteLanes`
+        reset_timeout              hung in a step or in a reset; None: never. The first reset includes the start of a
+                                   process. A reset after an ended episode counts by itself, but for those on hosts,
+                                   which `step_timeout` includes, and those within the `step` of vectorized
+                                   environments, which has both times together. Nobody can tell inline. See
+                                   `ThreadEnvironments`, `ProcessEnvironments`, `RemoteLanes`
         module                     has `forward_exploration` and `forward_inference`, or is a class or function that
                                    makes such a one of (observation space, action space); a copy of it acts, which
                                    learns of new weights by `publish` alone. None: a `DefaultModule` for the spaces. To

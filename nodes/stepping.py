@@ -33,14 +33,29 @@ class Stepped(NamedTuple):
     final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
 
 
+Turn = Callable[[], None]
 Step = Callable[[Tree], Stepped]  # of actions, any[N, ...]; or what gymnasium gives, which lacks `final`
 
 
-def step_of(env: VectorEnv[Any, Any, Any], *, is_ours: bool) -> Step:
-    """The function that steps a vector environment; one that is ours may be stepped without its own `step`."""
+def nothing() -> None:
+    """Nobody has to be told."""
+
+
+def step_of(env: VectorEnv[Any, Any, Any], *, is_ours: bool, turn: Turn = nothing) -> Step:
+    """The function that steps a vector environment; one that is ours may be stepped without its own `step`.
+
+    turn    called when a reset within a step begins, and when it has ended, unless the environment blends them
+    """
     if is_ours and isinstance(env, SyncVectorEnv):
-        return _one_after_the_other(env)
-    return _STEPS[autoreset_mode(env)](env)
+        return _one_after_the_other(env, turn)
+    mode = autoreset_mode(env)
+    return _disabled(env, turn) if mode is AutoresetMode.DISABLED else _STEPS[mode](env)
+
+
+def blends_resets(env: VectorEnv[Any, Any, Any], *, is_ours: bool) -> bool:
+    """Whether its own `step` resets it, where nobody can tell a reset from a step."""
+    is_one_by_one = is_ours and isinstance(env, SyncVectorEnv)
+    return not is_one_by_one and autoreset_mode(env) is not AutoresetMode.DISABLED
 
 
 def reset_first(env: VectorEnv[Any, Any, Any], seed: int, first_slot: int) -> tuple[Tree, Mapping[str, Any]]:
@@ -75,7 +90,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
     return mode
 
 
-def _one_after_the_other(env: SyncVectorEnv) -> Step:
+def _one_after_the_other(env: SyncVectorEnv, turn: Turn) -> Step:
     """The environments of a `SyncVectorEnv` of our own, without what its `step` spends on copies and infos."""
     envs, space = env.envs, env.action_space
 
@@ -90,7 +105,11 @@ def _one_after_the_other(env: SyncVectorEnv) -> Step:
                     # The reset may write over both.
                     last.append(map_tree(np.array, observation))
                     last_infos[slot] = dict(info)
-                    observation, info = envs[slot].reset()
+                    turn()
+                    try:
+                        observation, info = envs[slot].reset()
+                    finally:
+                        turn()
                 observations.append(observation)
                 rewards.append(reward)
                 terminateds.append(terminated)
@@ -139,7 +158,7 @@ def _same_step(env: VectorEnv[Any, Any, Any]) -> Step:
     return step
 
 
-def _disabled(env: VectorEnv[Any, Any, Any]) -> Step:
+def _disabled(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
     """DISABLED: nothing resets by itself; the ended episodes' slots are reset right here."""
 
     def step(actions: Tree) -> Stepped:
@@ -149,7 +168,11 @@ def _disabled(env: VectorEnv[Any, Any, Any]) -> Step:
             return Stepped(observations, rewards, terminateds, truncateds, infos)
         rewards, terminateds, truncateds = rewards.copy(), terminateds.copy(), truncateds.copy()
         last = [map_tree(lambda leaf, i=i: leaf[i].copy(), observations) for i in np.flatnonzero(done).tolist()]
-        observations, reset_infos = env.reset(options={"reset_mask": done})
+        turn()
+        try:
+            observations, reset_infos = env.reset(options={"reset_mask": done})
+        finally:
+            turn()
         merged = replaced(infos, reset_infos, done)
         return Stepped(observations, rewards, terminateds, truncateds, merged, (last, infos))
 
@@ -159,7 +182,6 @@ def _disabled(env: VectorEnv[Any, Any, Any]) -> Step:
 _STEPS: Mapping[AutoresetMode, Callable[[VectorEnv[Any, Any, Any]], Step]] = {
     AutoresetMode.NEXT_STEP: _next_step,
     AutoresetMode.SAME_STEP: _same_step,
-    AutoresetMode.DISABLED: _disabled,
 }
 
 

@@ -18,6 +18,7 @@ from rollflow.nodes.multi_agent.observation_rows import ObservationRows
 from rollflow.nodes.multi_agent.petting_zoo import adapted
 from rollflow.nodes.multi_agent.places import Places
 from rollflow.nodes.multi_agent.told import Told, told_by_resets, told_by_steps
+from rollflow.nodes.stepping import Turn, nothing
 from rollflow.stream.errors import EnvError, located, noted
 from rollflow.stream.infos import copied
 from rollflow.stream.multi_agent.agent_part import parts_of
@@ -32,12 +33,15 @@ class MultiAgentEnvs:
         makers       one callable for each, which makes a `MultiAgentEnv`, one of RLlib's, or one of PettingZoo's
         first_env    the number of the first of them, in errors
 
+        turn    called when resets within a step begin, and when they have ended
+
     Observations and rewards are copies; infos are the environments' own. Raises EnvError for environments that can't be
     stepped together, and, with environment, env step and agent, for whatever breaks the conventions of `MultiAgentEnv`.
     """
 
     def __init__(self, makers: Sequence[Callable[[], Any]], *, first_env: int = 0) -> None:
         self.envs: list[Any] = []
+        self.turn: Turn = nothing
         self._opened: list[Closing] = []
         self._first_env = first_env
         with closing_on_error(self.close):
@@ -95,7 +99,7 @@ class MultiAgentEnvs:
         first_infos: Infos = ()
         if len(ended.envs):
             infos = copied(infos)  # the reset may write over them
-            first_observed, first_infos = self._reset(ended.envs, None)
+            first_observed, first_infos = self._reset_ended(ended.envs)
         self._set_acting()
         return VectorStep(parts, ended.envs, ended.truncated, first_observed, infos, first_infos)
 
@@ -120,6 +124,13 @@ class MultiAgentEnvs:
             close = getattr(each, "close", None)
             if callable(close):
                 self._opened.append((f"environment {env}", close))
+
+    def _reset_ended(self, envs: NDArray[np.int64]) -> tuple[list[Observed], Infos]:
+        self.turn()
+        try:
+            return self._reset(envs, None)
+        finally:
+            self.turn()
 
     def _reset(self, envs: NDArray[np.int64], seeds: Sequence[int] | None) -> tuple[list[Observed], Infos]:
         numbers = envs.tolist()

@@ -52,8 +52,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                       left out. "processes": in worker processes, for those that are costly; forward
                                       passes stay here
         workers                       worker processes; None: one for each core
-        step_timeout,                 seconds after which environments in processes, or on hosts, are taken for hung;
-        reset_timeout                 None: never. See `AgentProcesses`, `SteppedLanes`
+        step_timeout,                 seconds after which environments in processes, or on hosts, are taken for hung in
+        reset_timeout                 a step or in a reset; None: never. On hosts a step includes the resets after ended
+                                      episodes; a `MultiAgentVectorEnv`'s step has both times together. See
+                                      `AgentProcesses`, `SteppedLanes`
         module                        a module, or a dict of them by id, each as `Rollout` takes them: an instance, a
                                       class or function of (observation space, action space), None for a
                                       `DefaultModule`. Copies of them act, which learn of new weights by `publish`

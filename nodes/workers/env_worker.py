@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.env_source import LaneMaker
-from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, reset_first, step_of
+from rollflow.nodes.stepping import Step, Stepped, autoreset_mode, blends_resets, reset_first, step_of
 from rollflow.nodes.workers.frames import Frame, Kind, frame, frame_with, lane_block
 from rollflow.nodes.workers.lane_server import LaneServer, loaded, serve_all
 from rollflow.stream.blocks import BlockLayout, SharedBlock
@@ -59,7 +59,8 @@ class EnvServer(LaneServer):
         self._close_env()
         maker: LaneMaker = loaded(asked)
         self._env = env = maker.make()
-        self._step = step_of(env, is_ours=True)
+        self._step = step_of(env, is_ours=True, turn=self._phase.turn)
+        self._phase.set_blended(blends_resets(env, is_ours=True))
         told = {
             "observation_space": describe_space(env.single_observation_space),
             "action_space": describe_space(env.single_action_space),

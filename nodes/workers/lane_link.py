@@ -16,6 +16,8 @@ from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.environments import actions_of
 from rollflow.nodes.workers.frames import SHARED_COLUMNS, Frame, FrameReader, Kind, frame, frame_with
 from rollflow.nodes.workers.outbox import Outbox
+from rollflow.nodes.workers.phase import PHASE_BYTES, Doing, Phase
+from rollflow.nodes.workers.watch import At
 from rollflow.stream.blocks import BlockLayout, BlockPool, SharedBlock
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
@@ -106,6 +108,7 @@ class LaneLink:
         self._reader = FrameReader()
         self._outbox: Outbox | None = None
         self._blocks_sent = 0
+        self._phase = Phase()
 
     # What is asked for
 
@@ -121,9 +124,14 @@ class LaneLink:
             selector.unregister(self.sock)
             self._outbox.close()
             self.sock = self._outbox = None
+            self._phase = Phase()
 
     def make(self) -> None:
         """Have the environments made."""
+        phase = SharedBlock(PHASE_BYTES)
+        self._phase = Phase(phase.array().view(np.int64))
+        self.send(frame(Kind.PHASE, number=phase.size), phase.fd)
+        phase.close()
         constructor = SharedBlock(len(self.maker))
         constructor.write(self.maker)
         self.send(frame(Kind.MAKE, number=constructor.size), constructor.fd)
@@ -160,6 +168,14 @@ class LaneLink:
         """Send of what is kept as much as there is room for now."""
         if self._outbox is not None:
             self._outbox.flush()
+
+    # What is seen
+
+    @property
+    def at(self) -> At:
+        """How often the worker has got on with something, and what it is at."""
+        is_stepped = self.state in (State.READY, State.STEPPING)
+        return self._phase.turns, self._phase.doing if is_stepped else Doing.RESET
 
     # What is answered
 

@@ -15,7 +15,7 @@ import cloudpickle
 from rollflow.nodes.env_source import sizes_of
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
-from rollflow.nodes.workers.patience import Patience
+from rollflow.nodes.workers.watch import At, Watch
 from rollflow.nodes.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream import errors
 from rollflow.stream.errors import EnvError, RunError
@@ -30,7 +30,8 @@ class LaneProcesses(abc.ABC):
 
         workers                        processes; several lanes in one have a thread each. None: one for each core, but
                                        no more than lanes
-        step_timeout, reset_timeout    seconds after which a worker is taken for hung and killed; None: never
+        step_timeout, reset_timeout    seconds after which a worker is taken for hung and killed; None: never. Every
+                                       reset has a time of its own: see `Watch`
         max_failures                   how often in a row a lane may be lost; then it is set aside
 
         in_flight     lanes that are waited for
@@ -56,9 +57,9 @@ class LaneProcesses(abc.ABC):
         self.in_flight = 0
         self._asked_workers = workers
         self._reset_timeout = reset_timeout
-        self._patience = Patience(step_timeout, reset_timeout)
-        self._max_failures = max_failures
         self._links: list[LaneLink] = []
+        self._watch = Watch(step_timeout, reset_timeout, partial(_at, self._links))
+        self._max_failures = max_failures
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._came_aside: deque[LaneLink] = deque()
@@ -82,7 +83,7 @@ class LaneProcesses(abc.ABC):
     def patience(self) -> float | None:
         """Seconds until a worker is late, or is to be started again."""
         due = [link.due for link in self._links if link.state is State.LOST]
-        times = [self._patience.left, max(0.0, min(due) - monotonic()) if due else None]
+        times = [self._watch.left, max(0.0, min(due) - monotonic()) if due else None]
         return min((time for time in times if time is not None), default=None)
 
     def completed(self) -> Iterator[Any]:
@@ -91,12 +92,8 @@ class LaneProcesses(abc.ABC):
             yield from self._set_aside(self._came_aside.popleft())
         for key, events in self._selector.select(0):
             yield from key.data(self, events=events)
-        for index, told in self._patience.overdue().items():
-            link = self._links[index]
-            if self._is_late(link):
-                yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
-            else:
-                self._patience.begin(index, resets=link.state is not State.STEPPING)
+        for index, told in self._watch.overdue().items():
+            yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
         now = monotonic()
         for link in self._links:
             if link.state is State.LOST and link.due <= now and not self._is_draining:
@@ -127,7 +124,7 @@ class LaneProcesses(abc.ABC):
 
     def _launch(self, makers: Sequence[Any]) -> list[dict[str, Any]]:
         """Have processes make the environments of every lane; what they say of them."""
-        self._links = [self.link_class(index, _pickled(maker, index)) for index, maker in enumerate(makers)]
+        self._links += [self.link_class(index, _pickled(maker, index)) for index, maker in enumerate(makers)]
         count = min(self._asked_workers or core_count(), len(makers))
         for size in sizes_of(len(makers), count):
             self._first_of += [len(self._first_of)] * size
@@ -167,10 +164,6 @@ class LaneProcesses(abc.ABC):
     def _has_no_step(self, link: LaneLink) -> bool:
         """Whether a lane that is waited for would have to be made or reset before it could come back with a step."""
         return link.state in (State.LOST, State.MAKING, State.MADE, State.RESETTING)
-
-    def _is_late(self, link: LaneLink) -> bool:
-        """Whether a lane whose time is up has indeed made nothing."""
-        return True
 
     # Answers
 
@@ -245,7 +238,7 @@ class LaneProcesses(abc.ABC):
             logger.warning("lane %d is lost and made again in %.1f s: %s\n%s", link.index, again, reason, told)
         if not link.is_waited:
             return
-        self._patience.end(link.index)
+        self._watch.end(link.index)
         self.lost_steps += self._lost_with(link, reason, was)
         if link.state is State.ASIDE:
             yield from self._set_aside(link)
@@ -267,19 +260,19 @@ class LaneProcesses(abc.ABC):
     def _make(self, link: LaneLink) -> None:
         link.make()
         if link.is_waited:
-            self._patience.begin(link.index, resets=True)
+            self._watch.begin(link.index)
 
     # Inside
 
     def _await(self, link: LaneLink) -> None:
         self.in_flight += 1
         link.is_waited = True
-        self._patience.begin(link.index, resets=link.state is not State.READY)
+        self._watch.begin(link.index)
 
     def _come_back(self, link: LaneLink) -> Any:
         self.in_flight -= 1
         link.is_waited = False
-        self._patience.end(link.index)
+        self._watch.end(link.index)
         return self._lane_of(link)
 
     def _go_on(self, link: LaneLink) -> None:
@@ -325,6 +318,10 @@ class LaneProcesses(abc.ABC):
                     raise refusal(told, link)
                 link.state = State.MADE
                 return told
+
+
+def _at(links: Sequence[LaneLink], lane: int) -> At:
+    return links[lane].at
 
 
 def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:

@@ -13,7 +13,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from rollflow.nodes.workers.frames import Frame, Kind, frame_with, receive_frame
+from rollflow.nodes.workers.phase import Phase
 from rollflow.nodes.workers.worker_process import become_worker
 from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.errors import RollflowError
@@ -27,6 +30,7 @@ class LaneServer(abc.ABC):
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._phase = Phase()
 
     def serve(self) -> None:
         """Answer frame after frame."""
@@ -48,6 +52,9 @@ class LaneServer(abc.ABC):
         """Close the environments, where there are any."""
 
     def _answer(self, asked: Frame) -> None:
+        if asked.kind is Kind.PHASE:
+            self._phase = Phase(SharedBlock(asked.number, asked.fd).taken().view(np.int64))
+            return
         try:
             answer = self._do(asked)
         except Exception as error:

@@ -9,6 +9,7 @@ from rollflow.nodes.rollouts_elsewhere import Turns
 from rollflow.nodes.workers.fragment_codec import FragmentReader
 from rollflow.nodes.workers.frames import Frame, Kind, frame
 from rollflow.nodes.workers.lane_link import LaneLink, State
+from rollflow.nodes.workers.watch import At
 from rollflow.stream.blocks import SharedBlock
 from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.packing import unpack
@@ -46,7 +47,6 @@ class RolloutLink(LaneLink):
         self.lost: str | None = None
         self.stages: list[list[Any]] = []
         self._reported = 0  # by the worker as it is now
-        self._seen = 0
         self._progress: NDArray[np.int64] | None = None
         self._reader_of_fragments: FragmentReader | None = None
 
@@ -74,13 +74,12 @@ class RolloutLink(LaneLink):
         if states is not None:
             self.send(frame(Kind.STATES, number=states.size), states.fd)
         self._send_news(news)
-        self._seen = self.pulse
         self.send(frame(Kind.TURN))
         self.state = State.RESETTING if self.state is State.MADE else State.STEPPING
 
     def begin(self) -> None:
         """The environments have been reset: from now on they make steps."""
-        self.state, self._seen = State.STEPPING, self.pulse
+        self.state = State.STEPPING
 
     def offer(self, news: News | None) -> None:
         """Have weights used in the fragment that is being made, unless some are under way: then those come first."""
@@ -138,10 +137,11 @@ class RolloutLink(LaneLink):
         """What the worker has made and not given is not counted any more."""
         self._progress = None
 
-    def has_moved(self) -> bool:
-        """Whether the worker has got on with its turn since this was asked last."""
-        seen, self._seen = self._seen, self.pulse
-        return seen != self._seen
+    @property
+    def at(self) -> At:
+        """How often the worker has got on with something, and what it is at."""
+        turns, doing = super().at
+        return turns + self.pulse, doing
 
     @property
     def pulse(self) -> int:

@@ -144,7 +144,7 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
             link.fill(answer)
         elif answer.kind is Kind.BEGUN:
             link.begin()
-            self._patience.begin(link.index)
+            self._watch.begin(link.index)
         elif answer.kind is Kind.FRAGMENT:
             told = link.read(answer)
             self.heard(link.index, told)
@@ -182,10 +182,6 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
         # A worker says that it gets on with something before it looks for what it has been told: one that has not said
         # so by now will find that it is to end, and make no step.
         return super()._has_no_step(link) and not (link.state is State.RESETTING and link.pulse)
-
-    def _is_late(self, link: LaneLink) -> bool:
-        assert isinstance(link, RolloutLink)
-        return not link.has_moved()
 
     def _replica_for(self, link: RolloutLink, seed: int) -> dict[str, Any]:
         assert link.remote is not None

@@ -103,6 +103,7 @@ class RolloutServer(EnvServer):
             began=lambda: self._sock.sendall(frame(Kind.BEGUN)),
             is_shared=True,
             hide=self._hide,
+            turn=self._phase.turn,
         )
         self._fragments, self._blocks_sent = FragmentWriter(self._rollout.lane), 0
         return b""

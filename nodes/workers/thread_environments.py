@@ -3,14 +3,15 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.environments import Environments, actions_of
-from rollflow.nodes.stepping import reset_first
-from rollflow.nodes.workers.patience import Patience
+from rollflow.nodes.stepping import blends_resets, reset_first, step_of
+from rollflow.nodes.workers.phase import Doing, Phase
+from rollflow.nodes.workers.watch import At, Watch
 from rollflow.nodes.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import EnvError
@@ -22,7 +23,8 @@ logger = logging.getLogger(__name__)
 class ThreadEnvironments(Environments):
     """`Environments` each of whose lanes steps in a thread of its own, while others are worked on.
 
-    step_timeout, reset_timeout    seconds after which the run ends with an EnvError that names the lane; None: never
+    step_timeout, reset_timeout    seconds after which the run ends with an EnvError that names the lane; None: never.
+                                   Every reset has a time of its own: see `Watch`
 
     A thread can't be made to stop: one that still hangs when the node is closed is left behind, which is logged.
     """
@@ -37,7 +39,8 @@ class ThreadEnvironments(Environments):
     ) -> None:
         super().__init__(env, **options)
         self.in_flight = 0
-        self._patience = Patience(step_timeout, reset_timeout)
+        self._watch = Watch(step_timeout, reset_timeout, self._at)
+        self._is_reset = [False] * len(self.envs)
         self._done: deque[tuple[Lane, BaseException | None]] = deque()
         self._bell = Bell()
         self._jobs: list[SimpleQueue[Callable[[], None] | None]] = [SimpleQueue() for _ in self.envs]
@@ -55,12 +58,13 @@ class ThreadEnvironments(Environments):
             def reset(lane: Lane = lane, env: Any = env, first_slot: int = first_slot) -> None:
                 lane.reset(*reset_first(env, self.seed, first_slot))
 
-            self._hand_over(lane, reset, resets=True)
+            self._hand_over(lane, reset)
         return iter(())
 
     def __call__(self, actions: Lane) -> Lane | None:
         """Have the lane's thread step its environments with the actions that it brings."""
         lane = actions
+        self._is_reset[lane.index] = True
         self._hand_over(lane, lambda: lane.record_step(*self._steps[lane.index](actions_of(lane))))
         return None
 
@@ -71,7 +75,7 @@ class ThreadEnvironments(Environments):
     @property
     def patience(self) -> float | None:
         """Seconds until the first lane is late."""
-        return self._patience.left
+        return self._watch.left
 
     def completed(self) -> Iterator[Lane]:
         """The lanes that have been stepped. Raises what an environment raised; EnvError when one is late."""
@@ -79,12 +83,12 @@ class ThreadEnvironments(Environments):
         while self._done:
             lane, error = self._done.popleft()
             self.in_flight -= 1
-            self._patience.end(lane.index)
+            self._watch.end(lane.index)
             if error is not None:
                 error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
                 raise error
             yield lane
-        for index, told in self._patience.overdue().items():
+        for index, told in self._watch.overdue().items():
             raise EnvError(f"lane {index}, vector step {self.lanes[index].vector_steps}: {told}")
 
     def describe(self) -> str:
@@ -111,9 +115,24 @@ class ThreadEnvironments(Environments):
         self._bell.close()
         super().close()
 
-    def _hand_over(self, lane: Lane, job: Callable[[], None], *, resets: bool = False) -> None:
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        envs = super()._made(env, num_envs, lanes)
+        self._phases = [Phase() for _ in envs]
+        for each, phase in zip(envs, self._phases, strict=True):
+            phase.set_blended(blends_resets(each, is_ours=self._is_ours))
+        self._steps = [
+            step_of(each, is_ours=self._is_ours, turn=phase.turn)
+            for each, phase in zip(envs, self._phases, strict=True)
+        ]
+        return envs
+
+    def _at(self, index: int) -> At:
+        phase = self._phases[index]
+        return phase.turns, phase.doing if self._is_reset[index] else Doing.RESET
+
+    def _hand_over(self, lane: Lane, job: Callable[[], None]) -> None:
         self.in_flight += 1
-        self._patience.begin(lane.index, resets=resets)
+        self._watch.begin(lane.index)
         self._jobs[lane.index].put(job)
 
     def _work(self, index: int) -> None:

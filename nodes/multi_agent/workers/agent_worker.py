@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.nodes.multi_agent.lane_envs import LaneEnvs, lane_envs
 from rollflow.nodes.multi_agent.workers.agent_codec import InfoCodec, describe
 from rollflow.nodes.multi_agent.workers.step_block import StepBlock
@@ -71,6 +72,9 @@ class AgentServer(LaneServer):
         self._close_env()
         maker: AgentLaneMaker = loaded(asked)
         self._envs = maker.make()
+        if isinstance(self._envs, MultiAgentEnvs):
+            self._envs.turn = self._phase.turn
+        self._phase.set_blended(not isinstance(self._envs, MultiAgentEnvs))
         self._infos = InfoCodec(self._envs.possible_agents, maker.first_env)
         return frame_with(Kind.READY, describe(self._envs))
 

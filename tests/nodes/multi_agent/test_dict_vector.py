@@ -226,3 +226,18 @@ def test_an_error_in_an_environment_says_which() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         envs.step(chosen_for(envs, acting_in(own, envs), np.random.default_rng(0)))
     assert caught.value.__notes__ == ["environment 11, env step 0"]
+
+
+def test_resets_within_a_step_are_told_of() -> None:
+    own, makers = numbered_agents(2, nested=0)
+    envs = MultiAgentEnvs(makers)
+    told: list[list[int]] = []
+    envs.turn = lambda: told.append([each.episode for each in own])
+    envs.reset([0, 1])
+    assert told == []
+    while not told:
+        before = [each.episode for each in own]
+        envs.step(chosen_for(envs, acting_in(own, envs), np.random.default_rng(0)))
+    begun, ended = told
+    assert begun == before
+    assert ended == [each.episode for each in own] != before

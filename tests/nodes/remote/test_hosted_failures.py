@@ -281,7 +281,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
 ) -> None:
     """The clock is the test's own: each step takes longer than half the time that there is for one."""
     now = [0.0]
-    monkeypatch.setattr("rollflow.nodes.workers.patience.monotonic", lambda: now[0])
+    monkeypatch.setattr("rollflow.nodes.workers.deadlines.monotonic", lambda: now[0])
     envs = listening(RemoteRollouts)
     steps = [4, 5, 6, 7]
     with (

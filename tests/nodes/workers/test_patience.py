@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.nodes.workers import patience as module
+from rollflow.nodes.workers import deadlines as module
 from rollflow.nodes.workers.patience import Patience
 
 EVENTS = st.lists(
