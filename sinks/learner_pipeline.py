@@ -1,10 +1,11 @@
 """Fragments in, train batches out."""
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
+from rollflow.nodes.given import check_numbers
 from rollflow.nodes.lag import LagBound
 from rollflow.nodes.multi_agent.agent_learner import AgentLearner
 from rollflow.nodes.rounds import Emitted
@@ -21,15 +22,25 @@ class Learned(NamedTuple):
     batches: Batch | None
 
 
-class _Gathering(abc.ABC, Generic[F]):
-    """Gathers so many fragments for each batch; a last batch of fewer comes when the stream ends."""
+class Gathering(abc.ABC, Generic[F]):
+    """Gathers so many fragments for each batch; a last batch of fewer comes when the stream ends.
+
+    fragments_per_batch    that make one batch, in the order in which they come
+    left_out               fragments that came into none: without a transition, too old, or with nothing to be learnt
+    """
 
     where: Literal["inline", "thread"] = "thread"
 
     def __init__(self, fragments_per_batch: int, lag: LagBound | None) -> None:
-        self._fragments_per_batch = fragments_per_batch
+        check_numbers(fragments_per_batch=(fragments_per_batch, 1))
+        self.fragments_per_batch, self.left_out = fragments_per_batch, 0
         self._lag = lag
         self._waiting: list[F] = []
+        self._watching: list[Callable[[], None]] = []
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take a function to be called, in the thread that makes batches, when more is left out."""
+        self._watching.append(changed)
 
     @abc.abstractmethod
     def _batch_of(self, fragments: Sequence[F]) -> Batch: ...
@@ -42,16 +53,26 @@ class _Gathering(abc.ABC, Generic[F]):
     def _take(self, fragment: F) -> Learned:
         if fragment.num_steps and (self._lag is None or self._lag.admits(fragment)):
             self._waiting.append(fragment)
-        if len(self._waiting) < self._fragments_per_batch:
+        else:
+            self._leave_out(1)
+        if len(self._waiting) < self.fragments_per_batch:
             return Learned(None)
         return self._learned()
 
     def _learned(self) -> Learned:
         fragments, self._waiting = self._waiting, []
-        return Learned(self._batch_of(fragments) or None)
+        batch = self._batch_of(fragments)
+        if not batch:
+            self._leave_out(len(fragments))
+        return Learned(batch or None)
+
+    def _leave_out(self, fragments: int) -> None:
+        self.left_out += fragments
+        for changed in self._watching:
+            changed()
 
 
-class LearnerPipeline(_Gathering[Fragment]):
+class LearnerPipeline(Gathering[Fragment]):
     """A node that turns fragments into train batches, in a worker thread, off the rollout's path.
 
         pipeline               makes the batch: column name -> tensor `any[B, ...]`
@@ -87,7 +108,7 @@ class LearnerPipeline(_Gathering[Fragment]):
         return self.pipeline.of_fragments(fragments, self._module, self._metrics)
 
 
-class MultiAgentLearnerPipeline(_Gathering[MultiAgentFragment]):
+class MultiAgentLearnerPipeline(Gathering[MultiAgentFragment]):
     """The same for fragments of a `MultiAgentRollout`: a batch is a dict, module id -> train batch.
 
     Pieces see copies of the modules as `rl_module`, with the weights that were published last: `rollout.module` may be

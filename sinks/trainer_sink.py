@@ -147,18 +147,14 @@ class TrainerSink:
         )
 
     def take_sources(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
-        """Find the rollout among what leads to this in a graph, unless it was given: it is to be taken apart anew."""
-        if self._is_given:
-            return ()
-        where = f"the TrainerSink to {self._link.address}"
-        rollout = rollout_among(sources, where, is_all=is_all)
-        if rollout is None or (self._found is not None and rollout is self._found.rollout):
-            return ()
-        if self._found is not None:
-            raise GraphError(f"{where} has another rollout by now, expected a sink for each")
-        rollout.be_drawn_anew()
-        self._found = self._end_of(rollout)
-        return [rollout]
+        """Find the rollout among what leads to this in a graph, unless it was given: it is to be taken apart anew.
+
+        Once all is there, also find what makes its train batches.
+        """
+        changed = () if self._is_given else self._take_rollout(sources, is_all=is_all)
+        if is_all and self._sends == "batches":
+            self._end.take_gathering(sources, self._link.bell.ring)
+        return changed
 
     async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
         """Send what comes, until no more does and the trainer is done with it."""
@@ -218,6 +214,17 @@ class TrainerSink:
         """There is one once the graph has been drawn."""
         assert self._found is not None
         return self._found
+
+    def _take_rollout(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
+        where = f"the TrainerSink to {self._link.address}"
+        rollout = rollout_among(sources, where, is_all=is_all)
+        if rollout is None or (self._found is not None and rollout is self._found.rollout):
+            return ()
+        if self._found is not None:
+            raise GraphError(f"{where} has another rollout by now, expected a sink for each")
+        rollout.be_drawn_anew()
+        self._found = self._end_of(rollout)
+        return [rollout]
 
     def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
         shares = self._lender is not None
@@ -355,6 +362,7 @@ class TrainerSink:
             steps = item.num_steps
         else:
             steps = num_steps(batches_in(item, is_by_module=self._end.ids is not None))
+            self._end.gate.pass_over()
         if "left" not in self.lost:
             logger.warning("trainer %s has left: others of this rollout go on without it", self._link.address)
         self.lost["left"] = self.lost.get("left", 0) + steps

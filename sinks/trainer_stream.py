@@ -67,8 +67,10 @@ class TrainerStream:
         on_excess              what is done with an older one. "drop": it is left out and counted. "raise": LagError.
                                "mask": its older steps get False in the batch's `loss_mask`. "pace": the rollouts wait,
                                so that none gets older, as long as weights are published at most once per batch, before
-                               the next is asked for; a batch is then one fragment of every lane. With max_lag=0 all is
-                               exactly on-policy. What weights of an earlier trainer made is left out and counted
+                               the next is asked for; a batch is then one fragment of every lane, or one train batch of
+                               every rollout. With max_lag=0 all is exactly on-policy. Of several agents, some may have
+                               acted before and wait for their next observation: those steps are masked. What weights of
+                               an earlier trainer made is left out and counted
         ack                    "auto": a rollout may forget a fragment as soon as the trainer has moved on from it, and
                                asks for the next. "manual": when `ack` is called, as a rule after a checkpoint
         compression            "zstd": observations come compressed, for slow networks; takes `rollflow[compression]` at
@@ -269,8 +271,9 @@ class TrainerStream:
     def state_dict(self) -> dict[str, Any]:
         """What has been handed over so far, the last batch among it, and the policy version: plain data, for JSON.
 
-        To be taken when the trainer has learnt from the last batch, and saved with its weights; where a dataset has
-        several ranks, when all are at the same point, after a barrier: what each was given is counted, and nothing that
+        To be taken when the trainer has learnt from the last batch, and saved with its weights before these are
+        published: under "pace" nothing is left out then, whenever the trainer is killed. Where a dataset has several
+        ranks, when all are at the same point, after a barrier: what each was given is counted, and nothing that
         any is given later. A `DataLoader` of one's own with workers is behind: see `TrainerDataset`.
         """
         newest, taken = self._door.weights.told(), self._server.taken() if self._server is not None else []

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
+from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream, feed
 from rollflow.stream import Fragment, Graph
 from rollflow.stream.run import Run
 from rollflow.stream.wire import Limits
@@ -54,13 +54,16 @@ def graph_of(
     return graph_over(Rollout(envs, **settings), address, **(sink or {}))
 
 
-def graph_over(rollout: Rollout, address: Any, **sink: Any) -> tuple[Graph, Rollout, TrainerSink]:
-    """A rollout and a sink in a graph."""
+def graph_over(
+    rollout: Rollout, address: Any, *, fragments_per_batch: int = 1, **sink: Any
+) -> tuple[Graph, Rollout, TrainerSink]:
+    """A rollout and a sink in a graph, and between them what makes batches of so many fragments, if it sends these."""
     sends = TrainerSink(str(address), **{"limits": SHORT, "name": "feed", **sink})
     graph = Graph("feed")
     graph.add(rollout=rollout, trainer=sends)
     if sink.get("sends") == "batches":
-        graph.add(learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
+        pipeline, module = rollout.learner_pipeline, rollout.module
+        graph.add(learner=LearnerPipeline(pipeline, module, fragments_per_batch=fragments_per_batch))
         graph.connect("rollout.fragments", "learner")
         graph.connect("learner", "trainer")
     else:
@@ -111,6 +114,22 @@ def running(graph: Graph, rollout: Rollout, sink: TrainerSink) -> Iterator[Feed]
             feed.ended.cancel()
         else:
             feed.ended.result()
+
+
+@contextmanager
+def fed(stream: TrainerStream, rollout: Any) -> Iterator["Future[Any]"]:
+    """Within the stream, which a rollout feeds by `feed` from another thread; what that comes to."""
+    failed: BaseException | None = None
+    with ThreadPoolExecutor() as threads:
+        with stream:
+            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+            try:
+                yield feeding
+            except BaseException as error:  # the stream says goodbye all the same, or the rollout would wait for it
+                failed = error
+        feeding.result()
+    if failed is not None:
+        raise failed
 
 
 class FeedProcess:

@@ -6,9 +6,9 @@ from typing import Literal
 
 import torch
 
-from rollflow.sinks.trainer.by_module import batches_in
+from rollflow.sinks.trainer.by_module import batches_in, newest_version
 from rollflow.sinks.trainer.item_message import Batch
-from rollflow.sinks.trainer.source import Arrived
+from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import LagError, RunError
 
@@ -42,6 +42,9 @@ class AgeBound:
         Raises LagError where none may be older, RunError where nothing younger would ever come.
         """
         lag = lag_of(arrived, version)
+        if lag is not None and self._is_paced_and_masked(arrived.source):
+            newest = newest_version(batches_in(arrived.batch, is_by_module=True))
+            lag = None if newest is None else version - newest
         if self.max_lag is None or lag is None or lag <= self.max_lag or self.on_excess == "mask":
             return True
         if not has_published:
@@ -60,15 +63,20 @@ class AgeBound:
         )
 
     def mask(self, item: Batch, of: Sequence[Arrived], version: int) -> None:
-        """Have older steps of a train batch left out of the loss, under "mask".
+        """Have older steps of a train batch left out of the loss, under "mask", and of several agents under "pace".
 
         of    what it was made of
 
         Raises RunError where it has no versions.
         """
-        if self.on_excess == "mask" and self.max_lag is not None:
-            for batch in batches_in(item, is_by_module=of[0].source.is_by_module):
+        source = of[0].source
+        if self.max_lag is not None and (self.on_excess == "mask" or self._is_paced_and_masked(source)):
+            for batch in batches_in(item, is_by_module=source.is_by_module):
                 self._mask(batch, version - self.max_lag)
+
+    def _is_paced_and_masked(self, source: Source) -> bool:
+        """Whether steps may be older, though the rollout waits: those of agents that had acted, and waited as well."""
+        return self.on_excess == "pace" and source.is_by_module
 
     def _mask(self, batch: Batch, oldest: int) -> None:
         versions = batch.get(Columns.POLICY_VERSION)

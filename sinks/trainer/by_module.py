@@ -61,6 +61,12 @@ def oldest_version(batches: Iterable[Batch]) -> int | None:
     return min(oldest, default=None)
 
 
+def newest_version(batches: Iterable[Batch]) -> int | None:
+    """The newest policy version that actions were computed with; None where no batch says."""
+    versions = [each[Columns.POLICY_VERSION] for each in batches if Columns.POLICY_VERSION in each]
+    return max((int(each.max()) for each in versions if len(each)), default=None)
+
+
 def num_steps(batches: Iterable[Batch]) -> int:
     """Steps in all of them: rows, or what the loss masks have of them."""
     count = 0

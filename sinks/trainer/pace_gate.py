@@ -5,6 +5,8 @@ from typing import Any
 
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.pace import Paced, nobody
+from rollflow.nodes.rounds import Emitted
+from rollflow.sinks.trainer.batch_credits import BatchCredits
 from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.subscribers import Subscriber
@@ -16,11 +18,12 @@ _MOST = 1 << 53
 class Wanted:
     """How a trainer wants a stream.
 
-    window         fragments that it takes beyond the last one that it is done with
-    ahead          fragments that a lane may have begun beyond that; None: any number, within the window
+    window         items that it takes beyond the last one that it is done with
+    ahead          fragments that a lane may have begun beyond that, or train batches that may have been; None: any
+                   number, within the window
     version        of the newest weights that it has published: a rollout is to act with these, or newer ones
     compression    of observations; None: there is none
-    series         how many fragments it takes as one
+    series         how many items it takes as one
     needs          how many it has to have at a time before it is done with any
     """
 
@@ -62,15 +65,18 @@ class PaceGate:
     kept        what has been given to the trainer
     trainer     that is waited for, unless others go on without it
 
-    done      number of the last fragment that it is done with
+    credits   where train batches are given that are to be paced; None: others are, or fragments
+    done      number of the last item that it is done with
     wanted    None: it has not been there yet
     """
 
     def __init__(self, kept: Kept, trainer: Subscriber) -> None:
+        self.credits: BatchCredits | None = None
         self.wanted: Wanted | None = None
         self.done = 0
         self.version = 0  # that the rollout acts with
         self._kept, self._trainer = kept, trainer
+        self._passed_over = 0  # items, without a number
         self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
         self._changed: Callable[[], None] = nobody
@@ -82,7 +88,19 @@ class PaceGate:
         if not self._trainer.is_passed_over and not self._is_wanted(lane):
             return False
         self._begun[lane.index] = lane.sequence
+        if self.credits is not None:
+            self.credits.begin(lane.index, lane.sequence, self.done + self._passed_over)
         return True
+
+    def see(self, fragment: Emitted) -> None:
+        """A fragment has left the rollout, to go into a train batch."""
+        if self.credits is not None:
+            self.credits.come(fragment.lane, fragment.sequence)
+            self._changed()
+
+    def pass_over(self) -> None:
+        """An item that has come is for nobody."""
+        self._passed_over += 1
 
     def give(self, lane: int, sequence: int) -> None:
         """A lane's fragment has come to the sink, and is kept."""
@@ -103,5 +121,7 @@ class PaceGate:
             return False
         if wanted.ahead is None:
             return True
+        if self.credits is not None:
+            return self.credits.admits(self.done + self._passed_over, wanted.ahead)
         under_way = lane.sequence - self._given.get(lane.index, 0)  # made and on their way to the sink
         return under_way + self._kept.count(lane.index, self.done) < wanted.ahead

@@ -6,6 +6,7 @@ from typing import Any
 
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout import Rollout
+from rollflow.sinks.learner_pipeline import Gathering
 from rollflow.sinks.trainer.any_rollout import (
     AnyRollout,
     Described,
@@ -17,6 +18,7 @@ from rollflow.sinks.trainer.any_rollout import (
     seen_in,
     version_of,
 )
+from rollflow.sinks.trainer.batch_credits import BatchCredits
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.seen import Seen
@@ -54,7 +56,7 @@ class RolloutEnd:
         self.ids = claimed_ids(rollout)
         self.subscriber = Subscriber(rollout, look_up)
         self.gate = PaceGate(kept, self.subscriber)
-        self.seen = Seen(returns_for(rollout), self.ids)
+        self.seen = Seen(returns_for(rollout), self.ids, self.gate.see)
         rollout.hold_back(self.gate)
         if sends == "batches":
             rollout.watch(self.seen)
@@ -63,7 +65,19 @@ class RolloutEnd:
 
     def describe(self) -> Described:
         """Its part of a `Hello`."""
-        return described(self.rollout, self.ids)
+        told = described(self.rollout, self.ids)
+        return told._replace(metadata=told.metadata | {"can_be_paced": self.gate.credits is not None})
+
+    def take_gathering(self, sources: Sequence[Any], changed: Callable[[], None]) -> None:
+        """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
+
+        sources    lead to the sink
+        changed    called from any thread when some have gone into none
+        """
+        makers = [node for node in sources if node is not self.rollout]
+        if self.gate.credits is None and len(makers) == 1 and isinstance(makers[0], Gathering):
+            self.gate.credits = BatchCredits(makers[0])
+            makers[0].watch(changed)
 
     @cached_property
     def spaces(self) -> list[Any]:

@@ -1,6 +1,6 @@
 """What a sink that gets train batches sees of the fragments behind them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -16,10 +16,14 @@ class Seen:
 
     returns    adds up its episodes
     ids        modules whose weights the trainer publishes; None: there is one module
+    see        sees them as well
     """
 
-    def __init__(self, returns: EpisodeReturns | AgentReturns, ids: Sequence[str] | None) -> None:
+    def __init__(
+        self, returns: EpisodeReturns | AgentReturns, ids: Sequence[str] | None, see: Callable[[Any], None]
+    ) -> None:
         self._returns: Any = returns  # for fragments of the rollout's kind
+        self._see = see
         self._ids = ids
         self._count = 0  # of episodes that have been told
         self._counted: dict[str, tuple[EpisodeReturns, int]] = {}  # of each module: what had finished, when last seen
@@ -28,6 +32,7 @@ class Seen:
 
     def __call__(self, fragments: Any) -> None:
         """See one fragment."""
+        self._see(fragments)
         self._returns(fragments)
         version = newest_version(fragments, self._ids)
         if version is not None:

@@ -45,6 +45,12 @@ class Arrived:
         return self.item.lane if isinstance(self.item, Fragment) else 0
 
     @property
+    def batch(self) -> Batch:
+        """The item, of a source that sends train batches."""
+        assert not isinstance(self.item, Fragment)
+        return self.item
+
+    @property
     def num_steps(self) -> int:
         """Transitions."""
         return self.item.num_steps if isinstance(self.item, Fragment) else self.batch_steps
@@ -71,6 +77,7 @@ class Source:
     joined_at            policy version at the trainer when it was last taken in
     sends_batches        whether it sends train batches
     is_by_module         whether each of them is module id -> train batch
+    can_be_paced         whether it knows which fragments go into which of them
     lanes                of its rollout, at the beginning
     spaces               that observations may be in, as they come
     action_space         of the rollout
@@ -93,7 +100,7 @@ class Source:
         self.reason = ""
         self.has_left = self.has_finished = self.has_ended = self.is_lost = False
         self.joined_at = 0
-        self.sends_batches = self.is_by_module = False
+        self.sends_batches = self.is_by_module = self.can_be_paced = False
         self.lanes = 1
         self.has_fixed_lanes = True
         self.spaces: list[gym.Space[Any]] = []
@@ -108,6 +115,11 @@ class Source:
         self.receipts: dict[str, Receipt] = {}
         self.beyond: set[int] = set()
         self.told: _Told = _Told()
+
+    @property
+    def streams(self) -> int:
+        """How many of its items go into one batch for the trainer."""
+        return 1 if self.sends_batches else self.lanes
 
     @property
     def is_present(self) -> bool:
@@ -144,6 +156,7 @@ class Source:
             raise WireError(f"hello.metadata: sends is {sends!r:.100}, expected 'fragments' or 'batches'", "message")
         self.sends_batches, self.compressions = sends == "batches", _entry(told, "compressions", list)
         self.is_by_module = told.get("is_by_module") is True
+        self.can_be_paced = not self.sends_batches or told.get("can_be_paced") is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.lanes, self.version, self.digest = len(hello.slots), version, digest

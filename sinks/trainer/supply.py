@@ -36,12 +36,11 @@ class FirstCome:
 
     def _share(self, source: Source) -> int:
         """How many items of a rollout belong to a set."""
-        share = 1 if source.sends_batches else source.lanes
-        return share if source.is_present else min(share, self._counts[source])
+        return source.streams if source.is_present else min(source.streams, self._counts[source])
 
 
 class Rounds:
-    """One fragment of every lane at a time: each lane's next."""
+    """One fragment of every lane at a time, each lane's next, or one train batch of every rollout."""
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[bytes, int], deque[Arrived]] = {}
@@ -54,7 +53,7 @@ class Rounds:
         """The next round; none where it is not whole and others may come from those that are `present`."""
         for source in present:
             lanes = sum(token == source.session.token for token, _ in self._waiting)
-            if lanes < source.lanes:
+            if lanes < source.streams:
                 return []
         taken = [items.popleft() for items in self._waiting.values()]
         self._waiting = {key: items for key, items in self._waiting.items() if items}

@@ -37,13 +37,14 @@ class Windows:
     def of(self, source: Source) -> Window:
         """Of this one. Raises WireError where what it sends is not what is wanted."""
         ahead = self._age.ahead
-        if source.sends_batches and (self._yields != "batches" or ahead is not None):
-            told = f"yields={self._yields!r}" if ahead is None else "on_excess='pace'"
-            raise WireError(f"this rollout sends train batches, and the trainer has {told}: expected fragments", "role")
+        if source.sends_batches and self._yields != "batches":
+            raise WireError(
+                f"this rollout sends train batches, and the trainer has yields={self._yields!r}: expected fragments",
+                "role",
+            )
         if ahead is None:
-            lanes = 1 if source.sends_batches else source.lanes
-            together = (self._count or lanes) if self._yields == "batches" else 1
-            window = (1 + self._prefetch + self.held) * max(lanes, self._count or 1)
+            together = (self._count or source.streams) if self._yields == "batches" else 1
+            window = (1 + self._prefetch + self.held) * max(source.streams, self._count or 1)
             return Window(window, (1 + self.held) * together)
         if not source.has_fixed_lanes:
             raise WireError(
@@ -51,6 +52,13 @@ class Windows:
                 "go, expected another on_excess",
                 "pace",
             )
+        if not source.can_be_paced:
+            raise WireError(
+                "the trainer holds rollouts back by on_excess='pace', and this one's train batches are made by nodes "
+                "that can't be asked how many fragments go into each: expected a LearnerPipeline alone between the "
+                "rollout and its sink, or another on_excess",
+                "pace",
+            )
         # A lane may have begun as many before the slowest has given its first; and what is done may lie behind what is
         # not, from lanes that are faster.
-        return Window(2 * ahead * source.lanes, ahead * source.lanes)
+        return Window(2 * ahead * source.streams, ahead * source.streams)

@@ -321,7 +321,7 @@ def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:
 def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_anew() -> None:
     rollout = agents()
     returns: Any = returns_for(rollout)
-    seen = Seen(returns, None)
+    seen = Seen(returns, None, see=lambda fragment: None)
     for count in (3, 2):
         returns.by_module = {"a": EpisodeReturns(), 7: EpisodeReturns()}
         for own in returns.by_module.values():
@@ -337,7 +337,7 @@ def test_modules_that_go_have_theirs_told_and_others_of_their_id_are_counted_ane
 def test_a_batch_tells_of_so_many_modules_and_the_next_of_others() -> None:
     rollout = agents()
     returns: Any = returns_for(rollout)
-    seen = Seen(returns, None)
+    seen = Seen(returns, None, see=lambda fragment: None)
     returns.by_module = {str(number): EpisodeReturns() for number in range(MOST_MODULES + 2)}
     for own in returns.by_module.values():
         own.take(1, [1.0], [1])

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import feeding
 import numpy as np
 import pytest
 import torch
@@ -40,17 +41,8 @@ def fed(
 ) -> Iterator[tuple[TrainerStream, MultiAgentRollout, "Future[Any]"]]:
     """The stream, and a rollout that feeds it from another thread."""
     _, rollout = made(drawn, **options)
-    failed: BaseException | None = None
-    with ThreadPoolExecutor() as threads:
-        with stream:
-            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
-            try:
-                yield stream, rollout, feeding
-            except BaseException as error:  # the stream says goodbye all the same, or the rollout would wait for it
-                failed = error
-        feeding.result()
-    if failed is not None:
-        raise failed
+    with feeding.fed(stream, rollout) as fed:
+        yield stream, rollout, fed
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
