@@ -61,6 +61,7 @@ def described(rollout: AnyRollout, ids: Sequence[str] | None) -> Described:
         "module": type(rollout.module).__name__,
         "weights": {name: list(shape) for name, shape in shapes_of(weights).items()},
         "version": version_of(rollout),
+        "seed": rollout.seed,
     }
     return Described(tuple(env.num_envs for env in environments.envs) or (1,), spaces, metadata)
 

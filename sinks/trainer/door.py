@@ -16,7 +16,7 @@ from rollflow.sinks.trainer.newest_weights import NewestWeights, Published
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.peer import Peer, peer_on
 from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
-from rollflow.sinks.trainer.source import Arrived, Source, check_shares
+from rollflow.sinks.trainer.source import Arrived, Source, check_shares, check_together
 from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
@@ -337,12 +337,7 @@ class Door:
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
         source.introduce(hello, peer.where)
         source.session.window, source.needs = self._windows.of(source)
-        other = next((each for each in self.connected if not each.is_like(source)), None)
-        if other is not None:
-            raise WireError(
-                f"spaces or weights are not those of rollout {other.name}, which is here as well, expected the same",
-                "spaces",
-            )
+        check_together(source, [each for each in self.connected if each is not source])
         self.weights.meet(source, peer.connection.peer_max_frame, self._limits.undelivered)
         peer.connection.welcome(source.session)
         older, source.connection = source.connection, peer.connection

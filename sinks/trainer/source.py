@@ -1,6 +1,7 @@
 """A rollout that feeds a trainer, as the trainer knows it."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import Hello, Receipt, TrainerConnection, TrainerSession
 from rollflow.stream.wire.handshake import MOST_NUMBER
 from rollflow.stream.wire.spaces import read_space
+
+logger = logging.getLogger(__name__)
 
 _MOST_SPACES, _MOST_NODES = 64, 4096
 
@@ -84,6 +87,7 @@ class Source:
     told                 what it has been told through its connection
     is_stateful          whether the rollout's module is
     weights              shapes of the module's weights
+    seed                 of its environments; None: nobody knows
     version              the policy version that the rollout came with
     digest               of its weights, if they are a trainer's that it was told by this connection; None: nobody knows
     compressions         that it can compress by
@@ -108,6 +112,7 @@ class Source:
         self.is_stateful = False
         self.module = ""
         self.weights: dict[str, tuple[int, ...]] = {}
+        self.seed: int | None = None
         self.version = 0
         self.digest: bytes | None = None
         self.compressions: list[Any] = []
@@ -148,6 +153,9 @@ class Source:
         digest: Any = told.get("digest")
         if digest is not None and not (isinstance(digest, bytes) and len(digest) == 32):
             raise WireError(f"hello.metadata: digest is {digest!r:.100}, expected 32 bytes or nil", "message")
+        seed: Any = told.get("seed")
+        if seed is not None and not is_whole(seed):
+            raise WireError(f"hello.metadata: seed is {seed!r:.100}, expected a whole number or nil", "message")
         weights = _entry(told, "weights", dict)
         if not all(isinstance(shape, list) and all(map(is_whole, shape)) for shape in weights.values()):
             raise WireError("hello.metadata: weights are no shapes, expected lists of whole numbers", "message")
@@ -161,6 +169,7 @@ class Source:
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.lanes, self.version, self.digest = len(hello.slots), version, digest
         self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
+        self.seed = seed
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
         self.weights = {name: tuple(shape) for name, shape in weights.items()}
         self.name = f"{ascii(hello.name)[1:-1]} ({where})"
@@ -217,6 +226,24 @@ def check_shares(hello: Hello, *, shares: bool) -> None:
             f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or neither",
             "memory",
         )
+
+
+def check_together(source: Source, others: Sequence[Source]) -> None:
+    """Raise WireError where a rollout can't be learnt from with others; say it where one makes the same episodes."""
+    for other in others:
+        if not other.is_like(source):
+            raise WireError(
+                f"spaces or weights are not those of rollout {other.name}, which is here as well, expected the same",
+                "spaces",
+            )
+        if source.seed is not None and source.seed == other.seed and source.connection is None:
+            logger.warning(
+                "rollouts %s and %s both have seed=%d: their environments are seeded alike, and their episodes have "
+                "the same ids; expected another seed for each, or none",
+                other.name,
+                source.name,
+                source.seed,
+            )
 
 
 @dataclass(slots=True)

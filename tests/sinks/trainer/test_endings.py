@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -327,6 +328,20 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in() -
             while not feed.ended.done():
                 next(batches)
             feed.ended.result()
+
+
+def test_rollouts_that_make_the_same_episodes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with trainer(sources=3) as stream:
+        options: dict[str, Any] = {"lanes": 1, "num_fragments": 2}
+        with (
+            feeding(stream.address, (0,), seed=7, sink={"name": "one"}, **options),
+            feeding(stream.address, (1,), seed=8, sink={"name": "another"}, **options),
+            feeding(stream.address, (2,), seed=7, sink={"name": "its twin"}, **options),
+        ):
+            assert len(list(stream)) > 1
+    told = [record.message for record in caplog.records if "seed" in record.message]
+    assert len(told) == 1
+    assert re.match(r"rollouts (one|its twin) \(.*\) and (one|its twin) \(.*\) both have seed=7: ", told[0])
 
 
 # Somebody else at the address
