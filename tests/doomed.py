@@ -2,9 +2,11 @@
 
 import os
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numbered_env import NumberedEnv
 
 from rollflow.stream import Fragment
@@ -60,3 +62,30 @@ def lives_of(rewards: list[int]) -> list[int]:
     for begin, end in zip(begins, ends, strict=True):
         assert rewards[begin : end + 1] == list(range(1, end - begin + 2))
     return [rewards[end] for end in ends]
+
+
+def check_chunks(fragments: list[Fragment]) -> None:
+    """Continuity and alignment of every slot's chunks, and how those ended that go on nowhere."""
+    by_slot: dict[tuple[int, int], list[Any]] = {}
+    for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
+        for index, chunk in enumerate(fragment.episodes()):
+            by_slot.setdefault((fragment.lane, int(fragment.chunks.slot[index])), []).append((fragment, chunk))
+    for chunks in by_slot.values():
+        ids = [chunk.id_ for _, chunk in chunks]
+        assert len(dict.fromkeys(ids)) == 1 + sum(a != b for a, b in pairwise(ids))
+        for place, (fragment, chunk) in enumerate(chunks):
+            observations = chunk.get_observations(slice(0, None))
+            assert [int(row[2]) for row in observations] == list(
+                range(chunk.t_started, chunk.t_started + len(chunk) + 1)
+            )
+            assert len({int(row[1]) for row in observations}) == 1
+            np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), observations[:-1])
+            before = chunks[place - 1][1] if place else None
+            if chunk.t_started:
+                assert before is not None
+                assert before.id_ == chunk.id_
+            elif before is not None and not before.is_done:
+                # It ended with the fragment before: there is no chunk left that could say so.
+                assert [loss.row for loss in fragment.losses][:1] == [fragment.first_row]
+            lost = chunk.custom_data.get("lost")
+            assert lost is None or (chunk.is_truncated and not chunk.is_terminated)

@@ -3,54 +3,25 @@
 import logging
 import time
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 import psutil
 import pytest
-from doomed import Doomed, Reports, lives_of, rewards_by_slot
+from doomed import Doomed, Reports, check_chunks, lives_of, rewards_by_slot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 from rollflow.nodes.workers.lane_link import LaneLink, State
-from rollflow.stream import EnvError, Fragment
+from rollflow.stream import EnvError
 
 
 @pytest.fixture(autouse=True)
 def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
-
-
-def check_laws(fragments: list[Fragment]) -> None:
-    """Continuity and alignment of every slot's chunks, and how those ended that go on nowhere."""
-    by_slot: dict[tuple[int, int], list[Any]] = {}
-    for fragment in sorted(fragments, key=lambda fragment: fragment.sequence):
-        for index, chunk in enumerate(fragment.episodes()):
-            by_slot.setdefault((fragment.lane, int(fragment.chunks.slot[index])), []).append((fragment, chunk))
-    for chunks in by_slot.values():
-        ids = [chunk.id_ for _, chunk in chunks]
-        assert len(dict.fromkeys(ids)) == 1 + sum(a != b for a, b in pairwise(ids))
-        for place, (fragment, chunk) in enumerate(chunks):
-            observations = chunk.get_observations(slice(0, None))
-            assert [int(row[2]) for row in observations] == list(
-                range(chunk.t_started, chunk.t_started + len(chunk) + 1)
-            )
-            assert len({int(row[1]) for row in observations}) == 1
-            np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), observations[:-1])
-            before = chunks[place - 1][1] if place else None
-            if chunk.t_started:
-                assert before is not None
-                assert before.id_ == chunk.id_
-            elif before is not None and not before.is_done:
-                # It ended with the fragment before: there is no chunk left that could say so.
-                assert [loss.row for loss in fragment.losses][:1] == [fragment.first_row]
-            lost = chunk.custom_data.get("lost")
-            assert lost is None or (chunk.is_truncated and not chunk.is_terminated)
 
 
 fates = st.sampled_from(["kill", "raise", "stop"])
@@ -83,7 +54,7 @@ def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
         lost = rollout.lost.pop("workers", 0)
         assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
     assert sorted({fragment.lane for fragment in fragments}) == [0, 1]
-    check_laws(fragments)
+    check_chunks(fragments)
     missing = 0
     for slot, rewards in rewards_by_slot(fragments).items():
         made = [steps for steps in Doomed.lives(log, slot) if steps]
@@ -133,7 +104,7 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert [fragment.sequence for fragment in fragments if fragment.lane == 2] == [0, 1, 2, 3]
     [cut_short] = [fragment for fragment in fragments if fragment.lane == 1]
     assert cut_short.num_steps == cut_short.num_rows == 3 * 6
-    check_laws(fragments)
+    check_chunks(fragments)
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
 
 
@@ -148,7 +119,7 @@ def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Pa
     assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
         (lane, sequence) for lane in range(3) for sequence in range(6)
     ]
-    check_laws(fragments)
+    check_chunks(fragments)
     missing = 0
     for slot, rewards in rewards_by_slot(fragments).items():
         missing += sum(Doomed.lives(tmp_path, slot)) - sum(lives_of(rewards))
