@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from feeding import feeding, trainer
-from torch.utils.data._utils.pin_memory import pin_memory
 
 from rollflow.sinks import TrainerDataset, TrainerStream
-from rollflow.sinks.trainer.making import Tagged
 from rollflow.sinks.trainer.told import Handed
 
 pytestmark = [
@@ -266,13 +265,24 @@ def test_options_are_the_loader_s() -> None:
             dataset.loader(batch_size=2)
 
 
-class Pinnable:
-    """Says whether it was pinned."""
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_come_pinned_where_there_is_an_accelerator(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch sees it: one that is not there, and memory that is said to be pinned."""
+    pinned: list[torch.Tensor] = []
 
-    def pin_memory(self) -> str:
-        return "pinned"
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.clone())
+        return pinned[-1]
 
-
-def test_what_is_said_of_an_item_lets_it_be_pinned() -> None:
-    tagged = pin_memory(Tagged({"obs": Pinnable()}, 3, True))
-    assert tagged == Tagged({"obs": "pinned"}, 3, True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    for name, told in {"is_available": True, "current_accelerator": None, "current_device_index": 0}.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda told=told: told)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    with trainer(prefetch=4) as stream, feeding(stream.address, **FED):
+        count = 0
+        for batch in stream.dataset().loader(pin_memory=True, **options_of(workers)):
+            places = {tensor.data_ptr() for tensor in pinned}
+            assert all(tensor.data_ptr() in places for tensor in batch.values())
+            assert [each.sequence for each in stream.handed] == [count]
+            count += 1
+    assert count == 12
