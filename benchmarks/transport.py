@@ -5,7 +5,8 @@ vector steps. The other process has some that it sends again and again; here eve
 from a source to a `TrainerStream`, acknowledged one by one. Through shared memory a batch is copied once, and a
 fragment lies where its environments wrote it. Beside it stands a bare ring in shared memory, with two semaphores, that
 the same arrays are copied into; beside the sockets, a blocking one of the same kind that is received from into arrays
-that are ready. Lines that stand for themselves: a copy in one process with its sum, `multiprocessing.Queue`, tensors
+that are ready. Lines that stand for themselves: a copy in one process with its sum; the ring with new tensors over each
+batch and word of when they are gone, as anything needs whose batches may be kept; `multiprocessing.Queue`, tensors
 through torch's, and Ray's object store where Ray is installed. Four are under way at most, or 2 MiB, wherever they go.
 
     python -m benchmarks.transport [--quick]
@@ -16,6 +17,7 @@ import multiprocessing
 import socket
 import sys
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing import shared_memory
@@ -276,6 +278,20 @@ def _copied(load: Load) -> Iterator[Iterator[Arrays]]:
 
 
 @contextmanager
+def _ring_of_tensors(load: Load) -> Iterator[Iterator[Any]]:
+    def gone() -> None:
+        """Told for every batch."""
+
+    def tensors_of(slot: Arrays) -> dict[str, torch.Tensor]:
+        views = {column: values.view() for column, values in slot.items()}
+        weakref.finalize(views["obs"], gone).atexit = False
+        return {column: torch.from_numpy(view) for column, view in views.items()}
+
+    with _ring(load) as batches:
+        yield map(tensors_of, batches)
+
+
+@contextmanager
 def _queue(load: Load) -> Iterator[Iterator[Arrays]]:
     queue = _SPAWN.Queue(load.depth)
     with _producing(put_arrays, queue, load):
@@ -312,7 +328,12 @@ def _ray_store(load: Load) -> Iterator[Iterator[Any]]:
         yield taken
 
 
-_ALONE = {"copied here": _copied, "mp.Queue": _queue, "torch's queue": _torch_queue}
+_ALONE = {
+    "copied here": _copied,
+    "ring, new tensors": _ring_of_tensors,
+    "mp.Queue": _queue,
+    "torch's queue": _torch_queue,
+}
 
 
 if __name__ == "__main__":
