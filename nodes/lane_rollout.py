@@ -72,8 +72,7 @@ class WeightsFrom(PolicyWeights):
     """
 
     def __init__(self, module: Any, version: int, between: Callable[[], None]) -> None:
-        super().__init__(module)
-        self._version = version
+        super().__init__(module, version)
         self.between = between
 
     def put(self, version: int, weights: Weights) -> None:

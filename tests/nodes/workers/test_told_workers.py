@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from held import Held, await_held, is_closed, let_go
-from numbered import NumberedModule
+from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import MeanStdFilter, RLModule, Rollout
 
@@ -28,6 +28,17 @@ def test_the_newest_of_many_weights_published_during_one_step_is_used(tmp_path: 
     assert second.column("weight")[:3, 0].tolist() == [0, 0, 0]
     assert third.policy_version == fourth.policy_version == 400
     np.testing.assert_array_equal(fourth.column("weight"), 400)
+
+
+def test_a_worker_says_the_version_that_it_began_with() -> None:
+    rollout = Rollout(
+        partial(NumberedEnv, 0), where="rollouts", module=NumberedModule(), fragment_length=5, num_fragments=1, seed=0
+    )
+    rollout.publish({"weight": torch.tensor(1.0)})
+    with rollout:
+        [fragment] = rollout.fragments()
+    np.testing.assert_array_equal(fragment.column("weight"), 1)
+    np.testing.assert_array_equal(fragment.column("policy_version"), 1)
 
 
 class Large(gym.Env[Any, Any]):
