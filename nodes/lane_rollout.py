@@ -9,6 +9,7 @@ from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvTo
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
 from rollflow.nodes.env_to_module import EnvToModule
 from rollflow.nodes.environments import Environments
+from rollflow.nodes.loaded_weights import LoadedWeights
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import ModuleForward
 from rollflow.nodes.module_to_env import ModuleToEnv
@@ -40,6 +41,7 @@ class LanePlan:
     lookback            steps of the fragment before in each (H)
     seed                of environments and sampling
     acting              how forward passes are done: what `ModuleForward` takes beside module and weights
+    digests             whether weights are digested when they have been loaded
     """
 
     lane: int
@@ -49,6 +51,7 @@ class LanePlan:
     lookback: int
     seed: int
     acting: Mapping[str, Any]
+    digests: bool
 
 
 class Turned(NamedTuple):
@@ -69,11 +72,16 @@ class WeightsFrom(PolicyWeights):
 
     version    that the module's have
     between    called before every pass; it may `put` others, or raise
+    digests    whether weights are digested when they have been loaded
+
+    loaded     their digests; None: there are none
     """
 
-    def __init__(self, module: Any, version: int, between: Callable[[], None]) -> None:
+    def __init__(self, module: Any, version: int, between: Callable[[], None], *, digests: bool) -> None:
         super().__init__(module, version)
         self.between = between
+        self.loaded = LoadedWeights() if digests else None
+        self._seen: int | None = None  # version of those that were digested
 
     def put(self, version: int, weights: Weights) -> None:
         """Have the next pass use these, unless newer ones are here already.
@@ -84,6 +92,14 @@ class WeightsFrom(PolicyWeights):
         with self._lock:
             if version > self._version:
                 self._version, self._unused = version, (version, dict(weights))
+
+    def load_into(self, module: Any) -> int:
+        """Have the module use the newest weights; the version that it then has."""
+        version = super().load_into(module)
+        if self.loaded is not None and version != self._seen:
+            self._seen = version
+            self.loaded.look_at(version, module)
+        return version
 
 
 class LaneRollout:
@@ -134,7 +150,7 @@ class LaneRollout:
         [self.lane] = environments.lanes
         seed_lane(self.lane, plan.seed)
         self.lane.fragment.sequence = plan.sequence
-        self._pipelines = env_to_module, module_to_env
+        self._pipelines, self._weights = (env_to_module, module_to_env), weights
         self._metrics = MetricsLogger()
         self._turns = _Turns(weights.between)
         context = {"module": module, "explore": plan.acting["explore"], "metrics": self._metrics}
@@ -170,6 +186,7 @@ class LaneRollout:
         nodes      what every stage has counted: [name, items, busy seconds]
         states     of the pipelines' connectors; not there where none has any
         metrics    what was logged since this was asked last; not there where nothing was
+        loaded     version and digest of the newest weights that are digested; not there where none are
         """
         told: dict[str, Any] = {"steps": self.lane.num_steps}
         told["nodes"] = [[node.name, node.items, node.busy_s] for node in self._run.report().nodes]
@@ -179,6 +196,8 @@ class LaneRollout:
         if self._metrics.keys():
             told["metrics"] = self._metrics.get_state()
             self._metrics.reset()
+        if self._weights.loaded is not None and self._weights.loaded.newest is not None:
+            told["loaded"] = list(self._weights.loaded.newest)
         return told
 
 

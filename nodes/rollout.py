@@ -25,6 +25,7 @@ from rollflow.nodes.given import (
     pieces_given,
 )
 from rollflow.nodes.lag import LagBound, OnExcess
+from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
@@ -235,6 +236,7 @@ class Rollout(RolloutLoop[Fragment]):
             )
             self._act = ModuleToEnv(self.module_to_env, threads=forward_threads, **context)
             self._deal = Deal(self._lanes_count, num_fragments)
+            self._loaded: dict[int, Loaded] = {}  # by lane
             self._states: dict[int, Any] = {}  # of the connectors in the workers, by lane
             if isinstance(self.environments, RolloutsElsewhere):
                 self.environments.replica, self.environments.heard = self._replica, self._heard
@@ -279,6 +281,19 @@ class Rollout(RolloutLoop[Fragment]):
         """The version published last; 0 before any."""
         return self._weights.version
 
+    def digest_loaded(self) -> None:
+        """Have workers and hosts that do whole rollouts digest the weights that they have loaded: see `loaded`.
+
+        Before it runs.
+        """
+        if isinstance(self.environments, RolloutsElsewhere):
+            self.environments.digests = True
+
+    @property
+    def loaded(self) -> Mapping[int, Loaded] | None:
+        """Lane -> what its worker or host has loaded, as far as it has said so; None: forward passes are done here."""
+        return self._loaded if isinstance(self.environments, RolloutsElsewhere) else None
+
     # Inside
 
     def _with_parts(self, report: Report) -> Report:
@@ -302,7 +317,11 @@ class Rollout(RolloutLoop[Fragment]):
         super()._lane_joined(lane, fills_a_vacancy)
 
     def _heard(self, lane: int, told: Mapping[str, Any]) -> None:
-        """Take in what a worker's connectors have learnt and logged."""
+        """Take in what a worker's connectors have learnt and logged, and what it has loaded."""
+        if "loaded" in told:
+            self._loaded[lane] = Loaded(*told["loaded"])
+        else:
+            self._loaded.pop(lane, None)  # that of a worker before this one
         if "states" in told:
             states = self._states | {lane: told["states"]}
             pipelines = self.env_to_module, self.module_to_env

@@ -36,13 +36,15 @@ class RolloutsElsewhere(Environments):
 
     acting     how forward passes are done there: what `ModuleForward` takes beside module and weights
     replica    what is needed there beside environments and that: asked for whenever a lane is begun
-    heard      told of what connectors have learnt and logged: (lane, message)
+    heard      told of what connectors have learnt and logged, and of what has been loaded: (lane, message)
+    digests    whether weights are digested there when they have been loaded
     """
 
     def __init__(self, env: Any, **options: Any) -> None:
         self.acting: Mapping[str, Any] = {}
         self.replica: Callable[[], dict[str, Any]] = dict
         self.heard: Callable[[int, Mapping[str, Any]], None] = lambda lane, told: None
+        self.digests = False
         super().__init__(env, **options)
 
     def broadcast(self, version: int, weights: Mapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ def unpack_weights(data: bytes) -> tuple[int, dict[str, Any]]:
 class Arrays(NamedTuple):
     """Weights without torch.
 
-    tensors    name -> any[...], new memory
+    tensors    name -> any[...]
     dtypes     name -> torch's name of the dtype, where numpy has none: the array has the tensor's bits
     others     what is no tensor
     """
@@ -50,14 +50,18 @@ class Arrays(NamedTuple):
     others: dict[str, Any]
 
 
-def to_arrays(weights: Mapping[str, Any]) -> Arrays:
-    """A `state_dict()` as arrays."""
+def to_arrays(weights: Mapping[str, Any], *, copies: bool = True) -> Arrays:
+    """A `state_dict()` as arrays.
+
+    copies    False: they are where the tensors are, as far as these are on the CPU, one element behind the other
+    """
     arrays = Arrays({}, {}, {})
     for name, value in weights.items():
         if not torch.is_tensor(value):
             arrays.others[name] = value
             continue
-        copied = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        there = value.detach().cpu()
+        copied = there.clone(memory_format=torch.contiguous_format) if copies else there.contiguous()
         try:
             arrays.tensors[name] = copied.numpy()
         except TypeError:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import anyio
 
 from rollflow.nodes.given import check_numbers
+from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.remote.software import software
 from rollflow.sinks.trainer.any_rollout import AnyRollout, newest_version
@@ -130,8 +131,8 @@ class TrainerSink:
         self._lender = Lender(max_bytes) if isinstance(target, SharedAddress) else None
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._has_warned = False
-        # Of a trainer: how often it had come, and forward node -> version of the weights that it was told to be in use.
-        self._told: tuple[int, dict[str, int]] = 0, {}
+        # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
+        self._told: tuple[int, dict[str, Loaded]] = 0, {}
         self._is_given = rollout is not None
         self._found = None if rollout is None else self._end_of(rollout)
         self._link = SourceLink(
@@ -368,12 +369,13 @@ class TrainerSink:
         self.lost["left"] = self.lost.get("left", 0) + steps
 
     def _give_receipt(self, lane: int, version: int | None) -> None:
-        """Say which weights a lane's last action was computed with, where that is news."""
-        if version is None:
+        """Say which weights a lane's forward node has, where that is news; `version` is of its last action."""
+        used = None if version is None else self._end.used_in(lane, version, self._link.versions)
+        if used is None:
             return
-        node, digest = f"lane {lane}", self._link.versions.get(version)
         if self._told[0] != self._link.welcomes:
             self._told = self._link.welcomes, {}
-        if digest is not None and self._told[1].get(node) != version:
-            self._told[1][node] = version
-            self._link.tell(Receipt(node, version, digest))
+        node = f"lane {lane}"
+        if self._told[1].get(node) != used:
+            self._told[1][node] = used
+            self._link.tell(Receipt(node, *used))

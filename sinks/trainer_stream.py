@@ -264,7 +264,11 @@ class TrainerStream:
         self._intake.keep()
 
     def weights_in_use(self) -> list[InUse]:
-        """What every forward node of every rollout was last seen to use."""
+        """What every forward node of every rollout was last seen to use.
+
+        Those in worker processes and on hosts of whole rollouts say with a fragment what their modules have loaded; of
+        weights above a megabyte, maybe with the fragment behind it. A host with older software does not say it.
+        """
         with self._door.lock:
             return in_use(self._door.connected, self._door.weights.digests)
 

@@ -35,7 +35,7 @@ with {kind}(makers, lanes={lanes}, secret={secret!r}, name={host!r}{more}) as ho
     host.connect({address!r}, retry_s=30.0)
 """
 # What a host of whole rollouts has beside environments.
-_NUMBERED = {"before": "from numbered import NumberedModule", "more": ", module=NumberedModule()"}
+_NUMBERED = {"before": "from {} import NumberedModule", "more": ", module=NumberedModule()"}
 
 
 @contextmanager
@@ -85,7 +85,8 @@ def serving(host: Host, address: str) -> Iterator[str]:
 class HostProcess:
     """A host in a process of its own: environments `module.name(*args, **kwargs)`, one for each of `makers`.
 
-    kind    `RolloutHost`: it has a `NumberedModule`
+    kind      `RolloutHost`: it has a `NumberedModule`
+    module    name of the file that has this
     """
 
     def __init__(
@@ -98,9 +99,11 @@ class HostProcess:
         name: str = "process",
         env: type[Any] = NumberedEnv,
         kind: type[Host] = EnvHost,
+        module: str = "numbered",
     ) -> None:
+        numbered = {name: text.format(module) for name, text in _NUMBERED.items()}
         program = _PROGRAM.format(
-            **_NUMBERED if kind is RolloutHost else dict.fromkeys(_NUMBERED, ""),
+            **numbered if kind is RolloutHost else dict.fromkeys(_NUMBERED, ""),
             kind=kind.__name__,
             path=sys.path,
             module=env.__module__,

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.remote.fragment_checks import MOST, check_whole, told_of
+from rollflow.nodes.weights_digest import DIGEST_BYTES
 from rollflow.stream.errors import WireError
 
 _MOST_TEXT = 1 << 16  # characters
@@ -57,6 +58,8 @@ def account_of(rest: Mapping[str, Any], slots: int) -> Account:
     nodes = account.nodes
     if not isinstance(nodes, list) or not all(_is_stage(stage) for stage in nodes):
         raise WireError(f"nodes is {told_of(nodes)}, expected lists of name, items and busy seconds", "fragment")
+    if "loaded" in rest:
+        _check_loaded(rest["loaded"])
     return account
 
 
@@ -90,6 +93,15 @@ def _entry(told: Mapping[str, Any], name: str) -> Any:
         return told[name]
     except KeyError:
         raise WireError(f"no {name}, expected it among {sorted(map(str, told))}", "fragment") from None
+
+
+def _check_loaded(told: Any) -> None:
+    """Raise WireError for what is no version of weights and their digest."""
+    if not isinstance(told, list) or len(told) != 2 or not is_whole(told[0]) or not isinstance(told[1], bytes):
+        raise WireError(f"loaded is {told_of(told)}, expected a version and a digest", "fragment")
+    check_whole("loaded: version", told[0], 0, MOST)
+    if len(told[1]) != DIGEST_BYTES:
+        raise WireError(f"loaded: {len(told[1])} bytes, expected a digest of {DIGEST_BYTES}", "fragment")
 
 
 def _is_stage(stage: Any) -> bool:

@@ -316,7 +316,7 @@ class HostedRollouts(RemoteLanes, RolloutsElsewhere):
                 self._weights = Weights(replica["version"], *to_arrays(replica["module"].state_dict()))
         self._spaces = [self.observation_space, *replica["env_to_module"].observation_spaces]
         sizes = {"fragment_length": self.fragment_length, "lookback": self.lookback, "seed": self.seed}
-        return RolloutSettings.of(replica, self.acting, **sizes).message()
+        return RolloutSettings.of(replica, self.acting, digests=self.digests, **sizes).message()
 
     def _cut(self, records: Iterable[Record]) -> None:
         """Have fragments that are being made end now."""

@@ -212,8 +212,9 @@ class RolloutLane:
             lookback=settings.lookback,
             seed=session.seed,
             acting=how,
+            digests=settings.digests,
         )
-        weights = WeightsFrom(acting.copy, -1, partial(self._between, session))
+        weights = WeightsFrom(acting.copy, -1, partial(self._between, session), digests=settings.digests)
         rollout = LaneRollout(
             self.env,
             plan,

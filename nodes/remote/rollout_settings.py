@@ -1,7 +1,7 @@
 """What a rollout host has to know of the rollout, checked where it comes in: it is somebody else who says it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
 from rollflow.nodes.default_model_config import model_config_of
@@ -25,6 +25,7 @@ class RolloutSettings:
     module                    name of the module's class
     model_config              fields of its `DefaultModelConfig`; None: it is no `DefaultModule`
     pieces                    names of each pipeline's connector pieces
+    digests                   whether weights are digested when they have been loaded; not said by older software
     """
 
     fragment_length: int
@@ -36,9 +37,12 @@ class RolloutSettings:
     module: str
     model_config: Mapping[str, Any] | None
     pieces: Mapping[str, Sequence[str]]
+    digests: bool = False
 
     @classmethod
-    def of(cls, replica: Mapping[str, Any], acting: Mapping[str, Any], **sizes: int) -> "RolloutSettings":
+    def of(
+        cls, replica: Mapping[str, Any], acting: Mapping[str, Any], *, digests: bool, **sizes: int
+    ) -> "RolloutSettings":
         """Those of a rollout: what is needed elsewhere, how forward passes are done, and the numbers."""
         module = replica["module"]
         return cls(
@@ -48,6 +52,7 @@ class RolloutSettings:
             module=type(module).__name__,
             model_config=asdict(model_config_of(module.model_config)) if type(module) is DefaultModule else None,
             pieces={name: [piece.name for piece in replica[name].connectors] for name in PIPELINES},
+            digests=digests,
             **sizes,
         )
 
@@ -59,10 +64,10 @@ class RolloutSettings:
     def of_message(cls, message: Settings) -> "RolloutSettings":
         """As it came over the wire. Raises WireError where it is something else."""
         told = message.settings
-        missing = [field.name for field in fields(cls) if field.name not in told]
+        missing = [field.name for field in fields(cls) if field.name not in told and field.default is MISSING]
         if missing:
             raise WireError(f"settings: no {', '.join(missing)}, expected {', '.join(f.name for f in fields(cls))}")
-        made = cls(**{field.name: told[field.name] for field in fields(cls)})
+        made = cls(**{field.name: told[field.name] for field in fields(cls) if field.name in told})
         made._check()
         return made
 
@@ -99,7 +104,7 @@ class RolloutSettings:
         ):
             if not is_whole(value) or not least <= value <= most:
                 raise WireError(f"settings: {name} is {value!r:.100}, expected a whole number from {least} to {most}")
-        for name, flag in (("explore", self.explore), ("flat", self.flat)):
+        for name, flag in (("explore", self.explore), ("flat", self.flat), ("digests", self.digests)):
             if not isinstance(flag, bool):
                 raise WireError(f"settings: {name} is {flag!r:.100}, expected a bool")
         if not isinstance(self.module, str):

@@ -193,6 +193,7 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
             lookback=self.lookback,
             seed=seed,
             acting=self.acting,
+            digests=self.digests,
         )
         return self.replica() | {"plan": plan}
 

@@ -92,7 +92,7 @@ class RolloutServer(EnvServer):
     def _set_up(self, told: dict[str, Any]) -> bytes:
         assert self._env is not None
         module = told["module"]
-        self._weights = WeightsFrom(module, told["version"], self._between)
+        self._weights = WeightsFrom(module, told["version"], self._between, digests=told["plan"].digests)
         self._rollout = LaneRollout(
             self._env,
             told["plan"],

@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.weights_codec import to_arrays
+from rollflow.nodes.weights_digest import digest_of
 from rollflow.sinks.trainer.source import Source
-from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.errors import ModuleError, RollflowError, WireError
 from rollflow.stream.wire import Weights, encode
 

@@ -4,8 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
+
+from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout import Rollout
+from rollflow.nodes.weights_codec import to_arrays
+from rollflow.nodes.weights_digest import digest_of
 from rollflow.sinks.learner_pipeline import Gathering
 from rollflow.sinks.trainer.any_rollout import (
     AnyRollout,
@@ -24,6 +29,8 @@ from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.seen import Seen
 from rollflow.sinks.trainer.subscribers import Subscriber
 from rollflow.stream.errors import GraphError
+
+_MOST_VERSIONS = 64  # of weights that were converted
 
 
 class RolloutEnd:
@@ -60,6 +67,9 @@ class RolloutEnd:
         rollout.hold_back(self.gate)
         if sends == "batches":
             rollout.watch(self.seen)
+        self._converted: dict[int, bytes] = {}  # version -> digest of weights as the module has them, if otherwise
+        if isinstance(rollout, Rollout):
+            rollout.digest_loaded()
         if shares and sends == "fragments":
             rollout.environments.share()
 
@@ -92,7 +102,35 @@ class RolloutEnd:
 
     def publish(self, version: int, weights: Mapping[str, Any]) -> bool:
         """Have it act with weights of this version; False: they are not newer than its own. From any thread."""
+        if isinstance(self.rollout, Rollout) and self.rollout.loaded is not None:
+            self._note_conversion(version, weights)
         return publish_as(self.rollout, version, weights, self.ids)
+
+    def used_in(self, lane: int, version: int, came: Mapping[int, bytes]) -> Loaded | None:
+        """The newest weights that a lane's forward node is known to have; None: it is not known to have any that came.
+
+        version    that it last acted with
+        came       version -> digest, of weights as they came from the trainer
+        """
+        elsewhere = self.rollout.loaded if isinstance(self.rollout, Rollout) else None
+        if elsewhere is None:
+            return Loaded(version, came[version]) if version in came else None
+        loaded = elsewhere.get(lane)
+        if loaded is None or loaded.version not in came:
+            return None
+        is_converted = loaded.digest == self._converted.get(loaded.version)
+        return Loaded(loaded.version, came[loaded.version]) if is_converted else loaded
+
+    def _note_conversion(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Take down what weights become in a module that has other dtypes."""
+        own = {name: value.dtype for name, value in self.rollout.module.state_dict().items() if torch.is_tensor(value)}
+        given = {name: value for name, value in weights.items() if torch.is_tensor(value)}
+        converted = {name: value.to(own.get(name, value.dtype)) for name, value in given.items()}
+        if any(converted[name].dtype != value.dtype for name, value in given.items()):
+            arrays = to_arrays(converted)
+            self._converted[version] = digest_of(arrays.tensors, arrays.dtypes)
+            while len(self._converted) > _MOST_VERSIONS:
+                del self._converted[next(iter(self._converted))]
 
 
 def rollout_among(sources: Sequence[Any], where: str, *, is_all: bool) -> AnyRollout | None:

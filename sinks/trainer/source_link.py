@@ -15,13 +15,13 @@ from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.nodes.remote.lines import Line, Lines, quoted
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.nodes.weights_codec import Arrays, from_arrays
+from rollflow.nodes.weights_digest import digest_of
 from rollflow.sinks.trainer.alike import MOST_ALIKE, MOST_BYTES, Alike, alike
 from rollflow.sinks.trainer.compression import compressed
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.shared.descriptor_transport import DescriptorTransport
 from rollflow.sinks.trainer.shared.lender import Lender
-from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (

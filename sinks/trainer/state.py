@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rollflow.nodes.weights_digest import DIGEST_BYTES
 from rollflow.sinks.trainer.source import Arrived, Source
-from rollflow.sinks.trainer.weights_digest import DIGEST_BYTES
 from rollflow.stream.wire import SESSION_BYTES, TrainerSession
 from rollflow.stream.wire.handshake import MOST_NUMBER
 

@@ -30,8 +30,8 @@ class InUse(NamedTuple):
     source     name of the rollout
     node       the forward node
     version    policy version
-    is_same    whether it has the weights that were published here under this version, bit for bit; None: they were not
-               published here
+    is_same    whether it has the weights that were published here under this version, bit for bit, in the dtypes of its
+               module; None: they were not published here
     """
 
     source: str

@@ -16,9 +16,9 @@ from numbered import NumberedModule
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
+from rollflow.nodes.weights_digest import digest_of
 from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.sinks.trainer import newest_weights
-from rollflow.sinks.trainer.weights_digest import digest_of
 from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError, WireError
 from rollflow.stream.wire import Limits
 

@@ -1,0 +1,81 @@
+"""Which weights a module has when they have been loaded, by their digest."""
+
+import threading
+from typing import Any, NamedTuple
+
+import torch
+
+from rollflow.nodes.weights_codec import to_arrays
+from rollflow.nodes.weights_digest import digest_of
+
+_AT_ONCE = 1 << 20  # bytes that are digested where they are loaded: it takes about as long as to load them
+_Tensors = dict[str, torch.Tensor]
+
+
+class Loaded(NamedTuple):
+    """Weights that a forward node has loaded.
+
+    version    their policy version
+    digest     of what the module has then
+    """
+
+    version: int
+    digest: bytes
+
+
+class LoadedWeights:
+    """Digests the weights of a module whenever it has loaded others.
+
+    Large ones are copied, to where others of them have been before, and digested in a thread: one that is slower than
+    they come passes versions over.
+
+    newest    that are digested; None: none are
+    """
+
+    def __init__(self) -> None:
+        self.newest: Loaded | None = None
+        self._lock = threading.Lock()
+        self._waiting: tuple[int, _Tensors] | None = None
+        self._spare: _Tensors | None = None
+        self._is_busy = False
+
+    def look_at(self, version: int, module: Any) -> None:
+        """Take down what a module has just loaded; it may change that, and load others, from now on."""
+        state = {name: value.detach() for name, value in module.state_dict().items() if torch.is_tensor(value)}
+        if sum(value.nbytes for value in state.values()) <= _AT_ONCE:
+            self._digest(version, state)
+            return
+        copied = self._copied(state)
+        with self._lock:
+            self._waiting = version, copied
+            if self._is_busy:
+                return
+            self._is_busy = True
+        threading.Thread(target=self._run, name="rollflow loaded weights", daemon=True).start()
+
+    def _copied(self, state: _Tensors) -> _Tensors:
+        with self._lock:
+            copied = self._spare if self._waiting is None else self._waiting[1]
+            self._waiting = self._spare = None
+        if copied is None:
+            copied = {
+                name: torch.empty_like(value, device="cpu", memory_format=torch.contiguous_format)
+                for name, value in state.items()
+            }
+        for name, value in state.items():
+            copied[name].copy_(value)
+        return copied
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                waiting, self._waiting = self._waiting, None
+                if waiting is None:
+                    self._is_busy = False
+                    return
+            self._digest(*waiting)
+            self._spare = waiting[1]
+
+    def _digest(self, version: int, state: _Tensors) -> None:
+        arrays = to_arrays(state, copies=False)
+        self.newest = Loaded(version, digest_of(arrays.tensors, arrays.dtypes))
