@@ -1,26 +1,28 @@
-"""However a run ends: no process, no thread, no descriptor and no shared memory is left."""
+"""However a run ends: no process, no thread, no descriptor, no memory, and nothing that has a name is left."""
 
-import gc
 import os
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
 from held import LONGEST_S, Held, await_held
+from left_behind import held_here, named_memory, shared_mappings
 from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 
 pytestmark = pytest.mark.slow
 
-PLACES = ["threads", "processes", "rollouts"]
+PLACES = ["inline", "threads", "processes", "rollouts", "auto"]
+WORKERS = {"inline": 0, "threads": 0, "processes": 2, "rollouts": 2}  # what auto has is its own affair
 
 PROGRAM = """
 import sys, time
@@ -32,11 +34,6 @@ with Rollout("CartPole-v1", num_envs=4, where=sys.argv[1], prefetch=int(sys.argv
 """
 
 
-def shared_mappings() -> int:
-    """How often shared memory of ours is mapped into this process. It has no name in any folder."""
-    return Path("/proc/self/maps").read_text().count("/memfd:rollflow")
-
-
 def ran(where: str, ending: str) -> None:
     options: Any = {"num_envs": 4, "lanes": 2, "fragment_length": 8, "seed": 0, "prefetch": int(ending == "ahead")}
     rollout = Rollout("CartPole-v1", where=where, **options)  # type: ignore[arg-type]
@@ -46,30 +43,33 @@ def ran(where: str, ending: str) -> None:
         batches = iter(rollout.batches())
         for _ in range(3):
             next(batches)
-        assert (shared_mappings() > 0) == (where != "threads")
+        if where in WORKERS:
+            assert (shared_mappings() > 0) == (WORKERS[where] > 0)
+            assert len(psutil.Process().children()) == WORKERS[where]
         if ending == "error":
             raise ZeroDivisionError
 
 
 @pytest.mark.parametrize("ending", ["left", "ahead", "error", "never entered"])
-@pytest.mark.parametrize("where", PLACES)
-def test_nothing_is_left_in_this_process(where: str, ending: str) -> None:
-    def counted() -> tuple[int, int, int, set[str]]:
-        gc.collect()
-        return (
-            len(os.listdir("/proc/self/fd")),
-            shared_mappings(),
-            len(psutil.Process().children()),
-            {t.name for t in threading.enumerate()},
-        )
-
-    before = counted()
+@pytest.mark.parametrize("where", WORKERS)
+def test_nothing_is_left_in_this_process(
+    where: str, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = held_here()
     for _ in range(2):
-        try:
+        with suppress(ZeroDivisionError):
             ran(where, ending)
-        except ZeroDivisionError:
-            pass
-    assert counted() == before
+    assert held_here() == before
+
+
+def test_nothing_is_left_of_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = held_here()
+    for ending in ("never entered", "error"):
+        with suppress(ZeroDivisionError):
+            ran("auto", ending)
+    assert held_here() == before
 
 
 @pytest.mark.parametrize("drains", [False, True])
@@ -87,40 +87,70 @@ def test_leaving_waits_for_no_environment_that_hangs(
     assert time.monotonic() - began < LONGEST_S / 2
 
 
-def running(source: str, *args: str) -> tuple[subprocess.Popen[str], str]:
-    """A program that is at work, and the first line that it has said."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+def running(source: str, *args: str, **more: str) -> tuple[subprocess.Popen[str], str]:
+    """A program that is at work, with more in its environment, and the first line that it has said."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
     program = subprocess.Popen([sys.executable, "-c", source, *args], **pipes)
     assert program.stdout is not None
     return program, program.stdout.readline().strip()
 
 
-def started(where: str, prefetch: int) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-    """A program that is at work, and its workers."""
-    program, told = running(PROGRAM, where, str(prefetch))
+class Program(NamedTuple):
+    """A program that is at work.
+
+    folder     where it would put temporary files; its processes are known by it
+    workers    processes that it has started
+    named      what it and they have in the folder of shared memory
+    """
+
+    process: subprocess.Popen[str]
+    folder: Path
+    workers: list[psutil.Process]
+    named: set[str]
+
+    def await_end(self) -> str:
+        """Wait until all of it has ended: what it said as an error. Fails where it leaves something behind."""
+        _, told = self.process.communicate(timeout=60)
+        _, left = psutil.wait_procs(self._processes(), timeout=60)
+        assert left == []
+        assert [path for path in self.named if os.path.exists(path)] == []
+        assert os.listdir(self.folder) == []
+        return told
+
+    def _processes(self) -> list[psutil.Process]:
+        """All that were started with its environment, whoever is their parent by now."""
+        found = []
+        for each in psutil.process_iter():
+            with suppress(psutil.Error):
+                if each.environ().get("TMPDIR") == str(self.folder):
+                    found.append(each)
+        return found
+
+
+def started(where: str, prefetch: int, folder: Path) -> Program:
+    """A program that is at work in some place."""
+    process, told = running(PROGRAM, where, str(prefetch), TMPDIR=str(folder))
     assert told == "running"
-    return program, psutil.Process(program.pid).children(recursive=True)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) == WORKERS.get(where, len(workers))
+    return Program(process, folder, workers, named_memory([process.pid, *(worker.pid for worker in workers)]))
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("where", PLACES)
-def test_an_interrupt_ends_everything(where: str, prefetch: int) -> None:
-    program, workers = started(where, prefetch)
-    program.send_signal(signal.SIGINT)
-    _, told = program.communicate(timeout=60)
-    assert "KeyboardInterrupt" in told
-    assert program.returncode in (1, -signal.SIGINT)
-    assert psutil.wait_procs(workers, timeout=60)[1] == []
-    assert len(workers) == (0 if where == "threads" else 2)
+def test_an_interrupt_ends_everything(where: str, prefetch: int, tmp_path: Path) -> None:
+    program = started(where, prefetch, tmp_path)
+    program.process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in program.await_end()
+    assert program.process.returncode in (1, -signal.SIGINT)
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_workers_end_with_a_process_that_is_killed(where: str) -> None:
-    program, workers = started(where, 1)
-    program.kill()
-    program.communicate(timeout=60)
-    assert psutil.wait_procs(workers, timeout=60)[1] == []
+def test_nothing_is_left_of_a_process_that_is_killed(where: str, tmp_path: Path) -> None:
+    program = started(where, 1, tmp_path)
+    program.process.kill()
+    program.await_end()
 
 
 def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:

@@ -1,11 +1,10 @@
 """However a run of several agents ends: no process, no thread, no descriptor and no shared memory is left."""
 
-import gc
 import os
 import signal
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 import pytest
 from doomed_agents import DoomedAgents
 from held import LONGEST_S, await_file
+from left_behind import held_here, shared_mappings
 from numbered_agents import NumberedAgents
 from serial_module import SerialModule
 
@@ -33,11 +33,6 @@ with MultiAgentRollout(makers, where="processes", workers=2, prefetch=int(sys.ar
     for batch in rollout.batches():
         print("running", flush=True)
 """
-
-
-def shared_mappings() -> int:
-    """How often shared memory of ours is mapped into this process. It has no name in any folder."""
-    return Path("/proc/self/maps").read_text().count("/memfd:rollflow")
 
 
 def made(**options: Any) -> MultiAgentRollout:
@@ -60,19 +55,15 @@ def ran(ending: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["left", "ahead", "error", "never entered"])
-def test_nothing_is_left_in_this_process(ending: str) -> None:
-    def counted() -> tuple[int, int, int, set[str]]:
-        gc.collect()
-        threads = {thread.name for thread in threading.enumerate()}
-        return len(os.listdir("/proc/self/fd")), shared_mappings(), len(psutil.Process().children()), threads
-
-    before = counted()
+def test_nothing_is_left_in_this_process(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = held_here()
     for _ in range(2):
         try:
             ran(ending)
         except ZeroDivisionError:
             pass
-    assert counted() == before
+    assert held_here() == before
 
 
 def test_an_error_in_an_event_loop_leaves_nothing_behind() -> None:
