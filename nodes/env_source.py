@@ -1,8 +1,11 @@
 """What a user gives as environments, as one maker of a vector environment for each lane."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import gymnasium as gym
@@ -11,7 +14,9 @@ from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from rollflow.nodes.closing import close_all, closing_on_error
-from rollflow.stream.errors import EnvError, noted
+from rollflow.stream.errors import EnvError, RollflowError, noted
+
+_EXPECTED = "expected to make a gymnasium.Env"
 
 EnvMaker = Callable[[], gym.Env[Any, Any]]
 EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
@@ -22,12 +27,15 @@ class LaneMaker:
     """Makes the vector environment of one lane, here or, where it `can_travel`, in another process.
 
     An id's own vectorized form is used where it has one; other environments are put side by side.
+
+    first_slot    the number of the first of them, in errors
     """
 
     num_envs: int
     spec: EnvSpec | None = None
     makers: Sequence[EnvMaker] = ()
     ready: VectorEnv[Any, Any, Any] | None = None
+    first_slot: int = 0
 
     @property
     def can_travel(self) -> bool:
@@ -40,13 +48,25 @@ class LaneMaker:
             return self.ready
         spec = self.spec
         if spec is None:
-            return _side_by_side(self.makers)
-        try:
-            if spec.vector_entry_point is not None:
-                return gym.make_vec(spec, num_envs=self.num_envs, vectorization_mode="vector_entry_point")
-            return _side_by_side([lambda: gym.make(spec)] * self.num_envs)
-        except gym.error.Error as error:
-            raise EnvError(f"environment '{spec.id}' can't be made: {error}") from error
+            return _side_by_side(self.makers, self.first_slot)
+        if spec.vector_entry_point is None:
+            return _side_by_side([partial(_made_of, spec)] * self.num_envs, self.first_slot)
+        with _making(spec):
+            return gym.make_vec(spec, num_envs=self.num_envs, vectorization_mode="vector_entry_point")
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Have whatever is raised while an environment is made be an EnvError: what it is, and what was raised.
+
+    What is one of ours goes on as it is.
+    """
+    try:
+        yield
+    except RollflowError:
+        raise
+    except Exception as error:
+        raise EnvError(f"{what} {type(error).__name__}: {error}") from error
 
 
 def lane_makers(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
@@ -61,14 +81,13 @@ def lane_makers(env: EnvSource, num_envs: int | None, lanes: int | None) -> list
         return [LaneMaker(size, spec=spec) for size in sizes_of(1 if num_envs is None else num_envs, lanes or 1)]
     if callable(env):
         sizes = sizes_of(1 if num_envs is None else num_envs, lanes or 1)
-        return [LaneMaker(size, makers=[env] * size) for size in sizes]
+        return _of_makers([env] * sum(sizes), sizes)
     if isinstance(env, Sequence) and len(env) and all(isinstance(each, VectorEnv) for each in env):
         return _ready(list(env), num_envs, lanes)  # type: ignore[arg-type]
     if isinstance(env, Sequence) and len(env) and all(callable(each) for each in env):
         if num_envs not in (None, len(env)):
             raise EnvError(f"num_envs is {num_envs}, expected {len(env)}: one for each callable given")
-        left: Any = iter(env)
-        return [LaneMaker(size, makers=[next(left) for _ in range(size)]) for size in sizes_of(len(env), lanes or 1)]
+        return _of_makers(list(env), sizes_of(len(env), lanes or 1))  # type: ignore[arg-type]
     raise EnvError(
         f"env is {env!r}, expected an environment's id, a callable that makes one, a list of such callables, "
         "a gymnasium.vector.VectorEnv, or a list of those"
@@ -122,20 +141,36 @@ def _spec_of(env_id: str) -> EnvSpec:
         raise EnvError(f"environment '{env_id}' can't be made: {error}") from error
 
 
-def _side_by_side(makers: Sequence[EnvMaker]) -> VectorEnv[Any, Any, Any]:
+def _of_makers(makers: Sequence[EnvMaker], sizes: Sequence[int]) -> list[LaneMaker]:
+    ends = accumulate(sizes)
+    return [
+        LaneMaker(size, makers=makers[end - size : end], first_slot=end - size)
+        for size, end in zip(sizes, ends, strict=True)
+    ]
+
+
+def _making(spec: EnvSpec) -> AbstractContextManager[None]:
+    return refusing(f"environment '{spec.id}' can't be made:")
+
+
+def _made_of(spec: EnvSpec) -> gym.Env[Any, Any]:
+    with _making(spec):
+        return gym.make(spec)
+
+
+def _side_by_side(makers: Sequence[EnvMaker], first_slot: int) -> VectorEnv[Any, Any, Any]:
     made: list[gym.Env[Any, Any]] = []
-    with closing_on_error(lambda: close_all((f"slot {slot}", env.close) for slot, env in enumerate(made))):
-        for make in makers:
-            made.append(_made(make, made))
+    with closing_on_error(lambda: close_all((f"slot {slot}", env.close) for slot, env in enumerate(made, first_slot))):
+        for slot, make in enumerate(makers, first_slot):
+            made.append(_made(make, slot, made))
         # A lane copies what it is given before the next step, so the environments may reuse their arrays.
         envs = iter(made)
         return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def _made(make: EnvMaker, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
-    """The environment of a slot, after those of the slots before. Raises EnvError for what is none."""
-    slot = len(before)
-    with noted(f"in the callable for slot {slot}"):
+def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
+    """The environment of a slot, after those of the lane's slots before. Raises EnvError for none, or what raises."""
+    with noted(f"in the callable for slot {slot}"), refusing(f"the callable for slot {slot}, {_EXPECTED}, raised"):
         env: Any = make()
     if hasattr(env, "possible_agents"):
         raise EnvError(

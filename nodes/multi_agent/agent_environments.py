@@ -10,8 +10,8 @@ from rollflow.nodes.env_source import sizes_of
 from rollflow.nodes.lane_source import LaneSource
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.multi_agent.dict_vector import check_alike
-from rollflow.nodes.multi_agent.lane_envs import lane_envs, made_by
+from rollflow.nodes.multi_agent.dict_vector import check_alike, made_by
+from rollflow.nodes.multi_agent.lane_envs import lane_envs
 from rollflow.nodes.multi_agent.multi_agent_env import agents_of
 from rollflow.nodes.stepping import seeds_for
 from rollflow.stream.errors import EnvError, RunError, located

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.closing import Closing, close_all, closing_on_error
+from rollflow.nodes.env_source import refusing
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.agent_states import AgentStates
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
@@ -114,8 +115,9 @@ class MultiAgentEnvs:
         if not len(makers):
             raise EnvError("there are no makers of environments, expected at least one")
         for env, make in enumerate(makers, self._first_env):
+            given = made_by(make, env)
             with noted(f"in the callable for environment {env}"):
-                each = adapted(_apart(make()))
+                each = adapted(_apart(given))
             if each is None:
                 raise EnvError(f"the callable for environment {env} gave None, expected a MultiAgentEnv")
             if any(each is other for other in self.envs):
@@ -164,6 +166,13 @@ class MultiAgentEnvs:
         acting = self._states.acting
         shares = enumerate(self._slots.split(acting))
         self._acting = [self._slots.slots_of(part, acting[share]) for part, share in shares]
+
+
+def made_by(make: Callable[[], Any], env: int) -> Any:
+    """What a callable makes; `env` is the number of the environment, in errors. Raises EnvError where it raises."""
+    where = f"the callable for environment {env}"
+    with noted(f"in {where}"), refusing(f"{where}, expected to make a MultiAgentEnv, raised"):
+        return make()
 
 
 def _apart(env: Any) -> Any:

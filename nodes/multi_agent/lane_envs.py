@@ -7,8 +7,7 @@ from typing import Any
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.multi_agent.array_envs import ArrayEnvs
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
-from rollflow.stream.errors import noted
+from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs, made_by
 
 LaneEnvs = MultiAgentEnvs | ArrayEnvs
 
@@ -27,12 +26,6 @@ def lane_envs(makers: Sequence[Callable[[], Any]], *, first_env: int = 0) -> Lan
         return MultiAgentEnvs([partial(_given, env)], first_env=first_env)
     with closing_on_error(env.close):
         return ArrayEnvs(env, first_env=first_env)
-
-
-def made_by(make: Callable[[], Any], env: int) -> Any:
-    """What a callable makes; `env` is the number of the environment, in errors."""
-    with noted(f"in the callable for environment {env}"):
-        return make()
 
 
 def _given(env: Any) -> Any:

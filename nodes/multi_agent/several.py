@@ -7,7 +7,7 @@ import gymnasium as gym
 from gymnasium.vector import VectorEnv
 
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
-from rollflow.nodes.multi_agent.lane_envs import made_by
+from rollflow.nodes.multi_agent.dict_vector import made_by
 from rollflow.nodes.stepping import close_failed
 
 

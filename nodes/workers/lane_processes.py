@@ -207,7 +207,8 @@ class LaneProcesses(abc.ABC):
     # Losses
 
     def _failed(self, link: LaneLink, told: Mapping[str, Any]) -> Iterator[Any]:
-        if told["is_refusal"]:
+        # Environments that have been made before may well be made again: that they can't be now is a loss.
+        if told["is_refusal"] and link.state is not State.MAKING:
             raise refusal(told, link)
         yield from self._lane_lost(link, f"{told['type']}: {told['text']}", told["traceback"])
 

@@ -9,6 +9,7 @@ from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 
 from rollflow.nodes import EnvHost, MultiAgentRollout, PrevActionsPrevRewards, RandomModule, Rollout, RolloutHost
+from rollflow.stream.errors import EnvError
 
 
 class Stuck:
@@ -69,7 +70,7 @@ def test_a_rollout_that_can_not_be_made_closes_its_environments(kind: Any, made:
 def test_environments_made_before_one_that_can_not_be_made_are_closed(kind: Any, made: Any) -> None:
     for lanes in (1, 2, 4):
         envs, makers = made()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EnvError, match=r"expected to make a .*Env, raised ZeroDivisionError"):
             kind([*makers[:3], failing], lanes=lanes, module=RandomModule)
         assert [env.closed for env in envs] == [True, True, True, False]
 
@@ -78,7 +79,7 @@ def test_environments_made_before_one_that_can_not_be_made_are_closed(kind: Any,
 def test_environments_of_a_host_that_can_not_be_made_are_closed(kind: Any, made: Any) -> None:
     for lanes in (1, 2, 4):
         envs, makers = made()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(EnvError, match=r"expected to make a .*Env, raised ZeroDivisionError"):
             kind([*makers[:3], failing], lanes=lanes)
         assert [env.closed for env in envs] == [True, True, True, False]
 

@@ -104,9 +104,10 @@ def test_an_environment_that_can_not_be_made_or_reset_says_where() -> None:
     def fails() -> Any:
         raise OSError("no display")
 
-    with pytest.raises(OSError, match="no display") as raised:
+    told = r"the callable for slot 1, expected to make a gymnasium\.Env, raised OSError: no display"
+    with pytest.raises(EnvError, match=told) as raised:
         Rollout([Scripted, fails])
-    assert raised.value.__notes__ == ["in the callable for slot 1"]
+    assert isinstance(raised.value.__cause__, OSError)
     with pytest.raises(ZeroDivisionError) as refused:
         fragments_of([Scripted, Refuses])
     assert refused.value.__notes__[0] == "lane 0, the first reset"

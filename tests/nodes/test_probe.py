@@ -297,7 +297,7 @@ def test_errors_are_those_of_the_rollout_itself() -> None:
     def fails() -> Any:
         raise OSError("no such simulator")
 
-    with pytest.raises(OSError, match="no such simulator"):
+    with pytest.raises(EnvError, match="raised OSError: no such simulator"):
         Rollout(fails, where="auto")
     with pytest.raises(EnvError, match="environment 'Nowhere-v0' can't be made"):
         Rollout("Nowhere-v0", where="auto")

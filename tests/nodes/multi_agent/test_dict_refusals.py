@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.nodes.multi_agent.lane_envs import lane_envs
 from rollflow.nodes.multi_agent.multi_agent_env import MultiAgentEnv
 from rollflow.stream.errors import EnvError
 
@@ -271,9 +272,11 @@ def test_environments_that_differ_are_refused_and_closed() -> None:
 
 
 def test_a_callable_that_raises_is_named() -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        MultiAgentEnvs([Scripted, lambda: 1 / 0], first_env=2)
-    assert caught.value.__notes__ == ["in the callable for environment 3"]
+    told = "the callable for environment 3, expected to make a MultiAgentEnv, raised ZeroDivisionError: division by"
+    for first, makers in ((2, [Scripted, lambda: 1 / 0]), (3, [lambda: 1 / 0])):
+        with pytest.raises(EnvError, match=told) as caught:
+            lane_envs(makers, first_env=first)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
 # What is not refused
