@@ -1,6 +1,7 @@
-"""The place that `where="auto"` chooses, beside the best of a few settings by hand.
+"""The place that `where="auto"` chooses, beside the best of a few settings by hand, for whatever it may matter to.
 
-All of them are measured in turn; what is left to rollflow is measured and chosen anew every time.
+All of them are measured in turn; what is left to rollflow is measured and chosen anew every time. `--quick` has one
+number of slots for each workload.
 
     python -m benchmarks.placement [--quick]
 """
@@ -11,9 +12,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import run
-from benchmarks.envs import PixelEnv, SleepEnv, plain_cartpole
-from benchmarks.pairs import Record, Sizes, in_steady_state, record
-from benchmarks.policies import Mlp, NatureCnn
+from benchmarks.envs import CountingEnv, PixelEnv, SleepEnv, plain_cartpole
+from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, record
+from benchmarks.policies import Mlp, NatureCnn, Zeros
 from rollflow.nodes import Rollout
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -28,15 +29,22 @@ WAYS: dict[str, dict[str, Any]] = {
 CHEAP = ("inline", "processes, 2 lanes", "rollouts, 2 lanes")
 WAITING = ("threads", "processes, 16 lanes", "rollouts, 16 lanes")
 CASES: tuple[Any, ...] = (
+    ("CartPole, plain", plain_cartpole, Mlp, 8, 128, CHEAP),
     ("CartPole, plain", plain_cartpole, Mlp, 64, 128, CHEAP),
+    ("CartPole, plain", plain_cartpole, Mlp, 256, 128, CHEAP),
+    ("CartPole, vectorized", "CartPole-v1", Mlp, 64, 128, CHEAP),
+    ("CartPole, vectorized", "CartPole-v1", Mlp, 1024, 128, CHEAP),
     ("pixels", PixelEnv, NatureCnn, 8, 128, CHEAP),
     ("pixels", PixelEnv, NatureCnn, 32, 128, CHEAP),
     ("steps of lognormal time", SleepEnv, Mlp, 16, 32, WAITING),
+    ("steps that do nothing", CountingEnv, Zeros, 64, 128, CHEAP),
 )
 
 
 def measure(sizes: Sizes, cases: tuple[Any, ...] = CASES) -> list[Record]:
     """A line for each case."""
+    if sizes == QUICK:  # the last of each workload
+        cases = tuple({case[0]: case for case in cases}.values())
     return [_measured(sizes, *case) for case in cases]
 
 

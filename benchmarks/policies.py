@@ -53,6 +53,14 @@ class Noop(RLModule):
         return dict(self._output)
 
 
+class Zeros(RLModule):
+    """Gives zeros for as many slots as there are, also where it is copied to lanes that have a part of them."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        count = len(batch["obs"])
+        return {"actions": torch.zeros(count, dtype=torch.int64), "vf_preds": torch.zeros(count)}
+
+
 def sampled(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Actions and their log-probabilities, by a race of exponentials: the fastest way in torch."""
     log_probs = torch.log_softmax(logits, -1)

@@ -58,10 +58,16 @@ def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_workers_and_memory_are_measured() -> None:
-    lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4, 2, 0.95),))
+    lines = two_cores.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 4),), aims={2: 0.95, 4: 0.75})
     lines += memory.measure(TINY, steps=20_000)
     pairs.show(lines)
-    assert [line["workload"] for line in lines] == ["tiny", "memory, peak", "memory, growth"]
+    assert [line["workload"] for line in lines] == [
+        "tiny, 2 workers",
+        "tiny, 4 workers",
+        "tiny, 4 workers beside 2",
+        "memory, peak",
+        "memory, growth",
+    ]
     assert all(line.keys() >= KEYS for line in lines)
 
 
@@ -133,6 +139,24 @@ def test_the_command_measures_what_it_is_asked_for(
     with pytest.raises(SystemExit):
         command.main(["--only", "sclaing"])
     assert "no such benchmark: sclaing; expected cartpole" in capsys.readouterr().err
+
+
+def test_what_a_quick_run_has_no_time_for_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    def takes_long(sizes: Any) -> Any:
+        now[0] += command.QUICK_BEGIN_S + 1
+        return [LINES[0]]
+
+    monkeypatch.setattr(command, "monotonic", lambda: now[0])
+    for program in (pixels, overhead):
+        monkeypatch.setattr(program, "measure", takes_long)
+    command.main(["--quick", "--only", "pixels,overhead"])
+    assert "left out, 360 s were over: overhead" in capsys.readouterr().err
+    command.main(["--only", "pixels,overhead"])
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_pairs_begin_with_either_one_in_turn() -> None:
