@@ -165,6 +165,8 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Any]:
         assert isinstance(link, RolloutLink)
         assert link.remote is not None
+        if link.state is State.READY:  # between two turns: there is no fragment that could say what ends
+            link.lost = reason
         yield from super()._lane_lost(link, reason, told)
         if link.is_waited and link.remote.fragment is not None:  # which has been rescued
             yield self._come_back(link)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from held import LONGEST_S, Held, await_file, await_held, let_go, times_made
-from numbered import NumberedModule
+from numbered import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 
@@ -175,6 +175,26 @@ def test_no_time_is_set_where_steps_may_take_for_ever(tmp_path: Path, forward: F
     assert list(node.completed()) == []
     let_go(tmp_path, 0)
     assert come_back(node) == [lane]
+
+
+def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
+    closing: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
+    node = closing(rollouts_of(partial(NumberedEnv, 0, lengths=(100, 100))))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    first = lane.fragment
+    node._workers[0]._process.kill()
+    come_back(node, 0, until=lambda: "lane 0 is lost" in caplog.text)
+    node(lane)
+    come_back(node)
+    [loss] = lane.fragment.losses
+    assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (lane.fragment.first_row, [0], [])
+    assert "was killed by SIGKILL" in loss.reason
+    assert lane.fragment.chunk(0).id_ != first.chunk(0).id_
+    assert node.lost_steps == 0  # none was under way
 
 
 # Several lanes in a process
