@@ -20,7 +20,12 @@ def add_to(commands: Any) -> None:
         "until it says goodbye. Ctrl-C has the environments stop, and waits until the trainer has what was under way.",
     )
     parser.add_argument("--env", required=True, help=hosting.ENV_HELP)
-    parser.add_argument("--trainer", required=True, metavar="ADDRESS", help="tcp://host:port or unix:/path")
+    parser.add_argument(
+        "--trainer",
+        required=True,
+        metavar="ADDRESS",
+        help="tcp://host:port, or on this machine unix:/path or shm:/path",
+    )
     parser.add_argument("--num-envs", type=int, default=1, help="how many environments (1)")
     parser.add_argument("--lanes", type=int, help="groups of them that step apart (as suits --where)")
     parser.add_argument("--where", choices=_WHERE, default="inline", help="where the environments step (inline)")

@@ -113,8 +113,8 @@ async def _fed(graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals
 
 
 async def _leave_with_trainer(sink: TrainerSink, scope: anyio.CancelScope) -> None:
-    await sink.wait_goodbye()
-    scope.cancel()
+    if await sink.wait_goodbye() is not None:
+        scope.cancel()
 
 
 async def _leave_when_signalled(
@@ -124,6 +124,6 @@ async def _leave_when_signalled(
         if came:
             scope.cancel()
         else:
-            logger.info("interrupted: the trainer gets what is under way; a second time ends it at once")
+            logger.warning("interrupted: the trainer gets what is under way; a second time ends it at once")
             run.stop()
         came.append(number)

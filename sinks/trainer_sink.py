@@ -130,7 +130,8 @@ class TrainerSink:
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
         self._lender = Lender(max_bytes) if isinstance(target, SharedAddress) else None
         self._changed, self._watch = anyio.Event(), watch
-        self._has_ended = self._has_warned = False
+        self._has_ended = self._has_warned = self._is_over = False
+        self._failure: str | None = None
         # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
         self._told: tuple[int, dict[str, Loaded]] = 0, {}
         self._is_given = rollout is not None
@@ -153,8 +154,8 @@ class TrainerSink:
         Once all is there, also find what makes its train batches.
         """
         changed = () if self._is_given else self._take_rollout(sources, is_all=is_all)
-        if is_all and self._sends == "batches":
-            self._end.take_gathering(sources, self._link.bell.ring)
+        if is_all:
+            self._end.take_makers(sources, self._link.bell.ring)
         return changed
 
     async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
@@ -170,21 +171,29 @@ class TrainerSink:
             except Exception as error:
                 raised = error  # as it is, not in a group
             tasks.cancel_scope.cancel()
+        self._is_over = True
+        self._look_up()
         raised = raised or self._link.error
         if raised is not None:
             raise raised
 
+    def take_failure(self, error: BaseException) -> None:
+        """Something has been raised that ends the run: the trainer is told so."""
+        if error is not self._link.error:
+            self._failure = f"{type(error).__name__}: {error}"
+
     def close(self) -> None:
-        """Say goodbye to the trainer; where the rollout has not come to its end, just go."""
-        self._link.close("the rollout has ended" if self._has_ended else None)
+        """Say goodbye to the trainer; where the rollout has not come to its end, say why, or just go."""
+        self._link.close("the rollout has ended" if self._has_ended else None, self._failure)
         self._link.release()
         left, steps = self._session.given - self._session.done, self._kept.steps(self._session.done)
         if left:
             self.lost["undelivered"] = steps
-            logger.warning(
-                "%d %s with %d transitions were not delivered: %s",
+            logger.log(
+                logging.WARNING if self.goodbye is None else logging.INFO,  # it has left of its own will
+                "%d %s with %d transitions not delivered: %s",
                 left,
-                self._sends,
+                self._sends if left > 1 else {"fragments": "fragment", "batches": "batch"}[self._sends],
                 steps,
                 self._link.problem or "the trainer had not moved on from them",
             )
@@ -199,10 +208,11 @@ class TrainerSink:
         """The reason that the trainer gave when it left; None: it has not, or there is another one."""
         return self._link.goodbye
 
-    async def wait_goodbye(self) -> None:
-        """While it runs: wait until a trainer has left."""
-        while not self._has_left():
+    async def wait_goodbye(self) -> str | None:
+        """Wait until a trainer has left: its reason; None where the rollout has ended before, and all was delivered."""
+        while not self._has_left() and not self._is_over:
             await self._changed.wait()
+        return self.goodbye
 
     def describe(self) -> str:
         """For `explain()`."""

@@ -57,11 +57,13 @@ class TrainerStream:
         yields                 "batches": train batches of the learner pipeline, which runs here, as `Rollout.batches`
                                gives them, or those that a `LearnerPipeline` has made where the rollout is, of several
                                modules as module id -> train batch; "fragments" or "episodes": one by one
-        fragments_per_batch    None: one of every lane of all the rollouts that are there
+        fragments_per_batch    in the order in which they come. None: as many as there are lanes in all the rollouts
+                               that are there or may come back; under "pace", one of each of these
         learner_connector      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
         module                 what the pieces see as `rl_module`
         sources                how many rollouts are waited for before the first batch; others may come at any time
-        join_timeout           seconds that they are waited for, and, when all are lost, for others; None: for ever
+        join_timeout           seconds that they are waited for, and, when all are lost, for others, once the time that
+                               they had to come back, `grace_s` of `limits`, is over; None: for ever
         prefetch               batches that rollouts may send ahead
         max_lag                how many policy versions old a fragment may be when it is handed over; None: any age
         on_excess              what is done with an older one. "drop": it is left out and counted. "raise": LagError.

@@ -46,7 +46,8 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
 
     A synchronous node may have, besides: `start()`, whose items set out before any has come; `finish()`, whose items
     come after the last; `done`, true when a source of a ring wants no more; `where`, "inline" or "thread". Any node
-    may have `close()`, called once when the run is over, and `describe()`, shown by `Graph.explain`; and
+    may have `close()`, called once when the run is over, in an event loop after `take_failure(error)` where a node has
+    raised, and `describe()`, shown by `Graph.explain`; and
     `take_sources(sources, *, is_all)`, told the nodes that lead to it, as `Graph.sources_of` gives them, whenever an
     edge is drawn before it, and, with `is_all`, when the graph is validated: it gives those of them that are to be
     taken apart by `graph()` once more, as what it has told them changes how they are.

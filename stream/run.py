@@ -107,9 +107,14 @@ class Run:
 
     def close(self) -> None:
         """End what has not ended, for those who still wait on it; then call every node's `close()`."""
+        failure = self._error
         self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
         self._caller.end_life()
         self._ended_at = clock()
+        if failure is not None:
+            for spec in self.graph.nodes.values():
+                if hasattr(spec.node, "take_failure"):
+                    spec.node.take_failure(failure)
         close_nodes(self.graph)
 
     def _end(self, error: Exception | None) -> None:

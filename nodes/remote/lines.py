@@ -170,4 +170,7 @@ class Entrance:
 
 def quoted(words: object) -> str:
     """What is wrong, as part of a line for people: the words may be a stranger's."""
-    return ascii(str(words)[:_MOST_QUOTED])[1:-1]
+    return "".join(
+        letter if letter.isascii() and letter.isprintable() else letter.encode("unicode_escape").decode()
+        for letter in str(words)[:_MOST_QUOTED]
+    )

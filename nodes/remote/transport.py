@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from rollflow.stream.wire import Address, Broken, Connection, Event, HostConnection, TcpAddress
+from rollflow.stream.wire import Address, Broken, Connection, Event, TcpAddress
 
 _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
@@ -81,9 +81,7 @@ class Transport:
 
     def _mismatched(self, *, speaks_tls: bool) -> Event:
         """Refuse: one end speaks TLS, and the other does not."""
-        me, other = "gateway", "host"
-        if isinstance(self.connection, HostConnection):
-            me, other = other, me
+        me, other = self.connection.roles
         one, none = (me, other) if speaks_tls else (other, me)
         return self._refused(f"the {one} speaks TLS and the {none} does not, expected both to, or neither")
 

@@ -147,6 +147,14 @@ class Door:
                     source.session.window, source.needs = self._windows.of(source)
         self.wake()
 
+    def told_of(self, source: Source) -> str:
+        """Whether a rollout is there or is waited for, and for how long, for people."""
+        if source.lost_at is None or source.is_connected:
+            return f"{source.name} is there"
+        gone = monotonic() - source.lost_at
+        left = max(0.0, self._limits.grace_s - gone)
+        return f"{source.name} is lost since {gone:.0f} s, and waited for {left:.0f} s more (Limits.grace_s)"
+
     def wake(self) -> None:
         """Have sources told what is new."""
         self._wake.ring()

@@ -130,8 +130,9 @@ class Intake:
         """What it means that there is nothing. Raises RunError where all are lost, for too long."""
         if present:
             if patience.is_long:
-                names = ", ".join(source.name for source in present[:4])
-                logger.warning("nothing to hand over for a while, of %d rollouts: %s", len(present), names)
+                told = "; ".join(map(self.door.told_of, present[:4]))
+                count = f"{len(present)} rollouts" if len(present) > 1 else "one rollout"
+                logger.warning("nothing to hand over for a while, of %s: %s", count, told)
             patience.restart()
             return []
         lost = [source for source in self.door.sources.values() if source.is_lost]

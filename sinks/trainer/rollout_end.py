@@ -59,7 +59,7 @@ class RolloutEnd:
                 "fragments of several agents can't be sent to a trainer, expected sends='batches' and a "
                 "MultiAgentLearnerPipeline between the rollout and this"
             )
-        self.rollout = rollout
+        self.rollout, self._sends = rollout, sends
         self.ids = claimed_ids(rollout)
         self.subscriber = Subscriber(rollout, look_up)
         self.gate = PaceGate(kept, self.subscriber)
@@ -78,13 +78,22 @@ class RolloutEnd:
         told = described(self.rollout, self.ids)
         return told._replace(metadata=told.metadata | {"can_be_paced": self.gate.credits is not None})
 
-    def take_gathering(self, sources: Sequence[Any], changed: Callable[[], None]) -> None:
+    def take_makers(self, sources: Sequence[Any], changed: Callable[[], None]) -> None:
         """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
 
         sources    lead to the sink
         changed    called from any thread when some have gone into none
+
+        Raises GraphError where there can't be what is to be sent.
         """
         makers = [node for node in sources if node is not self.rollout]
+        if self._sends == "batches" and not makers:
+            raise GraphError(
+                "fragments come to a sink with sends='batches', expected a LearnerPipeline between it and the rollout, "
+                "or sends='fragments'"
+            )
+        if self._sends == "fragments" and any(isinstance(node, Gathering) for node in makers):
+            raise GraphError("train batches come to a sink with sends='fragments', expected sends='batches'")
         if self.gate.credits is None and len(makers) == 1 and isinstance(makers[0], Gathering):
             self.gate.credits = BatchCredits(makers[0])
             makers[0].watch(changed)

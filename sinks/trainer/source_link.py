@@ -25,6 +25,7 @@ from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
+    FAILED,
     Address,
     Broken,
     Done,
@@ -104,6 +105,7 @@ class SourceLink:
         self._lines: Lines[Line[SourceConnection]] = Lines(self._poll)
         self._is_closing = self._is_welcomed = False
         self._parting: str | None = None  # why this end leaves; None: without a word
+        self._failure: str | None = None  # what it leaves for that it has not wanted
         self._leave_by: float | None = None
         self._is_finished = False
         self._told_finished: SourceConnection | None = None  # the connection that was told so
@@ -127,9 +129,11 @@ class SourceLink:
         self._is_finished = True
         self._wake.ring()
 
-    def close(self, reason: str | None) -> None:
-        """Say goodbye for a reason, or just go; end the thread."""
-        self._leave_by, self._parting = monotonic() + (_GOODBYE_S if reason is not None else 0.0), reason
+    def close(self, reason: str | None, failure: str | None = None) -> None:
+        """Say goodbye for a reason, or what there is no going on for, or just go; end the thread."""
+        is_told = reason is not None or failure is not None
+        self._leave_by, self._parting = monotonic() + (_GOODBYE_S if is_told else 0.0), reason
+        self._failure = failure
         self._is_closing = True
         self._wake.ring()
         if self._thread.is_alive():
@@ -165,6 +169,8 @@ class SourceLink:
                 problem = f"trainer {self.address}: {error}"
             else:
                 problem = self.problem  # a goodbye
+            if self.goodbye is not None and problem != self.problem:
+                problem = f"trainer {self.address} said goodbye: {quoted(self.goodbye)}; now: {problem}"
             failures = 0 if self._is_welcomed else failures
             if problem != self.problem:
                 logger.warning("%s", problem)
@@ -221,6 +227,8 @@ class SourceLink:
             connection.goodbye(self._parting)
         if connection.phase is not Phase.RUNNING:
             return
+        if self._failure is not None and self._parting is None:
+            raise WireError(f"the rollout has failed: {self._failure}", FAILED)
         while self._receipts:
             connection.tell(self._receipts.popleft())
         session, wanted, begun = self._session, self.wanted, connection.next

@@ -11,7 +11,7 @@ from rollflow.stream.wire.address import (
 )
 from rollflow.stream.wire.agent_form import AgentForm
 from rollflow.stream.wire.agent_rows import AgentRows
-from rollflow.stream.wire.connection import Broken, Connection, Event, Phase
+from rollflow.stream.wire.connection import FAILED, Broken, Connection, Event, Phase
 from rollflow.stream.wire.frame import Buffer, FrameDecoder
 from rollflow.stream.wire.gateway import GatewayConnection
 from rollflow.stream.wire.handshake import (
@@ -65,6 +65,7 @@ from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
 
 __all__ = [
     "EACH",
+    "FAILED",
     "NONCE_BYTES",
     "SESSION_BYTES",
     "VERSION",

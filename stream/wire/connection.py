@@ -41,11 +41,15 @@ class Broken:
 Event = Message | Broken
 
 
+FAILED = "failed"  # code of an end's last word that there is no going on with
+
+
 class Connection:
     """One end of a connection.
 
     limits    what this end asks of the other
     now       seconds on any clock that does not go back, as in every method below
+    roles     what this end is, and what the other one is
     peer      what the other end is called in errors
     phase     what it is at
     error     why it is broken; None: it is not
@@ -55,6 +59,8 @@ class Connection:
     `Broken` as the last of all. What is sent must be taken from `outgoing` and sent, also after the last event: it may
     be a refusal.
     """
+
+    roles: tuple[str, str]
 
     def __init__(self, limits: Limits, now: float, peer: str, max_frame: int) -> None:
         self.limits = limits
@@ -205,7 +211,8 @@ class Connection:
 
     def _message_events(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, Refused):
-            error = WireError(f"refuses: {message.text}", message.code)
+            has_failed = message.code == FAILED  # by itself: it has nothing against this end
+            error = WireError(message.text if has_failed else f"refuses: {message.text}", message.code)
             return [self._break(error, tell=False)]
         if isinstance(message, Goodbye):
             self.phase = Phase.ENDED

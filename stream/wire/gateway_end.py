@@ -18,8 +18,10 @@ class GatewayEnd(Connection):
     hello       what the other end is; None before it has proved itself
     """
 
+    roles = "gateway", "host"
+
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(limits, now, "host", min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+        super().__init__(limits, now, self.roles[1], min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: Hello | None = None
         self._software, self._nonce, self._secret = software, nonce, secret
         self._said: Hello | None = None  # by somebody who has not proved itself
@@ -40,9 +42,9 @@ class GatewayEnd(Connection):
     def _welcome(self, token: bytes, *, resumed: bool, credits: int, lanes: tuple[LaneGrant, ...]) -> None:
         """Answer the Hello. Raises WireError where there is none to answer, or its session is another."""
         if self.phase is not Phase.HANDSHAKE or self.hello is None:
-            raise WireError("welcome: no host waits for it", "order")
+            raise WireError(f"welcome: no {self.roles[1]} waits for it", "order")
         if self.hello.session != token:
-            raise WireError("welcome: the session is not the one that the host named", "session")
+            raise WireError(f"welcome: the session is not the one that the {self.roles[1]} named", "session")
         mac = prove(self._secret, GATEWAY, self._transcript)
         self._send(Welcome(mac, token, resumed, credits, lanes))
         self.phase = Phase.RUNNING
@@ -59,10 +61,11 @@ class GatewayEnd(Connection):
             return []
         if isinstance(message, Proof) and self._said is not None and self.hello is None:
             if not is_proof(message.mac, self._secret, HOST, self._transcript):
-                told = "proves no secret" if self._secret is not None else "proves a secret, and this gateway has none"
+                me, other = self.roles
+                told = "proves no secret" if self._secret is not None else f"proves a secret, and this {me} has none"
                 if self._secret is not None and message.mac:
                     told = "has another secret, or somebody has changed what it said"
-                raise WireError(f"proof.mac: the host {told}", "secret")
+                raise WireError(f"proof.mac: the {other} {told}", "secret")
             self._check(self._said)  # not before: a space may take more memory than its description
             self.hello = self._said
             return [self.hello]
@@ -70,7 +73,7 @@ class GatewayEnd(Connection):
         raise WireError(f"{message.kind} in the handshake, expected {expected}", "order")
 
     def _take_hello(self, hello: Hello, frame: Frame) -> None:
-        self.peer = f"host {hello.name!r}"
+        self.peer = f"{self.roles[1]} {hello.name!r}"
         lowest, highest = hello.versions
         if not lowest <= VERSION <= highest:
             raise WireError(f"hello.versions is {lowest} to {highest}, expected some with {VERSION}", "version")

@@ -18,6 +18,8 @@ class HostEnd(Connection):
                replace that one, and any other is refused
     """
 
+    roles = "host", "gateway"
+
     def __init__(self, hello: Hello, *, secret: bytes | None, limits: Limits, now: float, peer: str) -> None:
         super().__init__(limits, now, peer, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.is_busy = False
@@ -52,7 +54,7 @@ class HostEnd(Connection):
             return []
         if isinstance(message, Welcome) and self._transcript is not None:
             if not is_proof(message.mac, self._secret, GATEWAY, self._transcript):
-                raise WireError("welcome.mac: the gateway does not know the secret", "secret")
+                raise WireError(f"welcome.mac: the {self.roles[1]} does not know the secret", "secret")
             if self.is_busy and not message.resumed:
                 raise WireError(
                     "the host is busy with another gateway, expected one that comes when it is free", "busy"
@@ -69,10 +71,12 @@ class HostEnd(Connection):
         if not lowest <= challenge.version <= highest:
             raise WireError(f"challenge.version is {challenge.version}, expected {lowest} to {highest}", "version")
         if challenge.secret != (self._secret is not None):
-            whose = ("the gateway asks for a secret", "this host has none")
-            if self._secret is not None:
-                whose = ("the gateway asks for no secret", "this host has one")
-            raise WireError(f"{whose[0]}, and {whose[1]}: expected both to have the same, or both none", "secret")
+            me, other = self.roles
+            asked, own = ("a secret", "none") if self._secret is None else ("no secret", "one")
+            raise WireError(
+                f"the {other} asks for {asked}, and this {me} has {own}: expected both to have the same, or both none",
+                "secret",
+            )
         self._peer_max_frame = challenge.max_frame
         self._heartbeat_s = challenge.heartbeat_s
         self._transcript = transcript_of(self._hello_frame, bytes(frame))

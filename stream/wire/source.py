@@ -52,6 +52,8 @@ class SourceConnection(HostEnd):
     Events: Welcome; then Settings, Weights, Free, and Done, which is for `SourceSession.take`; Goodbye; Broken.
     """
 
+    roles = "rollout", "trainer"
+
     def __init__(
         self, hello: Hello, session: SourceSession, *, secret: bytes | None, limits: Limits, now: float
     ) -> None:

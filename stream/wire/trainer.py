@@ -70,6 +70,8 @@ class TrainerConnection(GatewayEnd):
     Fragment, Lent or Series of the stream once, in their order, Receipt, Finished, Block and Forget; Goodbye; Broken.
     """
 
+    roles = "trainer", "rollout"
+
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
         super().__init__(software=software, nonce=nonce, secret=secret, limits=limits, now=now)
         self._session: TrainerSession | None = None

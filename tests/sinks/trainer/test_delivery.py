@@ -267,7 +267,7 @@ def test_what_a_trainer_never_got_is_told(tmp_path: Path, caplog: pytest.LogCapt
             raise KeyError
         await_that(lambda: feed.sink._link.problem)
     assert feed.sink.lost == {"undelivered": feed.sink.given * 8 * 4}
-    assert "transitions were not delivered: trainer unix:" in caplog.text
+    assert "transitions not delivered: trainer unix:" in caplog.text
 
 
 def test_a_state_is_loaded_before_the_stream_begins_and_must_be_one() -> None:

@@ -10,20 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from doomed import Doomed
 from feeding import HASTY, SHORT, feeding, graph_over, running, sequences_of, trainer
-from numbered import NumberedModule
+from numbered import NumberedEnv, NumberedModule
 from remote_rollouts import await_that
 from trainers import FeedChild
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerStream
+from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
 from rollflow.sinks.trainer import source_link
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.supply import FirstCome
-from rollflow.stream import LagError, RunError
+from rollflow.stream import Graph, GraphError, LagError, RunError
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
 
@@ -302,10 +303,90 @@ def test_a_rollout_that_raises_has_not_come_to_its_end(tmp_path: Path) -> None:
     with trainer(yields="fragments", limits=HASTY, join_timeout=0.5) as stream:
         rollout = Rollout([partial(Doomed, 0, tmp_path, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
         with pytest.raises(RuntimeError, match="it broke"), running(*graph_over(rollout, stream.address)) as feed:
-            with pytest.raises(RunError, match=r"every rollout is lost and none came within 0\.5 s"):
+            told = (
+                r"every rollout is lost and none came within 0\.5 s: .* the rollout has failed: RuntimeError: it broke"
+            )
+            with pytest.raises(RunError, match=told):
                 for _ in stream:
                     pass
             feed.ended.result(60)
+
+
+def test_one_that_raises_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the time that one has to come back which is only lost."""
+    doomed = Rollout([partial(Doomed, 0, tmp_path, "raise", 20, 1)], module=NumberedModule(), fragment_length=8)
+    options: dict[str, Any] = {"max_lag": 0, "on_excess": "pace", "sources": 2, "join_timeout": 1.0}
+    with trainer(yields="fragments", **options) as stream:
+        with pytest.raises(RuntimeError, match="it broke"), running(*graph_over(doomed, stream.address)) as feed:
+            names: list[str] = []
+            with feeding(stream.address, (0, 1), num_fragments=9, sink={"name": "other"}):
+                with pytest.raises(RunError, match="every rollout is lost and none came within 1 s"):
+                    names.extend(stream.handed[0].source.split(" (")[0] for _ in stream)
+            feed.ended.result(60)
+    assert names.count("other") == 9
+    assert "is not back within" not in caplog.text
+
+
+def test_those_that_are_lost_are_told_of_with_the_time_that_they_have(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.sinks.trainer.patience._LOOK_S", 0.05)
+    with trainer(yields="fragments", max_lag=0, on_excess="pace") as stream:
+        child = FeedChild(str(stream.address), [0, 1], sink={"name": "one"})
+        fragments = iter(stream)
+        next(fragments)
+        child.kill()
+        with ThreadPoolExecutor() as threads:
+            rest = threads.submit(list, fragments)
+            await_that(lambda: "one rollout: one (" in caplog.text)
+            with feeding(stream.address, (0, 1), num_fragments=3, sink={"name": "another"}):
+                await_that(lambda: "of 2 rollouts: one (" in caplog.text)
+                [lost] = [source for source in stream._door.sources.values() if source.name.startswith("one")]
+                lost.lost_at = 0.0  # long ago
+                rest.result(60)
+    assert re.search(r"one \(.*\) is lost since \d+ s, and waited for \d+ s more \(Limits.grace_s\)", caplog.text)
+    assert re.search(r"another \(.*\) is there", caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("sends", "is_learnt", "told"),
+    [("batches", False, "expected a LearnerPipeline between it"), ("fragments", True, "expected sends='batches'")],
+)
+def test_what_does_not_come_can_not_be_sent(sends: Any, is_learnt: bool, told: str) -> None:
+    rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule())
+    graph, sink = Graph("feed"), TrainerSink("unix:/tmp/nobody", sends=sends)
+    source: Any = rollout.fragments
+    if is_learnt:
+        source = LearnerPipeline(rollout.learner_pipeline, rollout.module)
+        graph.connect(rollout.fragments, source)
+    graph.connect(source, sink)
+    with pytest.raises(GraphError, match=told):
+        graph.validate()
+
+
+@pytest.mark.parametrize("ends", ["trainer", "rollout"])
+def test_a_graph_waits_for_whichever_end_comes_first(ends: str) -> None:
+    goodbyes: list[str | None] = []
+
+    async def main(address: str) -> None:
+        rollout = Rollout(
+            [partial(NumberedEnv, 0)],
+            module=NumberedModule(),
+            fragment_length=8,
+            num_fragments=3 if ends == "rollout" else None,
+        )
+        sink, graph = TrainerSink(address), Graph("rollout")
+        graph.connect(rollout.fragments, sink)
+        async with graph.run():
+            goodbyes.append(await sink.wait_goodbye())
+
+    with ThreadPoolExecutor() as threads, trainer(yields="fragments") as stream:
+        feeding = threads.submit(anyio.run, main, str(stream.address))
+        fragments = [next(iter(stream))] if ends == "trainer" else list(stream)
+        if ends == "rollout":
+            feeding.result(60)
+    assert len(fragments) == (1 if ends == "trainer" else 3)
+    assert goodbyes == ["the trainer has ended" if ends == "trainer" else None]
 
 
 def test_what_was_forgotten_before_the_end_is_missed() -> None:

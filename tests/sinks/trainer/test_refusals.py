@@ -39,20 +39,20 @@ def test_a_secret_is_proved_by_both_ends() -> None:
 def test_another_secret_is_refused_at_both_ends() -> None:
     with trainer(secret=SECRET, join_timeout=2.0) as stream:
         with (
-            pytest.raises(WireError, match=r"proof.mac: the host has another secret"),
+            pytest.raises(WireError, match=r"proof.mac: the rollout has another secret"),
             feeding(stream.address, sink={"secret": "another"}, num_fragments=1) as feed,
         ):
-            refused_by(stream, "proof.mac: the host has another secret")
+            refused_by(stream, "proof.mac: the rollout has another secret")
             feed.ended.result(60)
 
 
 def test_none_where_one_is_asked_for_is_refused() -> None:
     with trainer(secret=SECRET, join_timeout=2.0) as stream:
         with (
-            pytest.raises(WireError, match="the gateway asks for a secret, and this host has none"),
+            pytest.raises(WireError, match="the trainer asks for a secret, and this rollout has none"),
             feeding(stream.address, num_fragments=1) as feed,
         ):
-            refused_by(stream, "the gateway asks for a secret")
+            refused_by(stream, "the trainer asks for a secret")
             feed.ended.result(60)
 
 
@@ -173,8 +173,9 @@ def test_a_sink_gets_what_it_was_told_to_send() -> None:
         rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=2)
         sink = TrainerSink(str(stream.address), rollout, sends="batches")
         graph = Graph("wrong")
-        graph.add(rollout=rollout, trainer=sink)
-        graph.connect("rollout.fragments", "trainer")
+        graph.add(rollout=rollout, passes_on=lambda fragments: fragments, trainer=sink)
+        graph.connect("rollout.fragments", "passes_on")
+        graph.connect("passes_on", "trainer")
         with (
             pytest.raises(TypeError, match="a Fragment came to a sink that sends batches, expected these"),
             running(graph, rollout, sink) as feed,
@@ -271,10 +272,10 @@ def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one() -> None:
             assert sum(fragment.num_steps for fragment in stream) == feed.rollout.num_steps
     with trainer(tls=server, join_timeout=2.0) as stream:
         with (
-            pytest.raises(WireError, match="the gateway speaks TLS and the host does not"),
+            pytest.raises(WireError, match="the trainer speaks TLS and the rollout does not"),
             feeding(stream.address, num_fragments=1) as feed,
         ):
-            refused_by(stream, "the gateway speaks TLS and the host does not")
+            refused_by(stream, "the trainer speaks TLS and the rollout does not")
             feed.ended.result(60)
     with pytest.raises(WireError, match="no host name to check in a certificate"):
         graph_of("unix:/tmp/trainer", (0,), sink={"tls": client})
