@@ -64,14 +64,24 @@ class FragmentCredits:
 
 
 class AllOf:
-    """A gate that lets a lane go on where every one of several gates does."""
+    """A gate that lets a lane go on where every one of several gates does; the first that refuses is what holds it."""
 
     def __init__(self, gates: Sequence[Gate]) -> None:
         self._gates = gates
+        self._refused: Gate | None = None  # the last time
+
+    @property
+    def holder(self) -> str | None:
+        """The name of whoever holds the gate that refused last."""
+        return getattr(self._refused, "holder", None)
 
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step."""
-        return all(gate.admits(lane) for gate in self._gates)
+        for gate in self._gates:
+            if not gate.admits(lane):
+                self._refused = gate
+                return False
+        return True
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""

@@ -210,12 +210,18 @@ class RolloutLoop(abc.ABC, Generic[F]):
     def report(self) -> Report:
         """What every stage has counted so far, and which one holds the others back.
 
-        The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself.
+        The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself. Raises RunError
+        when the rollout is not running, or is a node of a graph: the graph's run has the report then.
         """
         if self._drive is not None:
             return self._told(self._drive.report())
         if self._async_run is not None:
             return self._told(self._async_run[1].report())
+        if self._is_in_graph:
+            raise RunError(
+                "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with "
+                "graph.run() as run'"
+            )
         raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
 
     @property

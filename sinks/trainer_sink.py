@@ -134,6 +134,7 @@ class TrainerSink:
         self._failure: str | None = None
         # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
         self._told: tuple[int, dict[str, Loaded]] = 0, {}
+        self._trainer = f"the trainer at {target}"
         self._is_given = rollout is not None
         self._found = None if rollout is None else self._end_of(rollout)
         self._link = SourceLink(
@@ -216,7 +217,7 @@ class TrainerSink:
 
     def describe(self) -> str:
         """For `explain()`."""
-        return f"to the trainer at {self._link.address}"
+        return f"to {self._trainer}"
 
     # Inside
 
@@ -239,7 +240,9 @@ class TrainerSink:
 
     def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
         shares = self._lender is not None
-        return RolloutEnd(rollout, self._kept, sends=self._sends, shares=shares, look_up=self._look_up)
+        return RolloutEnd(
+            rollout, self._kept, sends=self._sends, shares=shares, look_up=self._look_up, trainer=self._trainer
+        )
 
     def _hello(self) -> Hello:
         told = self._end.describe()
@@ -365,6 +368,7 @@ class TrainerSink:
         self._kept.add(message, nbytes_of(message), steps)
         self._session.given = number
         self._link.wake()
+        end.gate.look_again()  # from now on it is the trainer that lanes wait for
 
     def _pass_over(self, item: Fragment | Batch) -> None:
         """An item that nobody wants, for the others' sake."""

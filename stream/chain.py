@@ -116,6 +116,11 @@ class Chain:
                 found = True
         return found
 
+    @property
+    def holder(self) -> str | None:
+        """The name of whoever the parked items wait for; None: nobody who is known."""
+        return next((name for gate, _, _ in self.parked if (name := getattr(gate, "holder", None)) is not None), None)
+
     def hasten(self) -> None:
         """Have what is worked on elsewhere come back as it is: no more will be asked for."""
         for node, _ in self.background:

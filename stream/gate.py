@@ -9,6 +9,10 @@ class Gate(Protocol):
 
     An item that may not pass is parked; when the gate calls what it was given in `watch`, all parked items are asked
     about again, oldest first. Both happen in the thread that the graph runs in.
+
+    It may have a `holder`: the name of whoever it waits for, who is a stage in the report of a run on an event loop;
+    None: nobody, as for a gate without it. It is asked for when items are parked and nothing else is to be done, and
+    again once `changed` has been called.
     """
 
     def admits(self, item: Any) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from rollflow.stream.meter import EdgeMeter, NodeMeter
 
 CALLER = "caller"
+_IDLE = 0.1  # share of the time, of all stages together, below which none of them is what the others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +41,26 @@ class Report:
 
     `bottleneck` names the busiest stage: in a stream whose channels are bounded it is the one that all others wait
     for. Nodes in `harmless` are no candidates: what comes too fast for them is dropped, and nobody waits. The reader
-    of the outputs is a stage too, named `caller`: what it does between two items.
+    of the outputs is a stage too, named `caller`: what it does between two items. So are the `holders` of gates: an
+    item of theirs is a wait at a gate, and they are busy while items are parked there and nothing else is to be done.
     """
 
     elapsed_s: float
     nodes: tuple[NodeReport, ...]
     edges: tuple[EdgeReport, ...]
     harmless: frozenset[str] = frozenset()
+    holders: frozenset[str] = frozenset()
 
     @property
-    def bottleneck(self) -> str:
-        """The name of the stage that holds the others back."""
-        return max(self.nodes, key=lambda node: (node.name not in self.harmless, node.busy_s)).name
+    def bottleneck(self) -> str | None:
+        """The name of the stage that holds the others back; None: all of them wait, and none is busy or blocked."""
+        at_work = sum(node.busy_s + node.blocked_s for node in self.nodes if node.name not in self.harmless)
+        return None if at_work < _IDLE * self.elapsed_s else self._busiest.name
+
+    @property
+    def _busiest(self) -> NodeReport:
+        """Of those that can hold others back."""
+        return max(self.nodes, key=lambda node: (node.name not in self.harmless, node.busy_s))
 
     def moved(self, name: str, part: NodeMeter) -> "Report":
         """This report with `part`, a part of what node `name` did, as a node of its own before it; itself if idle."""
@@ -92,14 +101,26 @@ class Report:
                 f"{edge.peak:>8} {edge.full:>7.1%} {edge.dropped:>8,}"
                 for edge in self.edges
             ]
-        held_back = next(node for node in self.nodes if node.name == self.bottleneck)
-        who = f"{CALLER}, the code that reads the outputs" if held_back.name == CALLER else held_back.name
-        lines.append(f"held back by {who} (busy {held_back.busy_s / total:.0%} of {self.elapsed_s:.1f} s)")
+        lines.append(self._conclusion())
         return "\n".join(lines)
+
+    def _conclusion(self) -> str:
+        busiest = self._busiest
+        share = f"{busiest.busy_s / max(self.elapsed_s, 1e-9):.0%} of {self.elapsed_s:.1f} s"
+        if self.bottleneck is None:
+            return f"all of them wait: none is busy for long ({busiest.name}, the busiest, for {share})"
+        if busiest.name in self.holders:
+            return f"held back by {busiest.name} (waited for {share})"
+        who = f"{CALLER}, the code that reads the outputs" if busiest.name == CALLER else busiest.name
+        return f"held back by {who} (busy {share})"
 
 
 def report_of(
-    elapsed_ns: int, nodes: Iterable[NodeMeter], edges: Iterable[EdgeMeter], harmless: frozenset[str] = frozenset()
+    elapsed_ns: int,
+    nodes: Iterable[NodeMeter],
+    edges: Iterable[EdgeMeter],
+    harmless: frozenset[str] = frozenset(),
+    holders: frozenset[str] = frozenset(),
 ) -> Report:
     """Read the meters as they stand."""
     elapsed_ns = max(elapsed_ns, 1)
@@ -127,4 +148,4 @@ def report_of(
                 full=min(1.0, full_ns / elapsed_ns),
             )
         )
-    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless)
+    return Report(elapsed_ns / 1e9, tuple(node_reports), tuple(edge_reports), harmless, holders)

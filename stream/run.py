@@ -20,6 +20,7 @@ from rollflow.stream.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Outpu
 from rollflow.stream.edge import Edge, Port
 from rollflow.stream.errors import GraphError, RunError
 from rollflow.stream.graph import Graph
+from rollflow.stream.holders import Holders
 from rollflow.stream.meter import NodeMeter, clock
 from rollflow.stream.port import NodeSpec
 from rollflow.stream.report import CALLER, Report, report_of
@@ -39,6 +40,7 @@ class Run:
         self.seed = fresh_seed() if seed is None else seed
         self._began = clock()
         self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self._holders = Holders()
         self._caller = NodeMeter(CALLER)
         self._channels: dict[Edge, Channel[Any]] = {
             edge: Channel(edge.name, edge.capacity or 1, edge.overflow)
@@ -64,10 +66,11 @@ class Run:
 
     def report(self) -> Report:
         """What has been counted so far. May be called at any time."""
-        nodes = [*self._meters.values(), *([self._caller] if self._outputs else [])]
+        holders = self._holders.meters.copy()
+        nodes = [*self._meters.values(), *holders.values(), *([self._caller] if self._outputs else [])]
         channels = [channel.meter for channel in self._channels.values()]
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
-        return report_of(elapsed, nodes, channels, self.graph.harmless())
+        return report_of(elapsed, nodes, channels, self.graph.harmless(), frozenset(holders))
 
     async def wait(self) -> None:
         """Wait until every node has ended by itself. Raises what a node raises; RunError when the run is left first."""
@@ -204,7 +207,11 @@ class Run:
 
     async def _idle(self, chain: Chain, wake: Wake, watch: Watch | None) -> None:
         if watch is None or not chain.in_flight:
-            await wake.wait()
+            if chain.parked:
+                with self._holders.awaited(chain.holder):
+                    await wake.wait()
+            else:
+                await wake.wait()
             return
         began = clock()
         watch.begin()

@@ -14,6 +14,7 @@ from numbered import NumberedEnv, NumberedModule
 from rollflow.nodes import Rollout
 from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream, feed
 from rollflow.stream import Fragment, Graph
+from rollflow.stream.report import Report
 from rollflow.stream.run import Run
 from rollflow.stream.wire import Limits
 
@@ -87,6 +88,15 @@ class Feed:
         """Have it stop making steps, and end once the trainer has all of them."""
         assert self._run is not None
         self._portal.call(self._run.stop)
+
+    def report(self) -> Report | None:
+        """What has been counted so far; None: it has not begun."""
+        return None if self._run is None else self._run.report()
+
+    def held_back_by(self) -> str | None:
+        """The name of the stage that holds the others back."""
+        report = self.report()
+        return None if report is None else report.bottleneck
 
     async def _main(self) -> None:
         async with self._graph.run() as self._run:

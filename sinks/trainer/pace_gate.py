@@ -64,22 +64,30 @@ class PaceGate:
 
     kept        what has been given to the trainer
     trainer     that is waited for, unless others go on without it
+    name        of the trainer, in reports
 
     credits   where train batches are given that are to be paced; None: others are, or fragments
     done      number of the last item that it is done with
     wanted    None: it has not been there yet
     """
 
-    def __init__(self, kept: Kept, trainer: Subscriber) -> None:
+    def __init__(self, kept: Kept, trainer: Subscriber, name: str) -> None:
         self.credits: BatchCredits | None = None
         self.wanted: Wanted | None = None
         self.done = 0
         self.version = 0  # that the rollout acts with
-        self._kept, self._trainer = kept, trainer
+        self._kept, self._trainer, self._name = kept, trainer, name
         self._passed_over = 0  # items, without a number
         self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
         self._changed: Callable[[], None] = nobody
+
+    @property
+    def holder(self) -> str | None:
+        """The trainer, where it is to come, or to be done with what it was given, or its weights are; None: not it."""
+        wanted = self.wanted
+        is_awaited = wanted is None or self.version < wanted.version or self._kept.last > self.done
+        return self._name if is_awaited else None
 
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step."""

@@ -40,6 +40,7 @@ class RolloutEnd:
     sends      "fragments" or "batches"
     shares     whether fragments are to lie where the trainer sees them
     look_up    called when another trainer of the rollout has left, or has come back
+    trainer    its name, in reports
 
     subscriber    the trainer, as one of the rollout's
     gate          holds the rollout back
@@ -51,7 +52,7 @@ class RolloutEnd:
     """
 
     def __init__(
-        self, rollout: AnyRollout, kept: Kept, *, sends: str, shares: bool, look_up: Callable[[], None]
+        self, rollout: AnyRollout, kept: Kept, *, sends: str, shares: bool, look_up: Callable[[], None], trainer: str
     ) -> None:
         check_rollout(rollout)
         if isinstance(rollout, MultiAgentRollout) and sends != "batches":
@@ -62,7 +63,7 @@ class RolloutEnd:
         self.rollout, self._sends = rollout, sends
         self.ids = claimed_ids(rollout)
         self.subscriber = Subscriber(rollout, look_up)
-        self.gate = PaceGate(kept, self.subscriber)
+        self.gate = PaceGate(kept, self.subscriber, trainer)
         self.seen = Seen(returns_for(rollout), self.ids, self.gate.see)
         rollout.hold_back(self.gate)
         if sends == "batches":

@@ -4,6 +4,7 @@ import anyio
 import pytest
 
 from rollflow.stream import Graph, Inlet, Outlet
+from rollflow.stream.holders import Holders
 from rollflow.stream.meter import EdgeMeter, NodeMeter
 from rollflow.stream.report import report_of
 
@@ -24,6 +25,37 @@ def test_a_report_is_a_table_that_ends_in_a_sentence() -> None:
     assert lines[2].split() == ["b", "1", "90.0%", "10.0%", "0.0%"]
     assert lines[4].split()[:5] == ["a.out", "→", "b.items", "1,234", "0/4"]
     assert lines[-1] == "held back by b (busy 90% of 1.0 s)"
+
+
+def test_where_none_is_at_work_none_holds_the_others_back() -> None:
+    waiting = [meter("a", 20), meter("b", 50)]
+    report = report_of(10**9, waiting, [])
+    assert report.bottleneck is None
+    assert str(report).splitlines()[-1] == "all of them wait: none is busy for long (b, the busiest, for 5% of 1.0 s)"
+    assert report_of(10**9, [*waiting, meter("c", 0, 200)], []).bottleneck == "b"
+    assert report_of(10**9, [meter(name, 30) for name in "abcd"], []).bottleneck == "a"  # that have no time left over
+    harmless = report_of(10**9, [*waiting, meter("log", 900)], [], frozenset({"log"}))
+    assert harmless.bottleneck is None
+
+
+def test_of_those_who_hold_gates_it_is_said_how_long_they_were_waited_for() -> None:
+    report = report_of(10**9, [meter("a", 20), meter("the trainer", 900)], [], holders=frozenset({"the trainer"}))
+    assert report.bottleneck == "the trainer"
+    assert str(report).splitlines()[-1] == "held back by the trainer (waited for 90% of 1.0 s)"
+
+
+def test_chains_that_wait_for_one_holder_at_once_are_one_wait() -> None:
+    holders = Holders()
+    with holders.awaited("the trainer"):
+        with holders.awaited("the trainer"), holders.awaited(None):
+            pass
+        first, _ = holders.meters["the trainer"].read()
+        while holders.meters["the trainer"].read()[0] == first:
+            pass
+    busy = holders.meters["the trainer"].read()
+    assert busy == holders.meters["the trainer"].read()
+    assert holders.meters["the trainer"].items == 2
+    assert list(holders.meters) == ["the trainer"]
 
 
 def test_a_part_of_a_stage_may_be_shown_by_itself() -> None:

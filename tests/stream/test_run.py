@@ -391,6 +391,39 @@ async def test_a_gate_holds_items_until_it_lets_them_pass() -> None:
         assert await run["thirds"].receive() == 3
 
 
+class Kept(Every):
+    """A gate that somebody holds."""
+
+    holder: str | None = "the keeper"
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    with anyio.fail_after(20):
+        while not is_so():
+            await checkpoint()
+
+
+async def test_whoever_holds_a_gate_is_a_stage_while_items_are_parked_there() -> None:
+    ring, gate = Ring(), Kept()
+    async with ring_graph(ring, gate).run() as run:
+        await until(lambda: run.report().bottleneck == "the keeper")
+        assert " (waited for " in str(run.report())
+        gate.holder = None  # for whom the gate waits from now on is not known
+        gate.let(2)
+        await anyio.wait_all_tasks_blocked()
+        [waited] = [node for node in run.report().nodes if node.name == "the keeper"]
+        assert waited.items == 1
+        await until(lambda: run.report().bottleneck is None)
+        assert [node.busy_s for node in run.report().nodes if node.name == "the keeper"] == [waited.busy_s]
+    assert ring.last == 2
+
+
+async def test_a_gate_without_a_holder_is_no_stage() -> None:
+    async with ring_graph(Ring(), Every()).run() as run:
+        await until(lambda: run.report().bottleneck is None)
+        assert [node.name for node in run.report().nodes] == [*run.graph.nodes, "caller"]
+
+
 def test_inline_and_asynchronous_runs_give_the_same_items(anyio_backend: Any) -> None:
     async def asynchronous() -> list[int]:
         async with ring_graph(Ring(turns=20)).run() as run:
