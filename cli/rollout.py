@@ -7,6 +7,7 @@ from typing import Any
 from rollflow.cli import acting, connection, hosting
 from rollflow.nodes import Rollout
 from rollflow.sinks import feed
+from rollflow.stream.report import Report
 
 _WHERE = ("inline", "threads", "processes", "rollouts", "auto")
 
@@ -17,7 +18,8 @@ def add_to(commands: Any) -> None:
         "rollout",
         help="run a rollout here that feeds a trainer in another process or on another host",
         description="Run a rollout here whose fragments go to a TrainerStream in another process or on another host, "
-        "until it says goodbye. Ctrl-C has the environments stop, and waits until the trainer has what was under way.",
+        "until it says goodbye. Ctrl-C has the environments stop, and waits until the trainer has what was under way. "
+        "At its end it says which stage has held the others back.",
     )
     parser.add_argument("--env", required=True, help=hosting.ENV_HELP)
     parser.add_argument(
@@ -61,6 +63,10 @@ def run(told: argparse.Namespace) -> int:
         seed=told.seed,
         **acting.options_of(told),
     )
-    goodbye = feed(rollout, told.trainer, **options)
+    goodbye = feed(rollout, told.trainer, on_end=_show, **options)
     print("the rollout has ended" if goodbye is None else f"the trainer said goodbye: {goodbye}", file=sys.stderr)
     return 0
+
+
+def _show(report: Report) -> None:
+    print(report, file=sys.stderr)

@@ -17,6 +17,7 @@ from rollflow.sinks.learner_pipeline import MultiAgentLearnerPipeline
 from rollflow.sinks.trainer.any_rollout import AnyRollout, check_rollout
 from rollflow.sinks.trainer_sink import TrainerSink
 from rollflow.stream.graph import Graph
+from rollflow.stream.report import Report
 from rollflow.stream.run import Run
 from rollflow.stream.wire import Limits
 
@@ -35,13 +36,16 @@ def feed(
     spill: str | Path | None = None,
     limits: Limits | None = None,
     watch: Callable[[], Awaitable[object]] | None = None,
+    on_end: Callable[[Report], object] | None = None,
 ) -> str | None:
     """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
 
     Of a `MultiAgentRollout` its train batches go there, each of as many fragments as there are lanes at the beginning.
 
-    What there is to say is said to a `TrainerSink`, with these parameters. Returns the trainer's reason to leave, None
-    where it has not left. Raises what the rollout, its environments or the connection raised.
+        on_end     called with the run's report when it has ended, unless it raised something
+
+    What else there is to say is said to a `TrainerSink`, with these parameters. Returns the trainer's reason to leave,
+    None where it has not left. Raises what the rollout, its environments or the connection raised.
 
     In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
     under way; a second one does not wait. Then the signal has its usual effect: KeyboardInterrupt, as a rule.
@@ -68,18 +72,20 @@ def feed(
         graph.connect("learner", "trainer")
     else:
         graph.connect("rollout.fragments", "trainer")
-    _run(graph, sink)
+    _run(graph, sink, on_end or _nobody)
     return sink.goodbye
 
 
-def _run(graph: Graph, sink: TrainerSink) -> None:
+def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object]) -> None:
     """Run it; a signal that has ended it takes effect then."""
     handlers = _signal_handlers()
     try:
-        signalled = anyio.run(_fed, graph, sink, list(handlers))
+        report, signalled = anyio.run(_fed, graph, sink, list(handlers))
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # an event loop would leave others
+    if report is not None:
+        on_end(report)
     if signalled is not None:
         signal.raise_signal(signalled)
 
@@ -92,8 +98,11 @@ def _signal_handlers() -> dict[signal.Signals, Any]:
     return {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
 
 
-async def _fed(graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals]) -> signal.Signals | None:
-    """The signal that has ended it."""
+async def _fed(
+    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals]
+) -> tuple[Report | None, signal.Signals | None]:
+    """The report, None where it has not begun, and the signal that has ended it."""
+    run: Run | None = None
     came: list[signal.Signals] = []
     raised: Exception | None = None
     with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals:
@@ -109,7 +118,11 @@ async def _fed(graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals
             tasks.cancel_scope.cancel()
     if raised is not None:
         raise raised
-    return came[-1] if came else None
+    return None if run is None else run.report(), came[-1] if came else None
+
+
+def _nobody(report: Report) -> None:
+    """Wants no report."""
 
 
 async def _leave_with_trainer(sink: TrainerSink, scope: anyio.CancelScope) -> None:

@@ -1,6 +1,7 @@
 """The report of a graph that feeds a trainer says whether it is the trainer that holds the rollout back."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,9 @@ from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
 from rollflow.nodes.pace import AllOf, FragmentCredits
-from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow.sinks import TrainerSink, TrainerStream, feed
 from rollflow.stream import Fragment, Graph, RunError
+from rollflow.stream.report import Report
 
 
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
@@ -21,30 +23,30 @@ from rollflow.stream import Fragment, Graph, RunError
 def test_a_trainer_that_takes_its_time_is_named(sends: Any, where: Any) -> None:
     with trainer(max_lag=0, on_excess="pace") as stream:
         options: dict[str, Any] = {"where": where, "sink": {"sends": sends}}
-        with feeding(stream.address, (0, 1), lanes=1, num_fragments=3, **options) as feed:
+        with feeding(stream.address, (0, 1), lanes=1, num_fragments=3, **options) as fed:
             for number, _ in enumerate(stream):
                 if number < 2:  # behind the last one nobody is held back any more
-                    before = waited_for(feed, stream)
-                    await_that(partial(is_waited_longer, feed, stream, before))
-                    await_that(lambda: feed.held_back_by() == f"the trainer at {stream.address}")
+                    before = waited_for(fed, stream)
+                    await_that(partial(is_waited_longer, fed, stream, before))
+                    await_that(lambda: fed.held_back_by() == f"the trainer at {stream.address}")
                 stream.publish({"weight": torch.tensor(stream.version + 1.0)})
 
 
-def waited_for(feed: Feed, stream: TrainerStream) -> float:
+def waited_for(fed: Feed, stream: TrainerStream) -> float:
     """Seconds that the trainer was waited for."""
-    report = feed.report()
+    report = fed.report()
     assert report is not None
     return sum(node.busy_s for node in report.nodes if node.name == f"the trainer at {stream.address}")
 
 
-def is_waited_longer(feed: Feed, stream: TrainerStream, seconds: float) -> bool:
-    return waited_for(feed, stream) > seconds
+def is_waited_longer(fed: Feed, stream: TrainerStream, seconds: float) -> bool:
+    return waited_for(fed, stream) > seconds
 
 
 def test_a_trainer_that_has_not_come_is_named() -> None:
     stream = trainer(max_lag=0, on_excess="pace")  # takes nobody in before it is asked for something
-    with stream, feeding(stream.address, num_fragments=1) as feed:
-        await_that(lambda: feed.held_back_by() == f"the trainer at {stream.address}")
+    with stream, feeding(stream.address, num_fragments=1) as fed:
+        await_that(lambda: fed.held_back_by() == f"the trainer at {stream.address}")
         for _ in stream:
             pass
 
@@ -68,12 +70,12 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
         graph.add_node("slow", slow, where="thread")
         graph.connect("rollout.fragments", "slow")
         graph.connect("slow", "trainer")
-        with running(graph, rollout, sink) as feed:
+        with running(graph, rollout, sink) as fed:
             stream._begin_next()
             assert came.wait(60)
-            waited = waited_for(feed, stream)
-            await_that(lambda: feed.held_back_by() == "slow")
-            assert waited_for(feed, stream) == waited
+            waited = waited_for(fed, stream)
+            await_that(lambda: fed.held_back_by() == "slow")
+            assert waited_for(fed, stream) == waited
             go_on.set()
             for _ in stream:
                 pass
@@ -100,8 +102,30 @@ def test_of_several_gates_the_first_that_refuses_is_what_holds_a_lane() -> None:
     assert gate.admits(Lane())
 
 
+def test_what_is_fed_without_a_graph_of_ones_own_has_a_report_at_its_end() -> None:
+    reports: list[Report] = []
+    rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=2)
+    with trainer() as stream, ThreadPoolExecutor() as threads:
+        ended = threads.submit(feed, rollout, str(stream.address), limits=SHORT, on_end=reports.append)
+        for _ in stream:
+            assert not reports
+        ended.result(60)
+    [report] = reports
+    assert {node.name: node.items for node in report.nodes}["trainer"] == 2
+
+
+def test_where_feeding_raises_there_is_no_report() -> None:
+    rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8)
+
+    async def fail() -> None:
+        raise RuntimeError("no more")
+
+    with pytest.raises(RuntimeError, match="no more"):
+        feed(rollout, "unix:/nowhere", watch=fail, on_end=pytest.fail)
+
+
 def test_a_rollout_in_a_graph_says_who_has_the_report() -> None:
-    with trainer() as stream, feeding(stream.address, num_fragments=2) as feed:
+    with trainer() as stream, feeding(stream.address, num_fragments=2) as fed:
         for _ in stream:
             with pytest.raises(RunError, match=r"in a graph, whose run has the report: expected run\.report\(\)"):
-                feed.rollout.report()
+                fed.rollout.report()
