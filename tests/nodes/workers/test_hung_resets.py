@@ -28,19 +28,6 @@ PLACES = [
 
 
 @pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
-    """Lets time go by for those who wait for environments; it stands still otherwise."""
-    now = [0.0]
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    for module in ("deadlines", "watch", "lane_link", "lane_processes"):
-        monkeypatch.setattr(f"rollflow.nodes.workers.{module}.monotonic", lambda: now[0])
-    return forward
-
-
-@pytest.fixture
 def held_in_second_reset(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """Makes a node whose only lane is at the end of its first episode, in a reset that is held."""
     nodes: list[Any] = []

@@ -20,18 +20,9 @@ pytestmark = pytest.mark.slow
 Forward = Callable[[float], None]
 
 
-@pytest.fixture
-def forward(monkeypatch: pytest.MonkeyPatch) -> Forward:
-    """Lets time go by for those who wait for workers; it stands still otherwise."""
-    now = [0.0]
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    for module in ("deadlines", "watch", "lane_link", "lane_processes"):
-        monkeypatch.setattr(f"rollflow.nodes.workers.{module}.monotonic", lambda: now[0])
+@pytest.fixture(autouse=True)
+def _begun_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
-    return forward
 
 
 def rollouts_of(makers: Any, **options: Any) -> Any:

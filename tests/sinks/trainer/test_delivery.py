@@ -57,6 +57,17 @@ def test_nor_does_one_that_is_cut_two_hundred_times() -> None:
     assert sum(fragment.num_steps for fragment in taken) == steps
 
 
+def end_whole(feed: Feed, child: TrainerChild, folder: Path) -> None:
+    """Have the rollout end, and its trainer with it, which has been handed over every step once."""
+    feed.drain()
+    feed.ended.result(60)
+    child.process.join()
+    assert child.process.exitcode == 0
+    check_whole(records_of(folder))
+    assert sum(record.steps for record in records_of(folder)) == feed.rollout.num_steps
+    assert feed.sink.lost == {}
+
+
 def killed_again_and_again(
     folder: Path,
     kills: int,
@@ -78,14 +89,7 @@ def killed_again_and_again(
             child.kill()
         assert feed.sink._kept.nbytes <= (1 << 20)
         child = TrainerChild(address, folder, ack=ack, yields=yields, max_lag=max_lag)
-        feed.drain()
-        feed.ended.result(60)
-        child.process.join()
-        assert child.process.exitcode == 0
-    records = records_of(folder)
-    check_whole(records)
-    assert sum(record.steps for record in records) == feed.rollout.num_steps
-    assert feed.sink.lost == {}
+        end_whole(feed, child, folder)
 
 
 @pytest.mark.parametrize("ack", ["auto", "manual"])
@@ -162,11 +166,7 @@ def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
         held = feed.sink.given
         os.kill(child.process.pid, signal.SIGCONT)
         await_that(lambda: len(records_of(tmp_path)) >= held + 3)
-        feed.drain()
-        feed.ended.result(60)
-        child.process.join()
-    check_whole(records_of(tmp_path))
-    assert sum(record.steps for record in records_of(tmp_path)) == feed.rollout.num_steps
+        end_whole(feed, child, tmp_path)
 
 
 @pytest.mark.slow
@@ -193,13 +193,7 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
                 assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
                 os.kill(child.process.pid, signal.SIGCONT)
                 await_that(lambda: not feed.sink._link.problem)
-            feed.drain()
-            feed.ended.result(60)
-            child.process.join()
-    assert child.process.exitcode == 0
-    check_whole(records_of(tmp_path))
-    assert sum(record.steps for record in records_of(tmp_path)) == feed.rollout.num_steps
-    assert feed.sink.lost == {}
+            end_whole(feed, child, tmp_path)
 
 
 @pytest.mark.slow
@@ -223,13 +217,7 @@ def test_nor_do_those_that_are_frozen_for_a_minute(tmp_path: Path) -> None:
             assert child.process.pid is not None
             os.kill(child.process.pid, signal.SIGCONT)
             await_that(lambda folder=folder, held=held: len(records_of(folder)) >= held + 20)
-            feed.drain()
-            feed.ended.result(60)
-            child.process.join()
-            assert child.process.exitcode == 0
-            check_whole(records_of(folder))
-            assert sum(record.steps for record in records_of(folder)) == feed.rollout.num_steps
-            assert feed.sink.lost == {}
+            end_whole(feed, child, folder)
 
 
 def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_path: Path) -> None:
