@@ -4,10 +4,8 @@ import logging
 import os
 import pickle
 import select
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
@@ -19,6 +17,7 @@ import cloudpickle
 from rollflow.nodes.given import check_numbers
 from rollflow.nodes.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
 from rollflow.sinks.trainer import parcel
+from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.process_main import Failed
 from rollflow.stream.errors import RunError
 
@@ -73,14 +72,14 @@ class TrainerProcess:
         if self._worker is not None:
             raise RunError("the trainer has been started: it runs once, make another one")
         function, args, options = self._job
-        self._folder = tempfile.mkdtemp(prefix="rollflow-")
-        self.address = f"{self._transport}:{self._folder}/trainer"
+        self._folder = OwnFolder()
+        self.address = f"{self._transport}:{self._folder.path}/trainer"
         threads = None if "OMP_NUM_THREADS" in os.environ else core_count()
         try:
             job = cloudpickle.dumps((function, args, self.address, options, threads))
             self._worker = WorkerProcess("rollflow.sinks.trainer.process_main", 1)
         except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
             raise
         self.pid = self._worker.pid
         with suppress(OSError):  # it is gone, which will be noticed
@@ -102,7 +101,7 @@ class TrainerProcess:
             worker.has_ended(CLOSE_TIMEOUT_S)
         finally:
             worker.kill()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
         if error is None and self._error is not None:
             raise self._error
 

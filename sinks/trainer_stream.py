@@ -1,9 +1,7 @@
 """A trainer's end of the stream: what rollouts in other processes and on other hosts send, for an ordinary loop."""
 
 import select
-import shutil
 import ssl
-import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack
@@ -27,6 +25,7 @@ from rollflow.sinks.trainer.forked import Sockets, keep_from_forked
 from rollflow.sinks.trainer.handing_over import HandedOver, HandingOver, LearnerConnector, Yields
 from rollflow.sinks.trainer.intake import Intake
 from rollflow.sinks.trainer.newest_weights import Published
+from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.patience import Patience
 from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.source import Arrived
@@ -334,9 +333,9 @@ class TrainerStream:
     def _meeting_place(self, address: str | None) -> UnixAddress:
         """Where processes ask for items: at the address, or in a folder of our own. Raises ValueError for another."""
         if address is None:
-            folder = tempfile.mkdtemp(prefix="rollflow-")
-            self._closing.callback(shutil.rmtree, folder, ignore_errors=True)
-            address = f"unix:{folder}/dataset"
+            folder = OwnFolder()
+            self._closing.callback(folder.close)
+            address = f"unix:{folder.path}/dataset"
         return unix_address(address)
 
     def _begin_next(self) -> bool:
