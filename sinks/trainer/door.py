@@ -16,7 +16,7 @@ from rollflow.sinks.trainer.newest_weights import NewestWeights, Published
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.peer import Peer, peer_on
 from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
-from rollflow.sinks.trainer.source import Arrived, Source, check_shares, check_together
+from rollflow.sinks.trainer.source import Arrived, Source, check_shares, check_together, replace_lost
 from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
@@ -354,6 +354,8 @@ class Door:
         self.come.add(hello.session)
         self.sources[hello.session] = source
         logger.info("rollout %s has come", source.name)
+        if older is None:
+            replace_lost(source, self.sources.values())
         if self._compression is not None and self._compression not in source.compressions:
             logger.warning("rollout %s can't compress by %s: it sends all as it is", source.name, self._compression)
         old = None if older is None else self._peers.of(older)

@@ -1,7 +1,7 @@
 """A rollout that feeds a trainer, as the trainer knows it."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +68,8 @@ class Arrived:
 class Source:
     """What is known of one rollout.
 
-    name                 as it calls itself, and where it is
+    called               as it calls itself
+    name                 the same, and where it is
     session              what outlives its connections
     connection           the newest; None: there has been none
     lost_at              since when it has none; None: it has one
@@ -97,7 +98,7 @@ class Source:
     """
 
     def __init__(self, session: TrainerSession) -> None:
-        self.name = "?"
+        self.called = self.name = "?"
         self.session = session
         self.connection: TrainerConnection | None = None
         self.lost_at: float | None = None
@@ -172,6 +173,7 @@ class Source:
         self.seed = seed
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
         self.weights = {name: tuple(shape) for name, shape in weights.items()}
+        self.called = hello.name
         self.name = f"{ascii(hello.name)[1:-1]} ({where})"
 
     def read(self, message: wire.Fragment) -> Arrived:
@@ -244,6 +246,18 @@ def check_together(source: Source, others: Sequence[Source]) -> None:
                 source.name,
                 source.seed,
             )
+
+
+def replace_lost(source: Source, others: Iterable[Source]) -> None:
+    """Wait no more for one of the same name that is lost: a rollout that is new has come in its place.
+
+    If it comes back all the same, it is taken in.
+    """
+    for other in others:
+        if other.lost_at is not None and not other.has_ended and other.called == source.called:
+            other.has_ended = other.is_lost = True
+            logger.warning("rollout %s has come in place of %s, which is not waited for", source.name, other.name)
+            return
 
 
 @dataclass(slots=True)

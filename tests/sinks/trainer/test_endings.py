@@ -327,6 +327,23 @@ def test_one_that_raises_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCap
     assert "is not back within" not in caplog.text
 
 
+def test_one_of_the_same_name_takes_the_place_of_one_that_was_killed(caplog: pytest.LogCaptureFixture) -> None:
+    """Under "pace", where all would wait for it otherwise."""
+    with trainer(yields="fragments", max_lag=0, on_excess="pace", sources=2) as stream:
+        child = FeedChild(str(stream.address), [0, 1], seed=1, sink={"name": "one"})
+        with feeding(stream.address, (2, 3), num_fragments=9, seed=2, sink={"name": "other"}):
+            names: list[str] = []
+            for _ in stream:
+                names.append(stream.handed[0].source.split(" (")[0])
+                if names.count("one") == 2 and child.process.is_alive():
+                    child.kill()
+                    again = FeedChild(str(stream.address), [0, 1], seed=3, num_fragments=4, sink={"name": "one"})
+    again.process.join()
+    assert (names.count("other"), names.count("one")) == (9, 2 + 4)
+    assert re.search(r"rollout one \(.*\) has come in place of one \(.*\), which is not waited for", caplog.text)
+    assert "is not back within" not in caplog.text
+
+
 def test_those_that_are_lost_are_told_of_with_the_time_that_they_have(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
