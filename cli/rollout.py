@@ -39,6 +39,9 @@ def add_to(commands: Any) -> None:
     connection.add_protection_to(parser)
     parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
     parser.add_argument(
+        "--linger", type=float, default=60.0, metavar="S", help="how long the trainer may take for the last ones (60)"
+    )
+    parser.add_argument(
         "--max-frame", type=int, default=64, metavar="MIB", help="the largest message that is taken, in MiB (64)"
     )
     parser.set_defaults(run=run, listen=None)
@@ -50,6 +53,7 @@ def run(told: argparse.Namespace) -> int:
         "secret": connection.secret_of(told),
         "tls": connection.tls_of(told),
         "name": told.name,
+        "linger": told.linger,
         "limits": hosting.limits_of(told.max_frame),
     }
     rollout = Rollout(

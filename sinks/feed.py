@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from anyio import CancelScope
+from anyio.abc import TaskGroup
 
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.remote.remote_envs import Secret
@@ -22,6 +24,8 @@ from rollflow.stream.run import Run
 from rollflow.stream.wire import Limits
 
 logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
 
 
 def feed(
@@ -48,7 +52,8 @@ def feed(
     None where it has not left. Raises what the rollout, its environments or the connection raised.
 
     In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
-    under way; a second one does not wait. Then the signal has its usual effect: KeyboardInterrupt, as a rule.
+    under way, or has not been there for `linger` seconds; a second one does not wait. Then the signal has its usual
+    effect: KeyboardInterrupt, as a rule.
     """
     check_rollout(rollout)
     sink = TrainerSink(
@@ -111,7 +116,7 @@ async def _fed(
             try:
                 async with graph.run() as run:
                     if signals is not None:
-                        tasks.start_soon(_leave_when_signalled, signals, run, tasks.cancel_scope, came)
+                        tasks.start_soon(_leave_when_signalled, signals, run, sink, tasks, came)
                     await run.wait()
             except Exception as error:
                 raised = error  # as it is, not in a group
@@ -125,18 +130,31 @@ def _nobody(report: Report) -> None:
     """Wants no report."""
 
 
-async def _leave_with_trainer(sink: TrainerSink, scope: anyio.CancelScope) -> None:
+async def _leave_with_trainer(sink: TrainerSink, scope: CancelScope) -> None:
     if await sink.wait_goodbye() is not None:
         scope.cancel()
 
 
 async def _leave_when_signalled(
-    signals: AsyncIterator[signal.Signals], run: Run, scope: anyio.CancelScope, came: list[signal.Signals]
+    signals: AsyncIterator[signal.Signals], run: Run, sink: TrainerSink, tasks: TaskGroup, came: list[signal.Signals]
 ) -> None:
     async for number in signals:
         if came:
-            scope.cancel()
+            tasks.cancel_scope.cancel()
         else:
             logger.warning("interrupted: the trainer gets what is under way; a second time ends it at once")
             run.stop()
+            if sink.linger is not None:
+                tasks.start_soon(_leave_without_trainer, sink, sink.linger, tasks.cancel_scope)
         came.append(number)
+
+
+async def _leave_without_trainer(sink: TrainerSink, seconds: float, scope: CancelScope) -> None:
+    """Once there has been no trainer for so long."""
+    since = anyio.current_time()
+    while anyio.current_time() - since < seconds:
+        await anyio.sleep(min(seconds, _LOOK_S))
+        if sink.has_trainer:
+            since = anyio.current_time()
+    logger.warning("interrupted, and there has been no trainer for %g s: it is waited for no more", seconds)
+    scope.cancel()

@@ -53,7 +53,8 @@ class TrainerSink:
                        to it. It begins once the trainer has been there, and acts with its newest weights. None: the one
                        that leads to this in the graph, whatever stands between
         secret, tls    as for `EnvHost`
-        name           what the trainer calls it; None: the name of this computer
+        name           what the trainer calls it: for each of several another, as a new rollout takes the place of one
+                       of its name that is lost. None: the name of this computer
         linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
                        None: as long as it takes
         max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more.
@@ -124,7 +125,7 @@ class TrainerSink:
             raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
         self.name = socket.gethostname() if name is None else name
         self.lost: dict[str, int] = {}
-        self._linger, self._sends = linger, sends
+        self.linger, self._sends = linger, sends
         self._limits = Limits() if limits is None else limits
         self._kept = Kept(max_bytes, None if spill is None else Spill(Path(spill)))
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
@@ -150,10 +151,7 @@ class TrainerSink:
         )
 
     def take_sources(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
-        """Find the rollout among what leads to this in a graph, unless it was given: it is to be taken apart anew.
-
-        Once all is there, also find what makes its train batches.
-        """
+        """Find the rollout among what leads to this in a graph, unless it was given, to be taken apart anew."""
         changed = () if self._is_given else self._take_rollout(sources, is_all=is_all)
         if is_all:
             self._end.take_makers(sources, self._link.bell.ring)
@@ -198,6 +196,11 @@ class TrainerSink:
                 steps,
                 self._link.problem or "the trainer had not moved on from them",
             )
+
+    @property
+    def has_trainer(self) -> bool:
+        """Whether a trainer is there."""
+        return not self._link.problem
 
     @property
     def given(self) -> int:
@@ -277,7 +280,7 @@ class TrainerSink:
                 self._give(item)
         self._has_ended = True
         self._link.finish()
-        with anyio.move_on_after(self._linger):
+        with anyio.move_on_after(self.linger):
             await self._until(lambda: self._session.done == self._session.given or self._has_left())
 
     async def _listen(self, scope: anyio.CancelScope) -> None:

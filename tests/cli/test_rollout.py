@@ -82,6 +82,19 @@ def test_it_ends_when_the_trainer_says_goodbye() -> None:
         assert process.stderr.read().splitlines()[-1] == "the trainer said goodbye: the trainer has ended"
 
 
+def test_one_that_is_interrupted_waits_for_a_trainer_no_longer_than_it_is_told_to() -> None:
+    with ExitStack() as stack:
+        with pytest.raises(KeyError), stream() as trainer:
+            arguments = ["--env", "CartPole-v1", "--fragment-length", 8, "--trainer", trainer.address, "--linger", 0.1]
+            process = stack.enter_context(command(*arguments))
+            next(iter(trainer))
+            raise KeyError  # so that the rollout waits for another one
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+        assert process.stderr is not None
+        assert "interrupted, and there has been no trainer for 0.1 s" in process.stderr.read()
+
+
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_rollout_hands_over_what_was_under_way_and_says_goodbye(number: int, status: int) -> None:
     arguments = ["--env", "CartPole-v1", "--fragment-length", 1 << 20]
