@@ -34,7 +34,7 @@ from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
 from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use
 from rollflow.sinks.trainer.windows import Windows
-from rollflow.stream.errors import RunError
+from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.wire import (
     Address,
     Limits,
@@ -86,7 +86,7 @@ class TrainerStream:
     have said that no more comes. Leaving the block without an error says goodbye to the rollouts; with one, they wait
     for a trainer to come back.
 
-    Raises RunError where no rollout comes, or all are lost.
+    Raises RunError where the address can't be listened on, no rollout comes, or all are lost.
     """
 
     def __init__(
@@ -159,7 +159,10 @@ class TrainerStream:
     def __enter__(self) -> Self:
         if self._state != "new":
             raise RunError(f"the stream is {self._state}: it runs once, make another one")
-        self._sockets = listen_on(self.address)
+        try:
+            self._sockets = listen_on(self.address)
+        except EnvError as error:
+            raise RunError(str(error)) from error
         self._listening = Sockets(self._sockets)
         keep_from_forked(self._listening)
         if not isinstance(self.address, SharedAddress):

@@ -49,7 +49,7 @@ class AgeBound:
             return True
         if not has_published:
             raise RunError(
-                f"fragment {arrived.number} of rollout {arrived.source.name} is {lag} policy versions old, and no "
+                f"{arrived.told} is {lag} policy versions old, and no "
                 "weights have been published here: publish those that training goes on with before the loop"
             )
         is_left_over = arrived.policy_version is not None and arrived.policy_version < arrived.source.joined_at
@@ -57,10 +57,7 @@ class AgeBound:
             self.lost["max_lag"] += arrived.num_steps
             return False
         told = ": publish at most once per batch, before the next is asked for" if self.on_excess == "pace" else ""
-        raise LagError(
-            f"fragment {arrived.number} of rollout {arrived.source.name} is {lag} policy versions old, expected at "
-            f"most max_lag={self.max_lag}{told}"
-        )
+        raise LagError(f"{arrived.told} is {lag} policy versions old, expected at most max_lag={self.max_lag}{told}")
 
     def mask(self, item: Batch, of: Sequence[Arrived], version: int) -> None:
         """Have older steps of a train batch left out of the loss, under "mask", and of several agents under "pace".

@@ -48,6 +48,13 @@ class Arrived:
         return self.item.lane if isinstance(self.item, Fragment) else 0
 
     @property
+    def told(self) -> str:
+        """What it is, for people."""
+        if isinstance(self.item, Fragment):
+            return f"fragment {self.item.sequence} of lane {self.lane} of rollout {self.source.name}"
+        return f"train batch {self.number - 1} of rollout {self.source.name}"
+
+    @property
     def batch(self) -> Batch:
         """The item, of a source that sends train batches."""
         assert not isinstance(self.item, Fragment)

@@ -173,7 +173,7 @@ class SourceLink:
                 problem = f"trainer {self.address} said goodbye: {quoted(self.goodbye)}; now: {problem}"
             failures = 0 if self._is_welcomed else failures
             if problem != self.problem:
-                logger.warning("%s", problem)
+                logger.warning("waiting: %s", problem)
             self.problem = problem
             failures += 1
             self._pause(pause_s(failures, _LONGEST_RETRY_S))

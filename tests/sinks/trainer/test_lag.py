@@ -93,8 +93,8 @@ def test_where_weights_are_published_too_often_pace_says_so() -> None:
         next(batches)
         with pytest.raises(
             LagError,
-            match=r"fragment \d of rollout feed .* is 2 policy versions old, expected at most max_lag=0: publish at "
-            "most once per batch, before the next is asked for",
+            match=r"fragment \d of lane 0 of rollout feed .* is 2 policy versions old, expected at most max_lag=0: "
+            "publish at most once per batch, before the next is asked for",
         ):
             publish_behind_its_back(stream, batches)
 

@@ -18,7 +18,7 @@ from remote_rollouts import await_that, makers
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
 from rollflow.stream import Graph
-from rollflow.stream.errors import EnvError, RunError, WireError
+from rollflow.stream.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, encode
 
 SECRET = "correct horse battery staple"
@@ -120,10 +120,10 @@ def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:
         TrainerStream("localhost:7020")
     with (
         trainer() as stream,
-        pytest.raises(EnvError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use"),
+        pytest.raises(RunError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use"),
     ):
         TrainerStream(str(stream.address)).__enter__()
-    with pytest.raises(EnvError, match=r"can't listen on unix:.*No such file or directory"):
+    with pytest.raises(RunError, match=r"can't listen on unix:.*No such file or directory"):
         TrainerStream(f"unix:{tmp_path}/missing/trainer").__enter__()
 
 
