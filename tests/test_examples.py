@@ -1,9 +1,12 @@
 """The programs that a user would write run as they are, and the README's do."""
 
 import runpy
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from remote_hosts import hosting
@@ -196,6 +199,35 @@ def test_the_readmes_programs_over_other_hosts_run(
         names: dict[str, Any] = {}
         exec(program, names)
     assert 4 * 8 < names["rollout"].num_steps <= 4 * 8 * 2
+
+
+def test_the_readmes_programs_with_a_trainer_elsewhere_run(tmp_path: Path) -> None:
+    [trains], [feeds], [draws] = (
+        [program for program in readme_programs() if words in program]
+        for words in ("TrainerStream(", "feed(Rollout(", "wait_goodbye")
+    )
+    policy, batches, rollouts = Policy(), list[Any](), list[Rollout]()
+    policy({"obs": torch.zeros(1, 4)})
+
+    def made(env: str = "CartPole-v1", **options: Any) -> Rollout:
+        ends = {"num_envs": 4, "fragment_length": 8, "num_fragments": 3}
+        rollouts.append(Rollout(env, **{"module": deepcopy(policy), **options, **ends}))
+        return rollouts[-1]
+
+    def run(program: str) -> None:
+        names = {"secret": "open sesame", "policy": policy, "update": lambda _, batch: batches.append(batch)}
+        names |= {"Rollout": made, "Policy": lambda: deepcopy(policy), "rollout": made() if program == draws else None}
+        exec(program.replace("tcp://0.0.0.0:7020", address).replace("tcp://trainer:7020", address), names)
+        if program == draws:
+            anyio.run(names["main"])
+
+    address = f"unix:{tmp_path}/trainer"
+    with ThreadPoolExecutor() as threads:
+        for program in (feeds, draws):
+            feeding = threads.submit(run, program)
+            run(trains)
+            feeding.result(60)
+    assert sum(len(batch["obs"]) for batch in batches) == sum(rollout.num_steps for rollout in rollouts) > 0
 
 
 def test_the_readmes_programs_with_a_data_loader_and_a_child_run() -> None:
