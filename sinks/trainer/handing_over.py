@@ -54,10 +54,10 @@ class HandingOver:
         fragments = [arrived.item for arrived in taken if isinstance(arrived.item, Fragment)]
         if fragments and len(fragments) < len(taken):
             raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
+        batch = self._batch(fragments, taken) if self._yields == "batches" else None  # if it fails, nothing is counted
         for arrived, fragment in zip(taken, fragments, strict=False):
             self.returns.add(fragment, arrived.source.session.token)
-        if self._yields == "batches":
-            batch = self._batch(fragments, taken)
+        if batch is not None:
             for arrived in taken:
                 self.returns.take_finished(arrived.finished)
             yield HandedOver(batch, taken, True)

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from feeding import HASTY, SHORT, graph_over, running, trainer
+from feeding import HASTY, SHORT, feeding, graph_over, running, trainer
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from remote_hosts import BrokenWire
 from torch.utils.data import DataLoader
 from wire_messages import TOKEN
 
-from rollflow.nodes import EpisodeReturns, MultiAgentRollout, Rollout
+from rollflow.nodes import ConnectorV2, EpisodeReturns, MultiAgentRollout, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
 from rollflow.sinks.feed import _fed
 from rollflow.sinks.trainer.alike import MOST_ALIKE, MOST_BYTES, alike
@@ -81,6 +81,30 @@ def fed(rollout: Any, stream: TrainerStream, take: Made = list, *, cuts: Sequenc
     if raised is not None:
         raise raised
     return taken
+
+
+class FailsOnce(ConnectorV2):
+    """Raises when it is called first."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.has_failed = False
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise KeyError("once")
+        return batch
+
+
+def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
+    with trainer(learner_connector=lambda obs_space, act_space: FailsOnce()) as stream:
+        with feeding(stream.address, num_fragments=8):
+            with pytest.raises(KeyError, match="once"):
+                next(iter(stream))
+            assert stream.returns.count == 0
+            ended = sum(int((batch["terminateds"] | batch["truncateds"]).sum()) for batch in stream)
+    assert stream.returns.count == ended > 0
 
 
 def feed_batches(rollout: Rollout, address: str) -> None:
