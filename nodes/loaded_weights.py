@@ -73,7 +73,11 @@ class LoadedWeights:
                 if waiting is None:
                     self._is_busy = False
                     return
-            self._digest(*waiting)
+            try:
+                self._digest(*waiting)
+            except BaseException:
+                self._is_busy = False
+                raise
             self._spare = waiting[1]
 
     def _digest(self, version: int, state: _Tensors) -> None:

@@ -47,6 +47,10 @@ class FragmentCredits:
         self._begun_by[lane.index] = fragment
         return True
 
+    def leave(self, lane: int) -> None:
+        """The fragment that a lane has begun last never comes."""
+        self.release(1)
+
     def release(self, fragments: int) -> None:
         """Say that so many fragments are done with. In the thread that the graph runs in."""
         self._begun -= fragments
@@ -82,6 +86,12 @@ class AllOf:
                 self._refused = gate
                 return False
         return True
+
+    def leave(self, lane: int) -> None:
+        """The fragment that a lane has begun last never comes, and no other either."""
+        for gate in self._gates:
+            if hasattr(gate, "leave"):
+                gate.leave(lane)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""

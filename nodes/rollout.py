@@ -29,7 +29,7 @@ from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
 from rollflow.nodes.module_to_env import ModuleToEnv
-from rollflow.nodes.pace import FragmentCredits
+from rollflow.nodes.pace import AllOf, FragmentCredits
 from rollflow.nodes.placement import Where, environments_for, placed
 from rollflow.nodes.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.remote.remote_envs import RemoteHosts, RemoteRollouts
@@ -254,8 +254,8 @@ class Rollout(RolloutLoop[Fragment]):
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
         if isinstance(environments, RolloutsElsewhere):
-            if isinstance(gate, FragmentCredits):
-                self._deal.give_back = gate.release
+            if isinstance(gate, FragmentCredits | AllOf):
+                self._deal.leave = gate.leave
             return ring_of_turns(environments, self._deal, gate)
         return ring_of(environments, self._prepare, self._gathering or self._forward, self._act, gate)
 

@@ -95,11 +95,11 @@ class Deal:
     num_lanes        lanes that come by
     num_fragments    after so many fragments a lane stops; None: it never does
 
-    give_back        called when a turn has given no fragment, and never will
+    leave            called with a lane whose turn has given no fragment, and never will
     """
 
     def __init__(self, num_lanes: int, num_fragments: int | None) -> None:
-        self.give_back: Callable[[int], None] = _ignored
+        self.leave: Callable[[int], None] = _ignored
         self._going = num_lanes
         self._num_fragments = num_fragments
 
@@ -108,7 +108,7 @@ class Deal:
         lane, fragment = turns, turns.fragment
         is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
         if lane.is_set_aside and fragment is None:
-            self.give_back(1)
+            self.leave(lane.index)
         if lane.is_set_aside or is_last:
             self._going -= 1
             return Dealt(None, fragment)
@@ -139,5 +139,5 @@ def _passed_on(turns: Turns) -> Turns:
     return turns
 
 
-def _ignored(fragments: int) -> None:
-    """Takes back credits where there are none."""
+def _ignored(lane: int) -> None:
+    """There is no gate that has let it begin one."""

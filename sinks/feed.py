@@ -152,8 +152,8 @@ async def _leave_when_signalled(
 async def _leave_without_trainer(sink: TrainerSink, seconds: float, scope: CancelScope) -> None:
     """Once there has been no trainer for so long."""
     since = anyio.current_time()
-    while anyio.current_time() - since < seconds:
-        await anyio.sleep(min(seconds, _LOOK_S))
+    while sink.has_trainer or anyio.current_time() - since < seconds:
+        await anyio.sleep(_LOOK_S)
         if sink.has_trainer:
             since = anyio.current_time()
     logger.warning("interrupted, and there has been no trainer for %g s: it is waited for no more", seconds)

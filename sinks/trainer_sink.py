@@ -53,8 +53,7 @@ class TrainerSink:
                        to it. It begins once the trainer has been there, and acts with its newest weights. None: the one
                        that leads to this in the graph, whatever stands between
         secret, tls    as for `EnvHost`
-        name           what the trainer calls it: for each of several another, as a new rollout takes the place of one
-                       of its name that is lost. None: the name of this computer
+        name           what the trainer calls it, best another for each rollout; None: the name of this computer
         linger         seconds that are waited, once the last fragment has come, for the trainer to be done with all;
                        None: as long as it takes
         max_bytes      of fragments that the trainer may still want again: a rollout stands still while there are more.
@@ -133,6 +132,7 @@ class TrainerSink:
         self._changed, self._watch = anyio.Event(), watch
         self._has_ended = self._has_warned = self._is_over = False
         self._failure: str | None = None
+        self._seen_error: Exception | None = None  # of what was watched
         # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
         self._told: tuple[int, dict[str, Loaded]] = 0, {}
         self._trainer = f"the trainer at {target}"
@@ -150,29 +150,31 @@ class TrainerSink:
             lender=self._lender,
         )
 
-    def take_sources(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
-        """Find the rollout among what leads to this in a graph, unless it was given, to be taken apart anew."""
+    def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
+        """Find the rollout among what leads to this, unless it was given, to be taken apart anew."""
         changed = () if self._is_given else self._take_rollout(sources, is_all=is_all)
         if is_all:
-            self._end.take_makers(sources, self._link.bell.ring)
+            self._end.take_makers(sources, self._link.bell.ring, drops=drops)
         return changed
 
     async def run(self, fragments: Inlet[Fragment | Batch]) -> None:
         """Send what comes, until no more does and the trainer is done with it."""
         self._link.start()
         raised: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(self._listen, tasks.cancel_scope)
-            if self._watch is not None:
-                tasks.start_soon(self._see, self._watch, tasks.cancel_scope)
-            try:
-                await self._send(fragments)
-            except Exception as error:
-                raised = error  # as it is, not in a group
-            tasks.cancel_scope.cancel()
-        self._is_over = True
-        self._look_up()
-        raised = raised or self._link.error
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._listen, tasks.cancel_scope)
+                if self._watch is not None:
+                    tasks.start_soon(self._see, self._watch, tasks.cancel_scope)
+                try:
+                    await self._send(fragments)
+                except Exception as error:
+                    raised = error  # as it is, not in a group
+                tasks.cancel_scope.cancel()
+        finally:
+            self._is_over = True
+            self._look_up()
+        raised = raised or self._link.error or self._seen_error
         if raised is not None:
             raise raised
 
@@ -213,7 +215,7 @@ class TrainerSink:
         return self._link.goodbye
 
     async def wait_goodbye(self) -> str | None:
-        """Wait until a trainer has left: its reason; None where the rollout has ended before, and all was delivered."""
+        """Wait until a trainer has left: its reason; None where this has ended before, for whatever reason."""
         while not self._has_left() and not self._is_over:
             await self._changed.wait()
         return self.goodbye
@@ -308,7 +310,7 @@ class TrainerSink:
         try:
             await watch()
         except Exception as error:
-            self._link.error = error
+            self._seen_error = error
             scope.cancel()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:

@@ -1,5 +1,6 @@
 """What joins two nodes of a graph."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollflow.stream.channel import Overflow
@@ -29,3 +30,17 @@ class Edge:
 def within(prefix: str, port: Port) -> Port:
     """The port of a node that is a part of another."""
     return prefix + port[0], port[1]
+
+
+def leading_to(name: str, edges: Iterable[Edge]) -> set[str]:
+    """A node and all that lead to it, feedback edges left out."""
+    before = {name}
+    while more := {each.source[0] for each in edges if each.target[0] in before and not each.feedback} - before:
+        before |= more
+    return before
+
+
+def may_drop_before(name: str, edges: Iterable[Edge]) -> bool:
+    """Whether something may be dropped on its way to a node."""
+    before = leading_to(name, edges)
+    return any(each.overflow != "block" and not each.feedback for each in edges if each.target[0] in before)

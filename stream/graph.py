@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.channel import Overflow
 from rollflow.stream.drawing import explain, mermaid
-from rollflow.stream.edge import Edge, Port, within
+from rollflow.stream.edge import Edge, Port, leading_to, may_drop_before, within
 from rollflow.stream.errors import GraphError
 from rollflow.stream.gate import Gate
-from rollflow.stream.port import NodeSpec, Where, meet, outlet_method, own_name, read_node, type_name
+from rollflow.stream.port import NodeSpec, Where, is_same_method, meet, outlet_method, own_name, read_node, type_name
 
 if TYPE_CHECKING:
     from rollflow.stream.run import Run
@@ -216,9 +216,7 @@ class Graph:
 
     def sources_of(self, name: str) -> list[Any]:
         """What leads to a node, feedback edges left out: nodes as they were added, in the order of the flow."""
-        before = {name}
-        while more := {e.source[0] for e in self.edges if e.target[0] in before and not e.feedback} - before:
-            before |= more
+        before = leading_to(name, self.edges)
         found: dict[int, Any] = {}
         for each in self.flow_order():
             if each in before and each != name:
@@ -289,7 +287,8 @@ class Graph:
         asking = [(name, self.nodes[name].node) for name in names if hasattr(self.nodes[name].node, "take_sources")]
         for name, node in asking:
             try:
-                changed = list(node.take_sources(self.sources_of(name), is_all=is_all))
+                drops = may_drop_before(name, self.edges)
+                changed = list(node.take_sources(self.sources_of(name), drops=drops, is_all=is_all))
             except Exception as error:
                 error.add_note(f"in node '{name}'")
                 raise
@@ -303,7 +302,8 @@ class Graph:
         if isinstance(end, str):
             return end
         node, port = outlet_method(end) if outlet else (end, "")
-        name = next((name for name, added in self._added.items() if added is node), None)
+        # A method is another object each time that it is asked for.
+        name = next((name for name, added in self._added.items() if added is node or is_same_method(added, node)), None)
         if name is None:
             name = first = own_name(node)
             number = 1

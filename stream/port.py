@@ -48,9 +48,10 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
     come after the last; `done`, true when a source of a ring wants no more; `where`, "inline" or "thread". Any node
     may have `close()`, called once when the run is over, in an event loop after `take_failure(error)` where a node has
     raised, and `describe()`, shown by `Graph.explain`; and
-    `take_sources(sources, *, is_all)`, told the nodes that lead to it, as `Graph.sources_of` gives them, whenever an
-    edge is drawn before it, and, with `is_all`, when the graph is validated: it gives those of them that are to be
-    taken apart by `graph()` once more, as what it has told them changes how they are.
+    `take_sources(sources, *, drops, is_all)`, told the nodes that lead to it, as `Graph.sources_of` gives them, and
+    whether something may be dropped between them, whenever an edge is drawn before it, and, with `is_all`, when the
+    graph is validated: it gives those of them that are to be taken apart by `graph()` once more, as what it has told
+    them changes how they are.
 
     Raises GraphError for anything else.
     """
@@ -72,6 +73,11 @@ def outlet_method(end: Any) -> tuple[Any, str]:
     if inspect.ismethod(end) and not inspect.signature(end).parameters:
         return end.__self__, end.__name__
     return end, ""
+
+
+def is_same_method(one: Any, other: Any) -> bool:
+    """Whether both are the same method of the same object."""
+    return inspect.ismethod(one) and inspect.ismethod(other) and one == other
 
 
 def own_name(node: Any) -> str:

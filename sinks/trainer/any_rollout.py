@@ -19,6 +19,7 @@ from rollflow.stream.fragment import Fragment
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.space_codec import describe_space
+from rollflow.stream.wire.handshake import MOST_NUMBER
 
 AnyRollout = Rollout | MultiAgentRollout
 
@@ -61,7 +62,7 @@ def described(rollout: AnyRollout, ids: Sequence[str] | None) -> Described:
         "module": type(rollout.module).__name__,
         "weights": {name: list(shape) for name, shape in shapes_of(weights).items()},
         "version": version_of(rollout),
-        "seed": rollout.seed,
+        "seed": rollout.seed if rollout.seed < MOST_NUMBER else None,
     }
     return Described(tuple(env.num_envs for env in environments.envs) or (1,), spaces, metadata)
 

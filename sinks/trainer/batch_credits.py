@@ -1,5 +1,6 @@
 """How many fragments may be under way so that the train batches they go into come to a trainer soon enough."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rollflow.sinks.learner_pipeline import Gathering
@@ -31,7 +32,14 @@ class BatchCredits:
 
     def come(self, lane: int, sequence: int) -> None:
         """A fragment has left the rollout. Those before it in its lane never come."""
-        over = [key for key in self._under_way if key[0] == lane and key[1] <= sequence]
-        for key in over:
+        self._forget([key for key in self._under_way if key[0] == lane and key[1] <= sequence])
+        self._begun += 1
+
+    def leave(self, lane: int) -> None:
+        """Nothing comes of a lane any more."""
+        self._forget([key for key in self._under_way if key[0] == lane])
+
+    def _forget(self, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
             del self._under_way[key]
-        self._begun += 1 - len(over)
+        self._begun -= len(keys)

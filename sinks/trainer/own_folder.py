@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX, _LOCK = "rollflow-", "lock"
+_PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"
 
 
 class OwnFolder:

@@ -106,6 +106,12 @@ class PaceGate:
             self.credits.come(fragment.lane, fragment.sequence)
             self._changed()
 
+    def leave(self, lane: int) -> None:
+        """Nothing comes of a lane any more."""
+        if self.credits is not None:
+            self.credits.leave(lane)
+            self._changed()
+
     def pass_over(self) -> None:
         """An item that has come is for nobody."""
         self._passed_over += 1

@@ -68,6 +68,7 @@ class RolloutEnd:
         rollout.hold_back(self.gate)
         if sends == "batches":
             rollout.watch(self.seen)
+        self._can_be_paced = sends == "fragments"
         self._converted: dict[int, bytes] = {}  # version -> digest of weights as the module has them, if otherwise
         if isinstance(rollout, Rollout):
             rollout.digest_loaded()
@@ -77,13 +78,14 @@ class RolloutEnd:
     def describe(self) -> Described:
         """Its part of a `Hello`."""
         told = described(self.rollout, self.ids)
-        return told._replace(metadata=told.metadata | {"can_be_paced": self.gate.credits is not None})
+        return told._replace(metadata=told.metadata | {"can_be_paced": self._can_be_paced})
 
-    def take_makers(self, sources: Sequence[Any], changed: Callable[[], None]) -> None:
+    def take_makers(self, sources: Sequence[Any], changed: Callable[[], None], *, drops: bool) -> None:
         """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
 
         sources    lead to the sink
         changed    called from any thread when some have gone into none
+        drops      whether some may be lost on their way
 
         Raises GraphError where there can't be what is to be sent.
         """
@@ -98,6 +100,7 @@ class RolloutEnd:
         if self.gate.credits is None and len(makers) == 1 and isinstance(makers[0], Gathering):
             self.gate.credits = BatchCredits(makers[0])
             makers[0].watch(changed)
+        self._can_be_paced = not drops and (self._sends == "fragments" or self.gate.credits is not None)
 
     @cached_property
     def spaces(self) -> list[Any]:

@@ -88,7 +88,7 @@ class Source:
     joined_at            policy version at the trainer when it was last taken in
     sends_batches        whether it sends train batches
     is_by_module         whether each of them is module id -> train batch
-    can_be_paced         whether it knows which fragments go into which of them
+    can_be_paced         whether it knows which fragments go into which of them, and all that it makes comes
     lanes                of its rollout, at the beginning
     spaces               that observations may be in, as they come
     action_space         of the rollout
@@ -172,7 +172,7 @@ class Source:
             raise WireError(f"hello.metadata: sends is {sends!r:.100}, expected 'fragments' or 'batches'", "message")
         self.sends_batches, self.compressions = sends == "batches", _entry(told, "compressions", list)
         self.is_by_module = told.get("is_by_module") is True
-        self.can_be_paced = not self.sends_batches or told.get("can_be_paced") is True
+        self.can_be_paced = told.get("can_be_paced", not self.sends_batches) is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.lanes, self.version, self.digest = len(hello.slots), version, digest

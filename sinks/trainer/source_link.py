@@ -228,6 +228,8 @@ class SourceLink:
         if connection.phase is not Phase.RUNNING:
             return
         if self._failure is not None and self._parting is None:
+            if connection.undelivered:
+                return  # it would be cut off with what waits before it
             raise WireError(f"the rollout has failed: {self._failure}", FAILED)
         while self._receipts:
             connection.tell(self._receipts.popleft())

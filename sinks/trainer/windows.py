@@ -54,9 +54,9 @@ class Windows:
             )
         if not source.can_be_paced:
             raise WireError(
-                "the trainer holds rollouts back by on_excess='pace', and this one's train batches are made by nodes "
-                "that can't be asked how many fragments go into each: expected a LearnerPipeline alone between the "
-                "rollout and its sink, or another on_excess",
+                "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
+                "come, or go into which train batch: expected no edge that drops, and a LearnerPipeline alone between "
+                "the rollout and a sink that sends batches, or another on_excess",
                 "pace",
             )
         # A lane may have begun as many before the slowest has given its first; and what is done may lie behind what is

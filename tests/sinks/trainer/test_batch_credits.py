@@ -44,14 +44,15 @@ def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goe
     gathering = Counted(fragments_per_batch, None)
     credits = BatchCredits(gathering)
     making: dict[int, Begun] = {}
-    sequences = [0] * lanes
+    sequences, going = [0] * lanes, list(range(lanes))
     coming: deque[Begun] = deque()  # on their way to where batches are made
     batches: list[Any] = []
     done = 0
     while done < BATCHES:
-        free = [lane for lane in range(lanes) if lane not in making]
+        free = [lane for lane in going if lane not in making]
         moves: list[Any] = [("begin", lane) for lane in free if credits.admits(done, ahead)]
         moves += [("leave", lane) for lane in making]
+        moves += [("leave for good", lane) for lane in making] if len(going) > 1 else []
         moves += [("gather", 0)] if coming else []
         moves += [("move on", 0)] if done < len(batches) else []
         assert moves, "it stands still"
@@ -64,6 +65,10 @@ def test_whatever_is_late_no_fragment_is_in_a_batch_beyond_its_bound_and_all_goe
         elif move == "leave":
             coming.append(making.pop(lane))
             credits.come(lane, coming[-1].sequence)
+        elif move == "leave for good":
+            going.remove(lane)
+            del making[lane]
+            credits.leave(lane)
         elif move == "gather":
             batch = gathering(coming.popleft())
             if batch is not None:

@@ -55,6 +55,7 @@ def test_a_folder_is_removed_once_nobody_is_left_who_has_it(folders: Path, forks
 
 def test_what_is_not_one_is_left_alone(folders: Path) -> None:
     (folders / "rollflow-mine").mkdir()
+    (folders / "rollflow-mine" / "lock").touch()
     (folders / "rollflow-notes").touch()
     OwnFolder().close()
     assert sorted(path.name for path in folders.iterdir()) == ["rollflow-mine", "rollflow-notes"]

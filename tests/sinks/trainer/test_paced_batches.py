@@ -138,6 +138,51 @@ def publish_next(stream: TrainerStream, rollout: MultiAgentRollout) -> None:
     stream.publish({module_id: weights(stream.version + 1.0) for module_id in rollout.module})
 
 
+class NotMadeAgain(NumberedEnv):
+    """Raises in its life's step 17, and whenever another one is made."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot)
+        self.broken = folder / "broken"
+        if self.broken.exists():
+            raise RuntimeError("it can't be made again")
+
+    def step(self, action: Any) -> Any:
+        if self.life == 17:
+            self.broken.touch()
+            raise RuntimeError("it broke")
+        return super().step(action)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_a_lane_that_is_set_aside_is_not_waited_for(
+    where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
+    envs = [partial(NumberedEnv, 0), partial(NotMadeAgain, 1, tmp_path)]
+    rollout = Rollout(envs, module=NumberedModule(), lanes=2, where=where, fragment_length=8)
+    with trainer(max_lag=0, on_excess="pace") as stream:
+        with running(*graph_over(rollout, stream.address, sends="batches", fragments_per_batch=2)):
+            late = 0
+            for batch in stream:
+                assert int(batch[Columns.POLICY_VERSION].min()) == stream.version
+                stream.publish(weights(stream.version + 1.0))
+                late += "set aside" in caplog.text
+                if late == 5:
+                    break
+
+
+def test_where_fragments_may_be_dropped_none_is_waited_for_in_vain() -> None:
+    rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=4)
+    with trainer(max_lag=0, on_excess="pace", join_timeout=20.0) as stream:
+        sink, graph = TrainerSink(str(stream.address), limits=SHORT), Graph("feed")
+        graph.connect(rollout.fragments, sink, capacity=1, overflow="drop_oldest")
+        with pytest.raises(WireError, match="expected no edge that drops"), running(graph, rollout, sink) as feed:
+            stream._begin_next()
+            feed.ended.result(60)
+
+
 def test_a_rollout_whose_batches_somebody_else_makes_is_refused() -> None:
     rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=4)
     with trainer(max_lag=0, on_excess="pace", join_timeout=20.0) as stream:
@@ -152,7 +197,9 @@ def test_a_rollout_whose_batches_somebody_else_makes_is_refused() -> None:
         graph.connect("rollout.fragments", "learner")
         graph.connect("learner", "mine")
         graph.connect("mine", "trainer")
-        with pytest.raises(WireError, match="expected a LearnerPipeline alone between the rollout and its sink"):
+        with pytest.raises(
+            WireError, match="a LearnerPipeline alone between the rollout and a sink that sends batches"
+        ):
             with running(graph, rollout, sink) as feed:
                 stream._begin_next()
                 feed.ended.result(60)
