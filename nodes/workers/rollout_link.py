@@ -37,6 +37,7 @@ class RolloutLink(LaneLink):
     version    of the weights that were sent last
     untaken    weights that were sent and that the worker has not taken over yet
     lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
+    has_told   whether the last fragment of the worker that is being lost says itself why
     """
 
     def __init__(self, index: int, maker: bytes) -> None:
@@ -45,6 +46,7 @@ class RolloutLink(LaneLink):
         self.steps = 0
         self.version = self.untaken = 0
         self.lost: str | None = None
+        self.has_told = False
         self.stages: list[list[Any]] = []
         self._reported = 0  # by the worker as it is now
         self._progress: NDArray[np.int64] | None = None

@@ -158,15 +158,17 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
         assert isinstance(link, RolloutLink)
         self.lost_steps += told.get("lost_steps", 0)
         link.forget_progress()
-        if not told.get("is_told"):  # by a fragment that says itself what was lost
+        link.has_told = told.get("is_told", False)  # by a fragment that says itself what was lost
+        if not link.has_told:
             link.lost = f"{told['type']}: {told['text']}"
         yield from super()._failed(link, told)
 
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Any]:
         assert isinstance(link, RolloutLink)
         assert link.remote is not None
-        if link.state is State.READY:  # between two turns: there is no fragment that could say what ends
+        if link.state is State.READY and not link.has_told:  # between two turns: no fragment could say what ends
             link.lost = reason
+        link.has_told = False
         yield from super()._lane_lost(link, reason, told)
         if link.is_waited and link.remote.fragment is not None:  # which has been rescued
             yield self._come_back(link)
