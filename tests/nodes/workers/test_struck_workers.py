@@ -68,11 +68,14 @@ class Tells(Doomed):
 
 
 class Striker(threading.Thread):
-    """Kills or stops workers at moments of its own; one is stopped only once its environments have made a step."""
+    """Kills or stops workers at moments of its own; one is stopped only once its environments have made a step.
 
-    def __init__(self, drawn: Setting, log: Path) -> None:
+    others    children of this process that are no workers, such as multiprocessing's own
+    """
+
+    def __init__(self, drawn: Setting, log: Path, others: set[int]) -> None:
         super().__init__(daemon=True)
-        self._strikes, self._log = drawn.strikes, log
+        self._strikes, self._log, self._others = drawn.strikes, log, others
         self._rng = random.Random(drawn.seed)
         self._pause = threading.Event()
         self.has_ended = threading.Event()
@@ -86,7 +89,8 @@ class Striker(threading.Thread):
         self.has_ended.set()
 
     def _workers(self, *, has_stepped: bool) -> list[int]:
-        pids = [child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_STOPPED]
+        children = [child for child in psutil.Process().children() if child.pid not in self._others]
+        pids = [child.pid for child in children if child.status() != psutil.STATUS_STOPPED]
         return sorted(pid for pid in pids if not has_stepped or (self._log / f"pid {pid}").exists())
 
 
@@ -96,8 +100,9 @@ def struck(drawn: Setting, where: Any, log: Path) -> tuple[list[Fragment], int]:
     options: Any = {"lanes": 2, "workers": drawn.workers, "prefetch": drawn.prefetch, "seed": drawn.seed}
     options |= {"fragment_length": LENGTH, "step_timeout": 1.0, "module": NumberedModule()}
     fragments: list[Fragment] = []
+    others = {child.pid for child in psutil.Process().children()}
     with Rollout(makers, where=where, **options) as rollout:
-        striker = Striker(drawn, log)
+        striker = Striker(drawn, log, others)
         striker.start()
         given, after = iter(rollout.fragments()), [0, 0]
         while min(after) < 3:
