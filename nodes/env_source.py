@@ -16,8 +16,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.stream.errors import EnvError, RollflowError, noted
 
-_EXPECTED = "expected to make a gymnasium.Env"
-
 EnvMaker = Callable[[], gym.Env[Any, Any]]
 EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
 
@@ -67,6 +65,12 @@ def refusing(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EnvError(f"{what} {type(error).__name__}: {error}") from error
+
+
+def given_by(make: Callable[[], Any], where: str, kind: str) -> Any:
+    """What a callable makes, which is to be of a kind. Raises EnvError where it raises."""
+    with noted(f"in {where}"), refusing(f"{where}, expected to make {kind}, raised"):
+        return make()
 
 
 def lane_makers(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
@@ -170,8 +174,7 @@ def _side_by_side(makers: Sequence[EnvMaker], first_slot: int) -> VectorEnv[Any,
 
 def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
     """The environment of a slot, after those of the lane's slots before. Raises EnvError for none, or what raises."""
-    with noted(f"in the callable for slot {slot}"), refusing(f"the callable for slot {slot}, {_EXPECTED}, raised"):
-        env: Any = make()
+    env = given_by(make, f"the callable for slot {slot}", "a gymnasium.Env")
     if hasattr(env, "possible_agents"):
         raise EnvError(
             f"the callable for slot {slot} gave {env!r}, which has several agents; expected a gymnasium.Env of one: "

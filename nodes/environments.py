@@ -139,8 +139,12 @@ class Environments(LaneSource):
                 if self._is_ours:
                     self._opened.append(envs[-1])
             _check_apart(self._opened)
-        self._steps: list[Step] = [step_of(env, is_ours=self._is_ours) for env in envs]
+        self._steps = [self._step(env) for env in envs]
         return envs
+
+    def _step(self, env: VectorEnv[Any, Any, Any]) -> Step:
+        """What steps the environments of a lane; asked for in the lanes' order."""
+        return step_of(env, is_ours=self._is_ours)
 
     def _memory(self, index: int) -> LaneMemory | None:
         """Where the columns of a lane lie that its environments write to by themselves."""

@@ -77,11 +77,11 @@ def feed(
         graph.connect("learner", "trainer")
     else:
         graph.connect("rollout.fragments", "trainer")
-    _run(graph, sink, on_end or _nobody)
+    _run(graph, sink, on_end)
     return sink.goodbye
 
 
-def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object]) -> None:
+def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object] | None) -> None:
     """Run it; a signal that has ended it takes effect then."""
     handlers = _signal_handlers()
     try:
@@ -89,7 +89,7 @@ def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object]) ->
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # an event loop would leave others
-    if report is not None:
+    if report is not None and on_end is not None:
         on_end(report)
     if signalled is not None:
         signal.raise_signal(signalled)
@@ -124,10 +124,6 @@ async def _fed(
     if raised is not None:
         raise raised
     return None if run is None else run.report(), came[-1] if came else None
-
-
-def _nobody(report: Report) -> None:
-    """Wants no report."""
 
 
 async def _leave_with_trainer(sink: TrainerSink, scope: CancelScope) -> None:

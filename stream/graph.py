@@ -119,14 +119,13 @@ class Graph:
             )
         if any((each.source, each.target) == (outlet, inlet) for each in self.edges):
             raise GraphError(f"{edge.name}: these are connected already")
+        self._tasks = None
         self.edges.append(edge)
         try:
             self._tell_sources({inlet[0], *self.reached_from([inlet[0]])}, is_all=False)
         except BaseException:
             self.edges.remove(edge)
             raise
-        finally:
-            self._tasks = None
 
     def output(self, name: str, port: str, *, capacity: int = 1) -> None:
         """Export an outlet: as an async iterator of the run, or as a port where this graph is a node of another."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 from numbered import NumberedEnv, NumberedModule
 
@@ -34,6 +35,11 @@ async def main():
     print(rollout.num_steps, flush=True)
 anyio.run(main)
 """
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    """Those of a `NumberedModule`."""
+    return {"weight": torch.tensor(value)}
 
 
 def trainer(**options: Any) -> TrainerStream:

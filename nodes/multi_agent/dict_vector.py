@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.nodes.closing import Closing, close_all, closing_on_error
-from rollflow.nodes.env_source import refusing
+from rollflow.nodes.env_source import given_by
 from rollflow.nodes.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.multi_agent.agent_states import AgentStates
 from rollflow.nodes.multi_agent.array_vector import MultiAgentVectorEnv
@@ -170,9 +170,7 @@ class MultiAgentEnvs:
 
 def made_by(make: Callable[[], Any], env: int) -> Any:
     """What a callable makes; `env` is the number of the environment, in errors. Raises EnvError where it raises."""
-    where = f"the callable for environment {env}"
-    with noted(f"in {where}"), refusing(f"{where}, expected to make a MultiAgentEnv, raised"):
-        return make()
+    return given_by(make, f"the callable for environment {env}", "a MultiAgentEnv")
 
 
 def _apart(env: Any) -> Any:

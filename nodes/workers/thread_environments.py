@@ -3,13 +3,13 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
 from rollflow.nodes.env_source import EnvSource
 from rollflow.nodes.environments import Environments, actions_of
-from rollflow.nodes.stepping import blends_resets, reset_first, step_of
+from rollflow.nodes.stepping import Step, blends_resets, reset_first, step_of
 from rollflow.nodes.workers.phase import Doing, Phase
 from rollflow.nodes.workers.watch import At, Watch
 from rollflow.nodes.workers.worker_process import CLOSE_TIMEOUT_S
@@ -37,6 +37,7 @@ class ThreadEnvironments(Environments):
         reset_timeout: float | None = 120.0,
         **options: Any,
     ) -> None:
+        self._phases: list[Phase] = []
         super().__init__(env, **options)
         self.in_flight = 0
         self._watch = Watch(step_timeout, reset_timeout, self._at)
@@ -115,16 +116,11 @@ class ThreadEnvironments(Environments):
         self._bell.close()
         super().close()
 
-    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
-        envs = super()._made(env, num_envs, lanes)
-        self._phases = [Phase() for _ in envs]
-        for each, phase in zip(envs, self._phases, strict=True):
-            phase.set_blended(blends_resets(each, is_ours=self._is_ours))
-        self._steps = [
-            step_of(each, is_ours=self._is_ours, turn=phase.turn)
-            for each, phase in zip(envs, self._phases, strict=True)
-        ]
-        return envs
+    def _step(self, env: Any) -> Step:
+        phase = Phase()
+        phase.set_blended(blends_resets(env, is_ours=self._is_ours))
+        self._phases.append(phase)
+        return step_of(env, is_ours=self._is_ours, turn=phase.turn)
 
     def _at(self, index: int) -> At:
         phase = self._phases[index]

@@ -345,7 +345,7 @@ class Door:
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
         source.introduce(hello, peer.where)
         source.session.window, source.needs = self._windows.of(source)
-        check_together(source, [each for each in self.connected if each is not source])
+        check_together(source, self.connected)
         self.weights.meet(source, peer.connection.peer_max_frame, self._limits.undelivered)
         peer.connection.welcome(source.session)
         older, source.connection = source.connection, peer.connection

@@ -62,9 +62,9 @@ class Connection:
 
     roles: tuple[str, str]
 
-    def __init__(self, limits: Limits, now: float, peer: str, max_frame: int) -> None:
+    def __init__(self, limits: Limits, now: float, max_frame: int) -> None:
         self.limits = limits
-        self.peer = peer
+        self.peer = self.roles[1]
         self.phase = Phase.HANDSHAKE
         self.error: WireError | None = None
         self.is_new = True

@@ -21,7 +21,7 @@ class GatewayEnd(Connection):
     roles = "gateway", "host"
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(limits, now, self.roles[1], min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+        super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: Hello | None = None
         self._software, self._nonce, self._secret = software, nonce, secret
         self._said: Hello | None = None  # by somebody who has not proved itself

@@ -40,7 +40,7 @@ class HostConnection(HostEnd):
     """
 
     def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(hello, secret=secret, limits=limits, now=now, peer="gateway")
+        super().__init__(hello, secret=secret, limits=limits, now=now)
         if hello.session != session.token:
             raise WireError("hello.session is not the token of the session that it comes with", "session")
         self.credits = 0

@@ -20,8 +20,8 @@ class HostEnd(Connection):
 
     roles = "host", "gateway"
 
-    def __init__(self, hello: Hello, *, secret: bytes | None, limits: Limits, now: float, peer: str) -> None:
-        super().__init__(limits, now, peer, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
+    def __init__(self, hello: Hello, *, secret: bytes | None, limits: Limits, now: float) -> None:
+        super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.is_busy = False
         self._hello, self._secret = hello, secret
         self._transcript: bytes | None = None  # once the Challenge has come

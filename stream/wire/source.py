@@ -57,7 +57,7 @@ class SourceConnection(HostEnd):
     def __init__(
         self, hello: Hello, session: SourceSession, *, secret: bytes | None, limits: Limits, now: float
     ) -> None:
-        super().__init__(hello, secret=secret, limits=limits, now=now, peer="trainer")
+        super().__init__(hello, secret=secret, limits=limits, now=now)
         self.session = session
         self.next = 0
 

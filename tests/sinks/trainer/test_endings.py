@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from feeding import SHORT, feeding, graph_over, running, sequences_of, trainer
+from feeding import SHORT, feeding, graph_over, running, sequences_of, trainer, weights
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
@@ -23,10 +22,6 @@ from rollflow.stream.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
 
 STATE = {"version": 5, "sources": {}}
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.tensor(value)}
 
 
 def at(address: str, **options: Any) -> TrainerStream:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from feeding import feeding, graph_over, running, sequences_of, trainer
+from feeding import feeding, graph_over, running, sequences_of, trainer, weights
 from held import Held, await_held, let_go
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -17,10 +16,6 @@ from remote_rollouts import await_that
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream
 from rollflow.stream import Columns, LagError
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.tensor(value)}
 
 
 def arrived_at(stream: TrainerStream) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, made
-from feeding import SHORT, fed, graph_of, graph_over, running, trainer
+from feeding import SHORT, fed, graph_of, graph_over, running, trainer, weights
 from held import Held, await_held, let_go
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
@@ -21,10 +21,6 @@ from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
 from rollflow.stream import Columns, Graph, LagError, WireError
 
 DRAWN = Drawn(3, 1, 4, 1, 9, at_once=False, fragment_length=8, lookback=1, by_episode=True, seed=11)
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.tensor(value)}
 
 
 def steps_taken(stream: TrainerStream, max_lag: int) -> int:

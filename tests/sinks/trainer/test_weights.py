@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from feeding import SHORT, feeding, graph_over, running, trainer
+from feeding import SHORT, feeding, graph_over, running, trainer, weights
 from numbered import NumberedModule
 from remote_rollouts import await_that
 
@@ -21,10 +21,6 @@ from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.sinks.trainer import newest_weights
 from rollflow.stream import Columns, Graph, GraphError, ModuleError, RunError, WireError
 from rollflow.stream.wire import Limits
-
-
-def weights(value: float) -> dict[str, torch.Tensor]:
-    return {"weight": torch.tensor(value)}
 
 
 class Large(NumberedModule):
