@@ -14,9 +14,13 @@ from rollflow.nodes.remote.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
 
+class End(Connection):
+    roles = "host", "gateway"
+
+
 def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificates: dict[str, ssl.SSLContext]) -> None:
     here, there = socket.socketpair()
-    connection = Connection(Limits(), 0.0, "host", 1 << 20)
+    connection = End(Limits(), 0.0, 1 << 20)
     poll = select.epoll()
     lines: Lines[Line[Connection]] = Lines(poll)
     line = Line(TlsTransport(here, connection, certificates["server"], is_server=True), connection, "there")
@@ -49,7 +53,7 @@ def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificat
 def test_what_is_much_is_sent_bit_by_bit_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_MOST_SENT", 1000)
     here, there = socket.socketpair()
-    connection = Connection(Limits(), 0.0, "host", 1 << 20)
+    connection = End(Limits(), 0.0, 1 << 20)
     line = transport.Transport(here, connection)
     connection._queue([bytes(600), memoryview(bytes(range(250)) * 10), bytes(1)])
     came = []
