@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium as gym
 
 from benchmarks.command import run
-from benchmarks.envs import plain_cartpole
+from benchmarks.envs import PLAIN_CARTPOLE
 from benchmarks.loop import FRAGMENT_LENGTH, Loop, side_by_side
 from benchmarks.pairs import Record, Sizes, paired
 from benchmarks.policies import Mlp
@@ -28,8 +28,8 @@ def measure(sizes: Sizes, vectorized: tuple[int, ...] = VECTORIZED, plain: tuple
     ]
     for slots in plain:
         aim = 0.9 if slots == 1 else 1.05
-        env = side_by_side(plain_cartpole, slots)
-        lines.append(_measured("CartPole, plain", plain_cartpole, slots, env, aim, sizes))
+        env = side_by_side(PLAIN_CARTPOLE, slots)
+        lines.append(_measured("CartPole, plain", PLAIN_CARTPOLE, slots, env, aim, sizes))
     return lines
 
 

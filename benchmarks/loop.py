@@ -1,5 +1,6 @@
 """The loop that somebody would write by hand, and what it is made of."""
 
+from functools import partial
 from multiprocessing import get_context
 from time import perf_counter
 from typing import Any
@@ -77,17 +78,18 @@ class Forward:
         return FRAGMENT_LENGTH * len(self._obs)
 
 
-def side_by_side(make: Any, slots: int) -> SyncVectorEnv:
-    """Environments stepped by gymnasium's `SyncVectorEnv`, as fast as it can."""
+def side_by_side(env: Any, slots: int) -> SyncVectorEnv:
+    """Environments of an id, or that a callable makes, stepped by gymnasium's `SyncVectorEnv`, as fast as it can."""
+    make = partial(gym.make, env) if isinstance(env, str) else env
     return SyncVectorEnv([make] * slots, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-def loops_side_by_side(make: Any, policy: Any, slots: int, *, copies: int, seconds: float) -> float:
+def loops_side_by_side(env: Any, policy: Any, slots: int, *, copies: int, seconds: float) -> float:
     """Steps per second of some loops, a process each with its share of the slots, all at work at the same time."""
     context = get_context("spawn")
     barrier, rates = context.Barrier(copies), context.Queue()
     processes = [
-        context.Process(target=_measure_loop, args=(make, policy, slots // copies, seconds, barrier, rates))
+        context.Process(target=_measure_loop, args=(env, policy, slots // copies, seconds, barrier, rates))
         for _ in range(copies)
     ]
     for process in processes:
@@ -98,9 +100,9 @@ def loops_side_by_side(make: Any, policy: Any, slots: int, *, copies: int, secon
     return float(total)
 
 
-def _measure_loop(make: Any, policy: Any, slots: int, seconds: float, barrier: Any, rates: Any) -> None:
+def _measure_loop(env: Any, policy: Any, slots: int, seconds: float, barrier: Any, rates: Any) -> None:
     torch.set_num_threads(1)
-    loop = Loop(side_by_side(make, slots), policy())
+    loop = Loop(side_by_side(env, slots), policy())
     loop.fragment()
     barrier.wait()
     steps, began = 0, perf_counter()

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.command import run
-from benchmarks.envs import CountingEnv, PixelEnv, SleepEnv, plain_cartpole
+from benchmarks.envs import PLAIN_CARTPOLE, CountingEnv, PixelEnv, SleepEnv
 from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, record
 from benchmarks.policies import Mlp, NatureCnn, Zeros
 from rollflow.nodes import Rollout
@@ -29,9 +29,9 @@ WAYS: dict[str, dict[str, Any]] = {
 CHEAP = ("inline", "processes, 2 lanes", "rollouts, 2 lanes")
 WAITING = ("threads", "processes, 16 lanes", "rollouts, 16 lanes")
 CASES: tuple[Any, ...] = (
-    ("CartPole, plain", plain_cartpole, Mlp, 8, 128, CHEAP),
-    ("CartPole, plain", plain_cartpole, Mlp, 64, 128, CHEAP),
-    ("CartPole, plain", plain_cartpole, Mlp, 256, 128, CHEAP),
+    ("CartPole, plain", PLAIN_CARTPOLE, Mlp, 8, 128, CHEAP),
+    ("CartPole, plain", PLAIN_CARTPOLE, Mlp, 64, 128, CHEAP),
+    ("CartPole, plain", PLAIN_CARTPOLE, Mlp, 256, 128, CHEAP),
     ("CartPole, vectorized", "CartPole-v1", Mlp, 64, 128, CHEAP),
     ("CartPole, vectorized", "CartPole-v1", Mlp, 1024, 128, CHEAP),
     ("pixels", PixelEnv, NatureCnn, 8, 128, CHEAP),

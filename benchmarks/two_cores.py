@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.command import run
-from benchmarks.envs import PixelEnv, plain_cartpole
+from benchmarks.envs import PLAIN_CARTPOLE, PixelEnv
 from benchmarks.loop import FRAGMENT_LENGTH, loops_side_by_side
 from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn
@@ -19,7 +19,7 @@ from rollflow.nodes import Rollout
 
 CASES = (
     ("pixels", PixelEnv, NatureCnn, 32),
-    ("CartPole, plain", plain_cartpole, Mlp, 64),
+    ("CartPole, plain", PLAIN_CARTPOLE, Mlp, 64),
 )
 AIMS = {2: 0.95, 8: 0.75, 32: 0.75}  # workers -> aim beside as many loops
 FEW, MANY = 2, 32

@@ -3,7 +3,7 @@
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -24,7 +24,8 @@ EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Seq
 class LaneMaker:
     """Makes the vector environment of one lane, here or, where it `can_travel`, in another process.
 
-    An id's own vectorized form is used where it has one; other environments are put side by side.
+    An id's own vectorized form is used where it has one; other environments are put side by side. The first of an id's
+    is made with gymnasium's checks of how an environment behaves, for all of them: each costs a call in every step.
 
     first_slot    the number of the first of them, in errors
     """
@@ -48,7 +49,8 @@ class LaneMaker:
         if spec is None:
             return _side_by_side(self.makers, self.first_slot)
         if spec.vector_entry_point is None:
-            return _side_by_side([partial(_made_of, spec)] * self.num_envs, self.first_slot)
+            others = [partial(_made_of, _unchecked(spec))] * (self.num_envs - 1)
+            return _side_by_side([partial(_made_of, spec), *others], self.first_slot)
         with _making(spec):
             return gym.make_vec(spec, num_envs=self.num_envs, vectorization_mode="vector_entry_point")
 
@@ -160,6 +162,11 @@ def _making(spec: EnvSpec) -> AbstractContextManager[None]:
 def _made_of(spec: EnvSpec) -> gym.Env[Any, Any]:
     with _making(spec):
         return gym.make(spec)
+
+
+def _unchecked(spec: EnvSpec) -> EnvSpec:
+    """The same environment without gymnasium's checks, which rollflow's own way to step it never fails."""
+    return replace(spec, disable_env_checker=True, order_enforce=False)
 
 
 def _side_by_side(makers: Sequence[EnvMaker], first_slot: int) -> VectorEnv[Any, Any, Any]:

@@ -20,6 +20,8 @@ from rollflow.stream.tree import Tree, map_tree, stack_trees
 
 logger = logging.getLogger(__name__)
 
+_STEP_GIVES = ("observation", "reward", "terminated", "truncated", "info")
+
 
 class Stepped(NamedTuple):
     """What a vector step gave."""
@@ -93,42 +95,66 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
 def _one_after_the_other(env: SyncVectorEnv, turn: Turn) -> Step:
     """The environments of a `SyncVectorEnv` of our own, without what its `step` spends on copies and infos."""
     envs, space = env.envs, env.action_space
+    steps = [each.step for each in envs]
 
     def step(actions: Tree) -> Stepped:
-        observations, rewards, terminateds, truncateds, infos = [], [], [], [], []
-        last, last_infos = [], {}
-        slot = 0
+        taken: list[Any] = []
         try:
-            for action in actions if isinstance(actions, np.ndarray) else iterate(space, actions):
-                observation, reward, terminated, truncated, info = envs[slot].step(action)
-                if terminated or truncated:
-                    # The reset may write over both.
-                    last.append(map_tree(np.array, observation))
-                    last_infos[slot] = dict(info)
-                    turn()
-                    try:
-                        observation, info = envs[slot].reset()
-                    finally:
-                        turn()
-                observations.append(observation)
-                rewards.append(reward)
-                terminateds.append(terminated)
-                truncateds.append(truncated)
-                infos.append(info)
-                slot += 1
+            each = actions if isinstance(actions, np.ndarray) else iterate(space, actions)
+            for step_slot, action in zip(steps, each, strict=True):
+                taken.append(step_slot(action))
+        except Exception as error:
+            error.add_note(f"slot {len(taken)}")
+            raise
+        observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
+        done = np.logical_or(terminateds, truncateds)
+        final = _begun_anew(envs, done, observations, infos, turn) if np.count_nonzero(done) else None
+        vector_infos = SlotInfos(infos) if any(infos) else {}
+        return Stepped(_stacked(observations), np.array(rewards), terminateds, truncateds, vector_infos, final)
+
+    return step
+
+
+def _columns_of(taken: list[Any]) -> tuple[list[Tree], Sequence[Any], NDArray[np.bool_], NDArray[np.bool_], list[Any]]:
+    """What every slot's step gave, item by item. Raises EnvError where one did not give its five."""
+    try:
+        observations, rewards, terminateds, truncateds, infos = zip(*taken, strict=True)
+    except (TypeError, ValueError):
+        for slot, given in enumerate(taken):
+            count = len(given) if isinstance(given, Sequence) else None
+            if count != len(_STEP_GIVES):
+                told = f"a {type(given).__name__}" + (f" of {count}" if count is not None else "")
+                expected = f"expected a tuple of {len(_STEP_GIVES)}: {', '.join(_STEP_GIVES)}"
+                raise EnvError(f"slot {slot}: step gave {told}, {expected}") from None
+        raise
+    return (
+        list(observations),
+        rewards,
+        np.array(terminateds, np.bool_),
+        np.array(truncateds, np.bool_),
+        list(infos),
+    )
+
+
+def _begun_anew(
+    envs: Sequence[Any], done: NDArray[np.bool_], observations: list[Tree], infos: list[Any], turn: Turn
+) -> tuple[Sequence[Tree], SlotInfos]:
+    """Reset the slots that are done, whose observations and infos become the resets'; what they were before."""
+    last: list[Tree] = []
+    last_infos: list[dict[str, Any]] = [{}] * len(envs)
+    for slot in np.flatnonzero(done).tolist():
+        # The reset may write over both.
+        last.append(map_tree(np.array, observations[slot]))
+        last_infos[slot] = dict(infos[slot])
+        turn()
+        try:
+            observations[slot], infos[slot] = envs[slot].reset()
         except Exception as error:
             error.add_note(f"slot {slot}")
             raise
-        return Stepped(
-            _stacked(observations),
-            np.array(rewards),
-            np.array(terminateds, np.bool_),
-            np.array(truncateds, np.bool_),
-            SlotInfos(infos) if any(infos) else {},
-            (last, SlotInfos([last_infos.get(i, {}) for i in range(slot)])) if last else None,
-        )
-
-    return step
+        finally:
+            turn()
+    return last, SlotInfos(last_infos)
 
 
 def _stacked(observations: list[Tree]) -> Tree:

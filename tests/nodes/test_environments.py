@@ -111,3 +111,46 @@ def test_an_environment_that_can_not_be_made_or_reset_says_where() -> None:
     with pytest.raises(ZeroDivisionError) as refused:
         fragments_of([Scripted, Refuses])
     assert refused.value.__notes__[0] == "lane 0, the first reset"
+
+
+class Gives(Scripted):
+    """Each step gives something else than five items."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def step(self, action: Any) -> Any:
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [((np.zeros(2), 1.0, False, {}), "a tuple of 4"), (None, "a NoneType"), ((1,) * 6, "a tuple of 6")],
+)
+@pytest.mark.parametrize("others", [True, False])
+def test_a_step_that_gives_other_than_five_items_is_refused(given: Any, told: str, *, others: bool) -> None:
+    envs = [Scripted if others else lambda: Gives(given), lambda: Gives(given)]
+    slot = 1 if others else 0
+    expected = f"slot {slot}: step gave {told}, expected a tuple of 5: observation, reward, terminated, truncated, info"
+    with pytest.raises(EnvError) as caught:
+        fragments_of(envs)
+    assert str(caught.value) == expected
+
+
+def wrappers_of(env: Any) -> list[str]:
+    names = []
+    while isinstance(env, gym.Wrapper):
+        names.append(type(env).__name__)
+        env = env.env
+    return names
+
+
+def test_the_first_environment_of_an_id_is_checked_for_all_of_them() -> None:
+    with Rollout("FrozenLake-v1", module=Zeros(), num_envs=3, seed=0) as rollout:
+        [vector] = rollout.environments.envs
+        assert [wrappers_of(env) for env in vector.envs] == [
+            ["TimeLimit", "OrderEnforcing", "PassiveEnvChecker"],
+            ["TimeLimit"],
+            ["TimeLimit"],
+        ]
