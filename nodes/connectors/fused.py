@@ -82,16 +82,17 @@ def _sampled_actions(
     pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
 ) -> Batch | None:
     get, _, _, clip, _ = pieces
-    logits, races = batch.get(Columns.ACTION_DIST_INPUTS), shared_data.get(RACES)
-    if logits is None or races is None or not explore or clip.changes_actions or MEMORIZED in shared_data:
+    if clip.changes_actions or MEMORIZED in shared_data:
         return None
-    if Columns.ACTIONS in batch or Columns.ACTION_LOGP in batch:
+    if Columns.ACTIONS in batch:  # the module has chosen
+        return _arrays_of(batch)
+    logits, races = batch.get(Columns.ACTION_DIST_INPUTS), shared_data.get(RACES)
+    if logits is None or races is None or not explore or Columns.ACTION_LOGP in batch:
         return None
     if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
         return None
-    try:
-        arrays: Batch = {name: value.numpy() for name, value in batch.items()}
-    except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
+    arrays = _arrays_of(batch)
+    if arrays is None:
         return None
     made = get.distribution_type(module, explore=True)
     distribution = made.from_logits(logits) if type(made) is DistributionType else None
@@ -102,6 +103,13 @@ def _sampled_actions(
         refuse_unusable(logits, shared_data, episodes)
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
     return arrays
+
+
+def _arrays_of(batch: Batch) -> Batch | None:
+    try:
+        return {name: value.numpy() for name, value in batch.items()}
+    except (AttributeError, RuntimeError, TypeError):  # nested, elsewhere, to be differentiated, of another type
+        return None
 
 
 _FUSED: dict[tuple[type, ...], Fused] = {
