@@ -74,8 +74,8 @@ def memory_mb() -> float:
 
 @contextmanager
 def _ours(where: Any) -> Iterator[Take]:
-    options: Any = {"fragment_length": FRAGMENT_LENGTH, "prefetch": 1, "flat_forward": True, "seed": 0}
-    with Rollout(SleepEnv, module=Mlp(), num_envs=SLOTS, lanes=SLOTS, where=where, **options) as rollout:
+    options: Any = {"num_envs": SLOTS, "lanes": SLOTS, "max_batch": SLOTS, "where": where, "prefetch": 1, "seed": 0}
+    with Rollout(SleepEnv, module=Mlp(), fragment_length=FRAGMENT_LENGTH, flat_forward=True, **options) as rollout:
         batches = iter(rollout.batches())
         yield lambda: len(next(batches)["obs"])
 

@@ -126,7 +126,7 @@ class Categorical:
         # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
         return self._numbered((self.log_probs - race).argmax(-1))
 
-    def sample_with_logp(self, races: "Races") -> tuple[NDArray[Any], NDArray[np.float32]]:
+    def sample_with_logp(self, races: "Races | JointRaces") -> tuple[NDArray[Any], NDArray[np.float32]]:
         """One action for each of the batch, and its log-probability: half the work, for logits f32[B, n] in memory."""
         log_probs = torch.log_softmax(self.logits, -1).numpy()
         places = (log_probs + races.draw(log_probs.shape)).argmax(-1)
@@ -181,6 +181,26 @@ class Races:
             self._drawn, place = np.negative(drawn, out=drawn), 0
         self._next = place + count
         return self._drawn[place : place + count].reshape(shape)
+
+
+class JointRaces:
+    """The races of several lanes, for a batch that has the rows of one after those of another.
+
+    sizes      rows of each
+    offsets    as of `Races`
+    """
+
+    __slots__ = ("_races", "_sizes", "offsets")
+
+    def __init__(self, races: Sequence[Races], sizes: Sequence[int]) -> None:
+        self._races, self._sizes = races, sizes
+        self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Each lane's own numbers, as it would draw them by itself."""
+        self.offsets = np.arange(shape[0]) * shape[1]
+        drawn = [races.draw((size, shape[1])) for races, size in zip(self._races, self._sizes, strict=True)]
+        return np.concatenate(drawn)
 
 
 class MultiCategorical:

@@ -8,12 +8,13 @@ import anyio.to_thread
 import torch
 
 from rollflow.nodes.flat_forward import FlatForward
+from rollflow.nodes.joint_output import JointOutput
 from rollflow.nodes.policy_weights import PolicyWeights
 from rollflow.nodes.torch_threads import TorchThreads
 from rollflow.stream.channel import Inlet, Outlet
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.lane import Lane
-from rollflow.stream.tree import Tree, map_tree
+from rollflow.stream.tree import map_tree
 
 _LOOK_EVERY = 16
 
@@ -70,22 +71,19 @@ class ModuleForward:
         return lane
 
     def forward_lanes(self, lanes: Sequence[Lane]) -> None:
-        """Replace every lane's batch by its part of one pass over all of them."""
+        """Replace every lane's batch by its `Part` of one pass over all of them; that of one lane by the output."""
         if len(lanes) == 1:
             self(lanes[0])
             return
-        sizes = [lane.layout.num_slots for lane in lanes]
-        batch = map_tree(lambda *parts: torch.cat(parts), *(lane.batch for lane in lanes))
+        batch = _joined([lane.batch for lane in lanes])
         try:
             output = self.forward(batch)
         except Exception as error:
             error.add_note(f"lanes {', '.join(str(lane.index) for lane in lanes)}, batch: {told_of_batch(batch)}")
             raise
-        begin = 0
-        for lane, size in zip(lanes, sizes, strict=True):
-            lane.batch = _rows(output, begin, begin + size)
+        JointOutput(output, lanes)
+        for lane in lanes:
             lane.policy_version = self.policy_version
-            begin += size
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One pass with one version of the weights."""
@@ -230,5 +228,11 @@ def told_of_batch(batch: dict[str, Any]) -> str:
     return ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())
 
 
-def _rows(output: dict[str, Any], begin: int, end: int) -> dict[str, Tree]:
-    return {name: map_tree(lambda leaf: leaf[begin:end], column) for name, column in output.items()}
+def _joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of one batch after those of another."""
+    return {
+        name: torch.cat([batch[name] for batch in batches])
+        if type(column) is torch.Tensor
+        else map_tree(lambda *parts: torch.cat(parts), *(batch[name] for batch in batches))
+        for name, column in batches[0].items()
+    }

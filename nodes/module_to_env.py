@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
+from rollflow.nodes.joint_output import Part
 from rollflow.nodes.torch_threads import TorchThreads
 from rollflow.stream.lane import Lane
 from rollflow.stream.tree import stack_trees
@@ -35,15 +37,22 @@ class ModuleToEnv:
         """Work out the actions for the lane's environments."""
         lane = outputs
         try:
-            with self._threads:
-                batch = self.pipeline.run(
-                    self._module, lane.batch, lane.episodes, self._explore, lane.shared_data, self._metrics
-                )
-            if not self.pipeline.columnar:
-                batch = {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
-            lane.batch = batch
+            lane.batch = batch = self._acted(lane)
             lane.record_actions(batch)
         except Exception as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
+
+    def _acted(self, lane: Lane) -> Batch:
+        given, pipeline = lane.batch, self.pipeline
+        with self._threads:
+            if type(given) is Part:
+                batch = given.joint.acted(pipeline, self._module, self._explore, given.begin, given.end)
+                if batch is not None:
+                    return batch
+                given = given.joint.rows(given.begin, given.end)
+            batch = pipeline.run(self._module, given, lane.episodes, self._explore, lane.shared_data, self._metrics)
+        if pipeline.columnar:
+            return batch
+        return {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}

@@ -34,7 +34,8 @@ class Lane:
 
         index            number of this lane
         row              row of the current observation, H … H+T
-        batch            what flows between the stages: column name -> tree of arrays `any[N, ...]`
+        batch            what flows between the stages: column name -> tree of arrays `any[N, ...]`, or a part of what
+                         one forward pass gave for several lanes
         shared_data      what connector pieces tell each other, from env-to-module to module-to-env
         policy_version   of the weights that the last forward pass used
         num_steps        transitions recorded since the first reset
@@ -58,7 +59,7 @@ class Lane:
         self.index = index
         self.layout = layout
         self.memory = memory
-        self.batch: dict[str, Any] = {}
+        self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
         self.policy_version = self._version_written = 0
         self.num_steps = 0

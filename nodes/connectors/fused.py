@@ -29,7 +29,7 @@ from rollflow.nodes.connectors.module_to_env.remove_single_ts_time_rank_from_bat
 )
 from rollflow.nodes.connectors.module_to_env.unbatch_to_individual_items import UnBatchToIndividualItems
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.distribution import Categorical, DistributionType
+from rollflow.nodes.distribution import Categorical, DistributionType, JointRaces, Races
 from rollflow.stream.columns import Columns
 from rollflow.stream.live_episode import LaneEpisodes
 
@@ -74,35 +74,58 @@ def _sampled_without_time(
 ) -> Batch | None:
     if shared_data.get(TIME_RANK_ADDED):
         return None
-    pieces = [piece for piece in pieces if not isinstance(piece, RemoveSingleTsTimeRankFromBatch)]
     return _sampled_actions(pieces, module, batch, episodes, explore, shared_data)
 
 
 def _sampled_actions(
     pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
 ) -> Batch | None:
-    get, _, _, clip, _ = pieces
-    if clip.changes_actions or MEMORIZED in shared_data:
+    if MEMORIZED in shared_data:
         return None
+    arrays, is_usable = _acted(pieces, module, batch, explore, shared_data.get(RACES))
+    if not is_usable:
+        refuse_unusable(batch[Columns.ACTION_DIST_INPUTS], shared_data, episodes)
+    return arrays
+
+
+def sampled_jointly(
+    pieces: Sequence[Any], module: Any, batch: Batch, sizes: Sequence[int], explore: Any, shared_data: Sequence[Any]
+) -> Batch | None:
+    """What a whole fused module-to-env pipeline gives for several lanes, in the rows of one batch.
+
+    sizes, shared_data    of each lane
+
+    None where it is to be called for one lane after the other; that is so as well where a lane's logits are refused.
+    """
+    if any(MEMORIZED in shared or shared.get(TIME_RANK_ADDED) for shared in shared_data):
+        return None
+    races = [shared.get(RACES) for shared in shared_data]
+    arrays, is_usable = _acted(pieces, module, batch, explore, None if None in races else JointRaces(races, sizes))
+    return arrays if is_usable else None
+
+
+def _acted(
+    pieces: Sequence[Any], module: Any, batch: Batch, explore: Any, races: Races | JointRaces | None
+) -> tuple[Batch | None, bool]:
+    """The batch with actions, and whether nothing is wrong with the logits that they were sampled from."""
+    get, clip = pieces[0], pieces[-2]
+    if clip.changes_actions:
+        return None, True
     if Columns.ACTIONS in batch:  # the module has chosen
-        return _arrays_of(batch)
-    logits, races = batch.get(Columns.ACTION_DIST_INPUTS), shared_data.get(RACES)
+        return _arrays_of(batch), True
+    logits = batch.get(Columns.ACTION_DIST_INPUTS)
     if logits is None or races is None or not explore or Columns.ACTION_LOGP in batch:
-        return None
+        return None, True
     if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
-        return None
+        return None, True
     arrays = _arrays_of(batch)
-    if arrays is None:
-        return None
     made = get.distribution_type(module, explore=True)
     distribution = made.from_logits(logits) if type(made) is DistributionType else None
-    if type(distribution) is not Categorical:
-        return None
+    if arrays is None or type(distribution) is not Categorical:
+        return None, True
     actions, logp = distribution.sample_with_logp(races)
-    if not np.add.reduce(logp) > -np.inf:
-        refuse_unusable(logits, shared_data, episodes)
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
-    return arrays
+    return arrays, bool(np.add.reduce(logp) > -np.inf)
 
 
 def _arrays_of(batch: Batch) -> Batch | None:
