@@ -4,7 +4,8 @@ In worker processes one lane steps while the other is in the forward pass. For f
 nothing handed over, is as good: passes over half of them cost more than half.
 
 Beside forward passes alone, with sampling, over as many slots, in one torch thread: what is left of a rollout's time
-when everything else is hidden behind them.
+when everything else is hidden behind them. A line of its own has two lanes of the fewest slots, beside passes over as
+many as one of them has.
 
     python -m benchmarks.pixels [--quick]
 """
@@ -26,15 +27,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def measure(sizes: Sizes, slots: tuple[int, ...] = SLOTS) -> list[Record]:
-    """A line for each number of slots."""
-    return [_measured(count, way, sizes) for count in slots for way in WAYS]
+    """Two lines for each number of slots, and one for two lanes of the fewest."""
+    fewest = min(slots)
+    lines = [_measured("pixels", count, count, way, sizes) for count in slots for way in WAYS]
+    return [*lines, _measured(f"pixels, two lanes of {fewest}", 2 * fewest, fewest, "processes", sizes)]
 
 
-def _measured(slots: int, way: str, sizes: Sizes) -> Record:
-    forward, seconds = Forward(NatureCnn(), PixelEnv.observation_space, slots), 2 * sizes.seconds
+def _measured(workload: str, slots: int, of_pass: int, way: str, sizes: Sizes) -> Record:
+    forward, seconds = Forward(NatureCnn(), PixelEnv.observation_space, of_pass), 2 * sizes.seconds
     steps_per_s(forward.fragment, sizes.seconds)  # warm up
     pairs = in_turns(lambda: _ours(slots, way, seconds), lambda: steps_per_s(forward.fragment, seconds), sizes.rounds)
-    return record("pixels", slots, pairs, aim=0.95, where=way, beside_name="forward passes alone")
+    return record(workload, slots, pairs, aim=0.95, where=way, beside_name=f"forward passes alone, over {of_pass}")
 
 
 def _ours(slots: int, way: str, seconds: float) -> float:
