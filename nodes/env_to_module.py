@@ -1,6 +1,6 @@
 """The stage before the forward pass: connector pieces, and the cutting of fragments."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import TIME_RANK_ADDED
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
+from rollflow.nodes.pace import nobody_knows
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment import Fragment
@@ -38,6 +39,8 @@ class EnvToModule:
         num_lanes        lanes that come by
         num_fragments    after so many fragments a lane stops; None: it never does
         metrics          what the pieces see as `metrics`
+
+        gone             called with a lane that has been set aside, and how many fragments it gives in all
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class EnvToModule:
         self._num_fragments = num_fragments
         self._lanes: dict[int, Lane] = {}
         self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
+        self.gone: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
 
     def __call__(self, steps: Lane) -> Prepared:
@@ -66,7 +70,9 @@ class EnvToModule:
             self._going -= 1
             known = self._lanes.pop(lane.index, None) is not None
             self._ready.pop(lane.index, None)
-            return Prepared(None, lane.leave() if known else None)
+            last = lane.leave() if known else None
+            self.gone(lane.index, lane.sequence)
+            return Prepared(None, last)
         try:
             return self._prepared(lane)
         except Exception as error:

@@ -93,6 +93,12 @@ class AllOf:
             if hasattr(gate, "leave"):
                 gate.leave(lane)
 
+    def gone(self, lane: int, fragments: int) -> None:
+        """A lane is set aside, and gives so many fragments in all."""
+        for gate in self._gates:
+            if hasattr(gate, "gone"):
+                gate.gone(lane, fragments)
+
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""
         for gate in self._gates:
@@ -101,3 +107,7 @@ class AllOf:
 
 def nobody() -> None:
     """Called when nobody watches."""
+
+
+def nobody_knows(lane: int, fragments: int) -> None:
+    """Called with lanes that are gone where there is no gate that would have to know."""

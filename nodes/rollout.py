@@ -253,6 +253,8 @@ class Rollout(RolloutLoop[Fragment]):
         environments = self.environments
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
+        if isinstance(gate, AllOf):
+            self._prepare.gone = self._deal.gone = gate.gone
         if isinstance(environments, RolloutsElsewhere):
             if isinstance(gate, FragmentCredits | AllOf):
                 self._deal.leave = gate.leave

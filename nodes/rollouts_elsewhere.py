@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.environments import Environments
+from rollflow.nodes.pace import nobody_knows
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
@@ -96,10 +97,12 @@ class Deal:
     num_fragments    after so many fragments a lane stops; None: it never does
 
     leave            called with a lane whose turn has given no fragment, and never will
+    gone             called with a lane that has been set aside, and how many fragments it gives in all
     """
 
     def __init__(self, num_lanes: int, num_fragments: int | None) -> None:
         self.leave: Callable[[int], None] = _ignored
+        self.gone: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
         self._num_fragments = num_fragments
 
@@ -109,6 +112,8 @@ class Deal:
         is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
         if lane.is_set_aside and fragment is None:
             self.leave(lane.index)
+        if lane.is_set_aside:
+            self.gone(lane.index, lane.sequence)
         if lane.is_set_aside or is_last:
             self._going -= 1
             return Dealt(None, fragment)

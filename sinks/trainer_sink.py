@@ -13,10 +13,9 @@ import anyio
 from rollflow.nodes.given import check_numbers
 from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.remote.software import software
 from rollflow.sinks.trainer.any_rollout import AnyRollout, newest_version
 from rollflow.sinks.trainer.by_module import batches_in, num_steps
-from rollflow.sinks.trainer.compression import available
+from rollflow.sinks.trainer.introduction import introduction
 from rollflow.sinks.trainer.item_message import Batch, message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.rollout_end import RolloutEnd, rollout_among
@@ -28,9 +27,8 @@ from rollflow.stream.channel import Inlet
 from rollflow.stream.errors import GraphError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import (
-    NONCE_BYTES,
     SESSION_BYTES,
-    VERSION,
+    Aside,
     Hello,
     Limits,
     Receipt,
@@ -246,30 +244,24 @@ class TrainerSink:
     def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
         shares = self._lender is not None
         return RolloutEnd(
-            rollout, self._kept, sends=self._sends, shares=shares, look_up=self._look_up, trainer=self._trainer
+            rollout,
+            self._kept,
+            sends=self._sends,
+            shares=shares,
+            look_up=self._look_up,
+            trainer=self._trainer,
+            ring=lambda: self._link.bell.ring(),
         )
 
     def _hello(self) -> Hello:
-        told = self._end.describe()
-        return Hello(
-            versions=(VERSION, VERSION),
-            role="source",
-            software=software(),
+        return introduction(
+            self._end.describe(),
+            self._session.token,
             name=self.name,
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            session=self._session.token,
+            sends=self._sends,
             max_frame=self._limits.max_frame,
-            slots=told.slots,
-            observation_space=told.spaces[0],
-            action_space=told.spaces[1],
-            autoreset="SAME_STEP",
-            metadata={
-                "sends": self._sends,
-                "compressions": available(),
-                "shares_memory": self._lender is not None,
-                "digest": self._link.versions.get(told.metadata["version"]),
-                **told.metadata,
-            },
+            digests=self._link.versions,
+            shares_memory=self._lender is not None,
         )
 
     async def _send(self, items: Inlet[Fragment | Batch]) -> None:
@@ -280,6 +272,7 @@ class TrainerSink:
                 self._pass_over(item)
             else:
                 self._give(item)
+            self._tell_aside()
         self._has_ended = True
         self._link.finish()
         with anyio.move_on_after(self.linger):
@@ -296,9 +289,14 @@ class TrainerSink:
                 scope.cancel()
             gate.wanted = self._link.wanted or gate.wanted
             gate.done, gate.version = self._session.done, end.version
+            self._tell_aside()
             end.subscriber.look_again(has_left=self._has_left())
             gate.look_again()
             self._look_up()
+
+    def _tell_aside(self) -> None:
+        for lane, number in self._end.gate.newly_aside(self._session.given):
+            self._link.tell(Aside(lane, number))
 
     def _look_up(self) -> None:
         """Have whoever waits look at what has changed."""

@@ -38,6 +38,29 @@ class Doomed(NumberedEnv):
         return [len(life.split()) for life in (log / f"{slot}").read_text().split("life\n")[1:]]
 
 
+class NotMadeAgain(NumberedEnv):
+    """Raises in its life's step 17, and whenever another one is made."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot)
+        self.broken = folder / "broken"
+        if self.broken.exists():
+            raise RuntimeError("it can't be made again")
+
+    def step(self, action: Any) -> Any:
+        if self.life == 17:
+            self.broken.touch()
+            raise RuntimeError("it broke")
+        return super().step(action)
+
+
+class NeverReset(NumberedEnv):
+    """Raises in every reset."""
+
+    def reset(self, **options: Any) -> Any:
+        raise RuntimeError("it has no beginning")
+
+
 class Reports(NumberedEnv):
     """Has an info that can't be handed to another process."""
 

@@ -11,6 +11,7 @@ from rollflow.stream.infos import SlotInfos
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     AgentRows,
+    Aside,
     Block,
     Challenge,
     Credit,
@@ -238,6 +239,7 @@ EXAMPLES: dict[str, Message] = {
     ),
     "free": Free((3, 0, 3)),
     "forget": Forget((3,)),
+    "aside": Aside(1, 42),
     "receipt": Receipt("lane 0", 7, bytes(range(64, 96))),
     "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
 }

@@ -21,6 +21,7 @@ from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
 from rollflow.stream.wire import (
+    Aside,
     Block,
     Broken,
     Done,
@@ -335,8 +336,8 @@ class Door:
             case Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True
-            case Receipt():
-                source.take_receipt(event)
+            case Receipt() | Aside():
+                source.take_news(event)
         self.bell.ring()
 
     def _take_in(self, peer: Peer, hello: Hello) -> None:
@@ -379,11 +380,11 @@ class Door:
     def _leave_overdue(self, now: float) -> None:
         """Wait no more for those that have had their time to come back."""
         for token, source in list(self.sources.items()):
-            if source.lost_at is not None and not source.has_ended:
-                if now - source.lost_at >= self._limits.grace_s:
-                    source.has_ended = source.is_lost = True
-                    logger.warning("rollout %s is not back within %g s", source.name, self._limits.grace_s)
-                    self.bell.ring()
+            since = None if source.has_ended else source.lost_at
+            if since is not None and now - since >= self._limits.grace_s:
+                source.has_ended = source.is_lost = True
+                logger.warning("rollout %s is not back within %g s", source.name, self._limits.grace_s)
+                self.bell.ring()
             if source.has_left and source.session.done == source.session.taken:  # it never comes again
                 del self.sources[token]
 

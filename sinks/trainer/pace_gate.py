@@ -64,22 +64,26 @@ class PaceGate:
 
     kept        what has been given to the trainer
     trainer     that is waited for, unless others go on without it
+    ring        called when a lane is gone, of which nothing is under way
     name        of the trainer, in reports
 
     credits   where train batches are given that are to be paced; None: others are, or fragments
+    aside     lanes that are set aside -> number of the last item behind which there is none of theirs
     done      number of the last item that it is done with
     wanted    None: it has not been there yet
     """
 
-    def __init__(self, kept: Kept, trainer: Subscriber, name: str) -> None:
+    def __init__(self, kept: Kept, trainer: Subscriber, name: str, ring: Callable[[], None] = nobody) -> None:
         self.credits: BatchCredits | None = None
         self.wanted: Wanted | None = None
+        self.aside: dict[int, int] = {}
         self.done = 0
         self.version = 0  # that the rollout acts with
-        self._kept, self._trainer, self._name = kept, trainer, name
+        self._kept, self._trainer, self._name, self._ring = kept, trainer, name, ring
         self._passed_over = 0  # items, without a number
         self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
+        self._gone: dict[int, int] = {}  # lane -> how many fragments it gives in all
         self._changed: Callable[[], None] = nobody
 
     @property
@@ -111,6 +115,19 @@ class PaceGate:
         if self.credits is not None:
             self.credits.leave(lane)
             self._changed()
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """A lane is set aside, and gives so many fragments in all, of which some may be on their way."""
+        self._gone[lane] = fragments
+        self._ring()
+
+    def newly_aside(self, number: int) -> list[tuple[int, int]]:
+        """Lanes that are gone, all of whose fragments are among the items up to a number, with that number."""
+        found = [(lane, number) for lane, last in self._gone.items() if self._given.get(lane, 0) >= last]
+        for lane, _ in found:
+            del self._gone[lane]
+        self.aside |= dict(found)
+        return found
 
     def pass_over(self) -> None:
         """An item that has come is for nobody."""

@@ -41,6 +41,7 @@ class RolloutEnd:
     shares     whether fragments are to lie where the trainer sees them
     look_up    called when another trainer of the rollout has left, or has come back
     trainer    its name, in reports
+    ring       called when a lane of the rollout is gone
 
     subscriber    the trainer, as one of the rollout's
     gate          holds the rollout back
@@ -52,7 +53,15 @@ class RolloutEnd:
     """
 
     def __init__(
-        self, rollout: AnyRollout, kept: Kept, *, sends: str, shares: bool, look_up: Callable[[], None], trainer: str
+        self,
+        rollout: AnyRollout,
+        kept: Kept,
+        *,
+        sends: str,
+        shares: bool,
+        look_up: Callable[[], None],
+        trainer: str,
+        ring: Callable[[], None],
     ) -> None:
         check_rollout(rollout)
         if isinstance(rollout, MultiAgentRollout) and sends != "batches":
@@ -63,7 +72,7 @@ class RolloutEnd:
         self.rollout, self._sends = rollout, sends
         self.ids = claimed_ids(rollout)
         self.subscriber = Subscriber(rollout, look_up)
-        self.gate = PaceGate(kept, self.subscriber, trainer)
+        self.gate = PaceGate(kept, self.subscriber, trainer, ring)
         self.seen = Seen(returns_for(rollout), self.ids, self.gate.see)
         rollout.hold_back(self.gate)
         if sends == "batches":
@@ -78,7 +87,8 @@ class RolloutEnd:
     def describe(self) -> Described:
         """Its part of a `Hello`."""
         told = described(self.rollout, self.ids)
-        return told._replace(metadata=told.metadata | {"can_be_paced": self._can_be_paced})
+        aside = [list(each) for each in self.gate.aside.items()]
+        return told._replace(metadata=told.metadata | {"can_be_paced": self._can_be_paced, "aside": aside})
 
     def take_makers(self, sources: Sequence[Any], changed: Callable[[], None], *, drops: bool) -> None:
         """Know which fragments go into which train batch, if one node alone makes them of the rollout's.

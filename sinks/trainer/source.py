@@ -15,7 +15,7 @@ from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragmen
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
 from rollflow.stream.fragment import Fragment
-from rollflow.stream.wire import Hello, Receipt, TrainerConnection, TrainerSession
+from rollflow.stream.wire import Aside, Hello, Receipt, TrainerConnection, TrainerSession
 from rollflow.stream.wire.handshake import MOST_NUMBER
 from rollflow.stream.wire.spaces import read_space
 
@@ -100,6 +100,7 @@ class Source:
     digest               of its weights, if they are a trainer's that it was told by this connection; None: nobody knows
     compressions         that it can compress by
     needs                items of it that the trainer has to have at a time, see `Window`
+    aside                lanes that are set aside -> number of the last item behind which there is none of theirs
     receipts             forward node -> what it last said to use
     beyond               numbers of items that were handed over, behind others that were not
     """
@@ -125,6 +126,7 @@ class Source:
         self.digest: bytes | None = None
         self.compressions: list[Any] = []
         self.needs = 1
+        self.aside: dict[int, int] = {}
         self.receipts: dict[str, Receipt] = {}
         self.beyond: set[int] = set()
         self.told: _Told = _Told()
@@ -132,7 +134,11 @@ class Source:
     @property
     def streams(self) -> int:
         """How many of its items go into one batch for the trainer."""
-        return 1 if self.sends_batches else self.lanes
+        return 1 if self.sends_batches else max(1, self.lanes - sum(map(self.is_gone, self.aside)))
+
+    def is_gone(self, lane: int) -> bool:
+        """Whether all has come that comes of a lane."""
+        return lane in self.aside and self.aside[lane] <= self.session.taken
 
     @property
     def is_present(self) -> bool:
@@ -176,6 +182,11 @@ class Source:
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.lanes, self.version, self.digest = len(hello.slots), version, digest
+        aside = told.get("aside", [])
+        if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
+            raise WireError(f"hello.metadata: aside is {aside!r:.100}, expected pairs of lane and number", "message")
+        for lane, number in aside:
+            self._set_aside(lane, number)
         self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
         self.seed = seed
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
@@ -207,9 +218,15 @@ class Source:
         what = "spaces", "action_space", "weights", "is_stateful", "is_by_module"
         return all(getattr(self, name) == getattr(other, name) for name in what)
 
-    def take_receipt(self, receipt: Receipt) -> None:
-        """Take down what a forward node uses. Raises WireError where there are more nodes than there may be."""
-        self.receipts[receipt.node] = receipt
+    def take_news(self, news: Receipt | Aside) -> None:
+        """Take down what a forward node uses, or that a lane is set aside.
+
+        Raises WireError where there are more nodes than there may be, or no such lane.
+        """
+        if isinstance(news, Aside):
+            self._set_aside(news.lane, news.number)
+            return
+        self.receipts[news.node] = news
         if len(self.receipts) > _MOST_NODES:
             raise WireError(f"receipts of more than {_MOST_NODES} nodes, expected one for each lane", "message")
 
@@ -224,6 +241,12 @@ class Source:
     def keep(self) -> None:
         """Never want again what is done."""
         self.session.kept = self.session.done
+
+    def _set_aside(self, lane: Any, number: Any) -> None:
+        """Take down that no item behind this one is of a lane. Raises WireError where there is no such lane."""
+        if not (is_whole(lane) and is_whole(number)) or not 0 <= lane < self.lanes or number < 0:
+            raise WireError(f"lane {lane!r:.100} is set aside, expected one of {self.lanes}", "message")
+        self.aside[lane] = number
 
 
 def check_shares(hello: Hello, *, shares: bool) -> None:

@@ -27,6 +27,7 @@ from rollflow.stream.errors import WireError
 from rollflow.stream.wire import (
     FAILED,
     Address,
+    Aside,
     Broken,
     Done,
     Event,
@@ -98,7 +99,7 @@ class SourceLink:
         self.address, self._hello, self._session, self._kept = address, hello, session, kept
         self._publish, self._secret, self._tls, self._limits = publish, secret, tls, limits
         self._lender = lender
-        self._receipts: deque[Receipt] = deque()
+        self._news: deque[Receipt | Aside] = deque()
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
@@ -119,9 +120,9 @@ class SourceLink:
         """Have a look at what is kept."""
         self._wake.ring()
 
-    def tell(self, receipt: Receipt) -> None:
-        """Have a receipt sent."""
-        self._receipts.append(receipt)
+    def tell(self, news: Receipt | Aside) -> None:
+        """Have something said beside what is kept."""
+        self._news.append(news)
         self._wake.ring()
 
     def finish(self) -> None:
@@ -231,8 +232,8 @@ class SourceLink:
             if connection.undelivered:
                 return  # it would be cut off with what waits before it
             raise WireError(f"the rollout has failed: {self._failure}", FAILED)
-        while self._receipts:
-            connection.tell(self._receipts.popleft())
+        while self._news:
+            connection.tell(self._news.popleft())
         session, wanted, begun = self._session, self.wanted, connection.next
         while wanted is not None and connection.undelivered < _MUCH:
             if connection.next > min(session.given, session.done + wanted.window):

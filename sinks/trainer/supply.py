@@ -52,7 +52,8 @@ class Rounds:
     def take(self, present: Sequence[Source]) -> list[Arrived]:
         """The next round; none where it is not whole and others may come from those that are `present`."""
         for source in present:
-            lanes = sum(token == source.session.token for token, _ in self._waiting)
+            token = source.session.token
+            lanes = sum(each == token and not source.is_gone(lane) for each, lane in self._waiting)
             if lanes < source.streams:
                 return []
         taken = [items.popleft() for items in self._waiting.values()]

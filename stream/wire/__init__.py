@@ -32,6 +32,7 @@ from rollflow.stream.wire.message import Message, decode, encode
 from rollflow.stream.wire.rows import RowForm
 from rollflow.stream.wire.running import (
     Answer,
+    Aside,
     Block,
     Credit,
     Cut,
@@ -73,6 +74,7 @@ __all__ = [
     "AgentForm",
     "AgentRows",
     "Answer",
+    "Aside",
     "Block",
     "Broken",
     "Buffer",

@@ -12,6 +12,7 @@ from rollflow.stream.wire.field import checked_fields, checks_of, defaults_of, s
 from rollflow.stream.wire.frame import Buffer, Frame, frame_of, taken_apart
 from rollflow.stream.wire.handshake import Challenge, Hello, LaneGrant, Proof, Welcome
 from rollflow.stream.wire.running import (
+    Aside,
     Block,
     Credit,
     Cut,
@@ -59,6 +60,7 @@ Running = (
     | States
     | Done
     | Finished
+    | Aside
     | Receipt
     | Metrics
     | Credit
@@ -74,7 +76,7 @@ KINDS: dict[str, type[Message]] = {
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
         *(Reset, Step, Rows, AgentRows, Failed),
-        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Receipt, Metrics),
+        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Aside, Receipt, Metrics),
         *(Block, Lent, Series, Forget, Free),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )

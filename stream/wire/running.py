@@ -286,6 +286,18 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Aside:
+    """Source to trainer: a lane is set aside, and none of the fragments behind that with this number is of it.
+
+    number    0: none has been
+    """
+
+    kind: ClassVar[str] = "aside"
+    lane: LaneId
+    number: Annotated[int, whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Receipt:
     """Source to trainer: weights are in use.
 

@@ -11,6 +11,7 @@ from rollflow.stream.wire.host_end import HostEnd
 from rollflow.stream.wire.limits import Limits
 from rollflow.stream.wire.message import Message
 from rollflow.stream.wire.running import (
+    Aside,
     Block,
     Done,
     Finished,
@@ -75,7 +76,7 @@ class SourceConnection(HostEnd):
         self._send(fragment)
         self.next = last + 1
 
-    def tell(self, news: Receipt | Finished | Block | Forget) -> None:
+    def tell(self, news: Receipt | Aside | Finished | Block | Forget) -> None:
         """Say something beside the fragments. Raises WireError where the connection is not running."""
         self._check_running(news.kind)
         self._send(news)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from doomed import NotMadeAgain
 from drawn_agents import Drawn, made
 from feeding import SHORT, fed, graph_of, graph_over, running, trainer, weights
 from held import Held, await_held, let_go
@@ -132,22 +133,6 @@ def test_of_several_agents_as_well_it_is_said_that_weights_are_published_too_oft
 
 def publish_next(stream: TrainerStream, rollout: MultiAgentRollout) -> None:
     stream.publish({module_id: weights(stream.version + 1.0) for module_id in rollout.module})
-
-
-class NotMadeAgain(NumberedEnv):
-    """Raises in its life's step 17, and whenever another one is made."""
-
-    def __init__(self, slot: int, folder: Path) -> None:
-        super().__init__(slot)
-        self.broken = folder / "broken"
-        if self.broken.exists():
-            raise RuntimeError("it can't be made again")
-
-    def step(self, action: Any) -> Any:
-        if self.life == 17:
-            self.broken.touch()
-            raise RuntimeError("it broke")
-        return super().step(action)
 
 
 @pytest.mark.slow
