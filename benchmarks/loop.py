@@ -79,7 +79,7 @@ class Forward:
 
 
 def side_by_side(env: Any, slots: int) -> SyncVectorEnv:
-    """Environments of an id, or that a callable makes, stepped by gymnasium's `SyncVectorEnv`, as fast as it can."""
+    """Environments as gymnasium makes them of an id, or a callable does, stepped by `SyncVectorEnv` without copies."""
     make = partial(gym.make, env) if isinstance(env, str) else env
     return SyncVectorEnv([make] * slots, copy=False, autoreset_mode=AutoresetMode.SAME_STEP)
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -38,10 +39,11 @@ class Threads:
         self._policy, self._rows_of_batch = policy, slots * length
         self._asked: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
         self._answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(slots)]
-        self._rows: SimpleQueue[_Row] = SimpleQueue()
+        self._rows: SimpleQueue[_Row | Exception] = SimpleQueue()
         self._is_over = False
-        self._threads = [threading.Thread(target=self._step, args=(make(), slot)) for slot in range(slots)]
-        self._threads.append(threading.Thread(target=self._pass_forward))
+        self._envs = [make() for _ in range(slots)]
+        works = [partial(self._step, env, slot) for slot, env in enumerate(self._envs)]
+        self._threads = [threading.Thread(target=self._guarded, args=(work,)) for work in (*works, self._pass_forward)]
         self.batch: dict[str, torch.Tensor] = {}
 
     def start(self) -> None:
@@ -57,15 +59,28 @@ class Threads:
             answers.put(None)
         for thread in self._threads:
             thread.join()
+        for env in self._envs:
+            env.close()
 
     def take(self) -> int:
-        """Wait for a batch; how many transitions it has."""
-        rows = [self._rows.get() for _ in range(self._rows_of_batch)]
+        """Wait for a batch; how many transitions it has. Raises what an environment or the module raised."""
+        rows: list[_Row] = []
+        while len(rows) < self._rows_of_batch:
+            row = self._rows.get()
+            if isinstance(row, Exception):
+                raise row
+            rows.append(row)
         self.batch = {
             name: torch.from_numpy(np.asarray(column))
             for name, column in zip(_Row._fields, zip(*rows, strict=True), strict=True)
         }
         return len(rows)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self._rows.put(error)
 
     def _step(self, env: gym.Env[Any, Any], slot: int) -> None:
         observation, _ = env.reset(seed=slot)

@@ -16,7 +16,12 @@ class LaneSource:
     lanes                    as they go round
     is_started, is_closed    how far it is
     lost_steps               transitions that were under way where environments were lost: only workers are
+    has_fixed_lanes          whether no others come, and none but those that are set aside goes
+    is_draining              whether lanes come back without having made a step, since no more are asked for
     """
+
+    has_fixed_lanes = True
+    is_draining = False
 
     envs: Sequence[Any]
     lanes: Sequence[Any]

@@ -75,8 +75,9 @@ class ModuleForward:
         if len(lanes) == 1:
             self(lanes[0])
             return
-        batch = _joined([lane.batch for lane in lanes])
+        batch: dict[str, Any] = {}
         try:
+            batch = _joined([lane.batch for lane in lanes])
             output = self.forward(batch)
         except Exception as error:
             error.add_note(f"lanes {', '.join(str(lane.index) for lane in lanes)}, batch: {told_of_batch(batch)}")
@@ -229,7 +230,11 @@ def told_of_batch(batch: dict[str, Any]) -> str:
 
 
 def _joined(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The rows of one batch after those of another."""
+    """The rows of one batch after those of another. Raises ModuleError where their columns differ."""
+    names = batches[0].keys()
+    if any(batch.keys() != names for batch in batches):
+        told = "; ".join(sorted({str(sorted(batch)) for batch in batches}))
+        raise ModuleError(f"lanes that go into one forward pass have batches of {told}, expected the same columns")
     return {
         name: torch.cat([batch[name] for batch in batches])
         if type(column) is torch.Tensor

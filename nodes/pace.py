@@ -93,8 +93,10 @@ class AllOf:
             if hasattr(gate, "leave"):
                 gate.leave(lane)
 
-    def gone(self, lane: int, fragments: int) -> None:
-        """A lane is set aside, and gives so many fragments in all."""
+    def gone_unless(self, is_draining: Callable[[], bool], lane: int, fragments: int) -> None:
+        """A lane is set aside, and gives so many fragments in all: for good, unless all are to come to an end."""
+        if is_draining():
+            return
         for gate in self._gates:
             if hasattr(gate, "gone"):
                 gate.gone(lane, fragments)

@@ -95,7 +95,7 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
 def _one_after_the_other(env: SyncVectorEnv, turn: Turn) -> Step:
     """The environments of a `SyncVectorEnv` of our own, without what its `step` spends on copies and infos."""
     envs, space = env.envs, env.action_space
-    steps = [each.step for each in envs]
+    steps, resets = [each.step for each in envs], [each.reset for each in envs]
 
     def step(actions: Tree) -> Stepped:
         taken: list[Any] = []
@@ -108,7 +108,7 @@ def _one_after_the_other(env: SyncVectorEnv, turn: Turn) -> Step:
             raise
         observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
         done = np.logical_or(terminateds, truncateds)
-        final = _begun_anew(envs, done, observations, infos, turn) if np.count_nonzero(done) else None
+        final = _begun_anew(resets, done, observations, infos, turn) if np.count_nonzero(done) else None
         vector_infos = SlotInfos(infos) if any(infos) else {}
         return Stepped(_stacked(observations), np.array(rewards), terminateds, truncateds, vector_infos, final)
 
@@ -130,25 +130,36 @@ def _columns_of(taken: list[Any]) -> tuple[list[Tree], Sequence[Any], NDArray[np
     return (
         list(observations),
         rewards,
-        np.array(terminateds, np.bool_),
-        np.array(truncateds, np.bool_),
+        _flags(terminateds, "terminated"),
+        _flags(truncateds, "truncated"),
         list(infos),
     )
 
 
+def _flags(given: Sequence[Any], name: str) -> NDArray[np.bool_]:
+    try:
+        flags = np.array(given, np.bool_)
+    except ValueError:  # of different shapes
+        flags = np.empty((0, 0), np.bool_)
+    if flags.ndim == 1:
+        return flags
+    slot = next(slot for slot, each in enumerate(given) if np.ndim(each))
+    raise EnvError(f"slot {slot}: {name} has shape {list(np.shape(given[slot]))}, expected one bool")
+
+
 def _begun_anew(
-    envs: Sequence[Any], done: NDArray[np.bool_], observations: list[Tree], infos: list[Any], turn: Turn
+    resets: Sequence[Callable[[], Any]], done: NDArray[np.bool_], observations: list[Tree], infos: list[Any], turn: Turn
 ) -> tuple[Sequence[Tree], SlotInfos]:
     """Reset the slots that are done, whose observations and infos become the resets'; what they were before."""
     last: list[Tree] = []
-    last_infos: list[dict[str, Any]] = [{}] * len(envs)
+    last_infos: list[dict[str, Any]] = [{}] * len(resets)
     for slot in np.flatnonzero(done).tolist():
         # The reset may write over both.
         last.append(map_tree(np.array, observations[slot]))
         last_infos[slot] = dict(infos[slot])
         turn()
         try:
-            observations[slot], infos[slot] = envs[slot].reset()
+            observations[slot], infos[slot] = resets[slot]()
         except Exception as error:
             error.add_note(f"slot {slot}")
             raise

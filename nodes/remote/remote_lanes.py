@@ -50,6 +50,8 @@ class RemoteLanes(LaneSource):
     envs_on: Callable[[RemoteHost], list[Any]]
     num_envs: int
 
+    has_fixed_lanes = False
+
     def __init__(
         self,
         env: RemoteHosts,

@@ -63,13 +63,13 @@ class LaneProcesses(abc.ABC):
         self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
         self._first_of: list[int] = []  # of every lane: the first lane of its worker
         self._came_aside: deque[LaneLink] = deque()
-        self._is_draining = False
+        self.is_draining = False
         self._selector = selectors.DefaultSelector()  # with what of this class to call; not with this node itself
         self._ending = weakref.finalize(self, _end, self._workers, self._selector)
 
     def hasten(self) -> None:
         """Have those lanes come back at once that have no environments to step; from now on none is made again."""
-        self._is_draining = True
+        self.is_draining = True
         for link in self._links:
             if link.is_waited and self._has_no_step(link):
                 link.state = State.ASIDE
@@ -96,7 +96,7 @@ class LaneProcesses(abc.ABC):
             yield from self._process_lost(self._first_of[index], f"lane {index} gave {told}")
         now = monotonic()
         for link in self._links:
-            if link.state is State.LOST and link.due <= now and not self._is_draining:
+            if link.state is State.LOST and link.due <= now and not self.is_draining:
                 self._make_again(link)
 
     # What nodes have to do with lanes
@@ -117,7 +117,7 @@ class LaneProcesses(abc.ABC):
             return
         # The worker was lost while the lane was somewhere else: no step is under way.
         self.lost_steps += self._lose(lane, link.reason, is_under_way=False)
-        if link.state is State.ASIDE or self._is_draining:
+        if link.state is State.ASIDE or self.is_draining:
             self._came_aside.append(link)
         else:
             self._go_on(link)
@@ -229,8 +229,8 @@ class LaneProcesses(abc.ABC):
 
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Any]:
         was = link.state
-        link.fail(reason, 0 if self._is_draining else self._max_failures)
-        if self._is_draining:
+        link.fail(reason, 0 if self.is_draining else self._max_failures)
+        if self.is_draining:
             logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, told)
         elif link.state is State.ASIDE:
             logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, link.failures, reason)
@@ -247,7 +247,7 @@ class LaneProcesses(abc.ABC):
     def _set_aside(self, link: LaneLink) -> Iterator[Any]:
         self._lane_of(link).is_set_aside = True
         yield self._come_back(link)
-        if not self._is_draining and all(each.state is State.ASIDE for each in self._links):
+        if not self.is_draining and all(each.state is State.ASIDE for each in self._links):
             reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self._links)
             raise EnvError(f"every lane was lost {self._max_failures + 1} times in a row, the last time by: {reasons}")
 

@@ -54,7 +54,7 @@ class RolloutProcesses(RolloutsElsewhere, ProcessEnvironments):
         link = self._links[turns.index]
         turns.fragment = None
         self._await(link)
-        if link.state is State.ASIDE or self._is_draining:
+        if link.state is State.ASIDE or self.is_draining:
             self._came_aside.append(link)
         elif link.state in (State.MADE, State.READY):
             self._go_on(link)

@@ -10,7 +10,6 @@ from rollflow.nodes.episode_returns import EpisodeReturns
 from rollflow.nodes.multi_agent.agent_returns import AgentReturns
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.policy_weights import shapes_of
-from rollflow.nodes.remote.remote_lanes import RemoteLanes
 from rollflow.nodes.rollout import Rollout
 from rollflow.sinks.trainer.by_module import joined_weights, parted_weights
 from rollflow.stream.columns import Columns
@@ -55,7 +54,7 @@ def described(rollout: AnyRollout, ids: Sequence[str] | None) -> Described:
         seen = [describe_space(space) for space in seen_in(rollout)]
         stateful, weights = is_stateful(rollout.module), rollout.module.state_dict()
     metadata = {
-        "has_fixed_lanes": not isinstance(environments, RemoteLanes),
+        "has_fixed_lanes": environments.has_fixed_lanes,
         "spaces": seen,
         "is_stateful": stateful,
         "is_by_module": isinstance(rollout, MultiAgentRollout),

@@ -126,7 +126,7 @@ class PaceGate:
         found = [(lane, number) for lane, last in self._gone.items() if self._given.get(lane, 0) >= last]
         for lane, _ in found:
             del self._gone[lane]
-        self.aside |= dict(found)
+        self.aside = self.aside | dict(found)  # never changed in place: the link reads it in a thread of its own
         return found
 
     def pass_over(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 
 from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.remote.lines import quoted
 from rollflow.sinks.trainer.by_module import is_by_module
 from rollflow.sinks.trainer.compression import decompressed
 from rollflow.sinks.trainer.finished import NONE, Finished
@@ -185,6 +186,7 @@ class Source:
         aside = told.get("aside", [])
         if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
             raise WireError(f"hello.metadata: aside is {aside!r:.100}, expected pairs of lane and number", "message")
+        self.aside = {}
         for lane, number in aside:
             self._set_aside(lane, number)
         self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
@@ -192,7 +194,7 @@ class Source:
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
         self.weights = {name: tuple(shape) for name, shape in weights.items()}
         self.called = hello.name
-        self.name = f"{ascii(hello.name)[1:-1]} ({where})"
+        self.name = f"{quoted(hello.name)} ({where})"
 
     def read(self, message: wire.Fragment) -> Arrived:
         """What is in a message. Raises WireError where it is nothing for a trainer."""
@@ -209,6 +211,10 @@ class Source:
             return Arrived(self, message.number, *batch_of_message(message), finished)
         if self.has_fixed_lanes and message.lane >= self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {self.lanes}", "fragment")
+        if message.number > self.aside.get(message.lane, message.number):
+            last = self.aside[message.lane]
+            told = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
+            raise WireError(f"{told}, expected another lane", "fragment")
         fragment = fragment_of_message(message, self.spaces, self.action_space)
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)
@@ -243,9 +249,11 @@ class Source:
         self.session.kept = self.session.done
 
     def _set_aside(self, lane: Any, number: Any) -> None:
-        """Take down that no item behind this one is of a lane. Raises WireError where there is no such lane."""
-        if not (is_whole(lane) and is_whole(number)) or not 0 <= lane < self.lanes or number < 0:
+        """Take down that no item behind this one is of a lane. Raises WireError where there is none of them."""
+        if not is_whole(lane) or not 0 <= lane < self.lanes:
             raise WireError(f"lane {lane!r:.100} is set aside, expected one of {self.lanes}", "message")
+        if not is_whole(number) or not 0 <= number < MOST_NUMBER:
+            raise WireError(f"lane {lane} is set aside behind {number!r:.100}, expected a number", "message")
         self.aside[lane] = number
 
 

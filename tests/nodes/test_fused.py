@@ -1,8 +1,11 @@
 """Default pieces called as one give what they give one after the other."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -10,13 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered import NumberedEnv, NumberedModule, logits_of
 
-from rollflow.nodes import ConnectorV2, Rollout
-from rollflow.stream import ModuleError
+from rollflow.nodes import ConnectorV2, DefaultModelConfig, ModuleToEnvPipeline, Rollout
+from rollflow.stream import Columns, ModuleError
 from rollflow.stream.tree import map_tree
+
+KINDS = ["plain", "masked", "nested", "half", "brain float", "actions"]
+JOINT = ["plain", "masked", "actions"]
 
 
 class Odd(NumberedModule):
-    """Gives outputs that the fused function leaves to the pieces: nested, of half precision, or its own actions."""
+    """Gives outputs of a kind, of which the fused function leaves some to the pieces: nested, of half precision."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -32,6 +38,9 @@ class Odd(NumberedModule):
             output["action_dist_inputs"] = output["action_dist_inputs"].half()
         elif self.kind == "brain float":
             output["more"] = at.to(torch.bfloat16)
+        elif self.kind == "masked":
+            is_odd = (at[:, 2:3] % 2 == 1).expand(-1, 3)
+            output["action_dist_inputs"][:, :3].masked_fill_(is_odd, -torch.inf)
         elif self.kind == "actions":
             output = {"actions": at[:, 2] % 7}
         return output
@@ -61,7 +70,7 @@ def fragments(
 
 @given(
     nested=st.booleans(),
-    kind=st.sampled_from(["plain", "nested", "half", "brain float", "actions"]),
+    kind=st.sampled_from(KINDS),
     custom=st.booleans(),
     explore=st.booleans(),
     seed=st.integers(0, 100),
@@ -78,19 +87,72 @@ def test_pieces_called_as_one_give_the_same(**drawn: Any) -> None:
 @given(
     fuses=st.booleans(),
     nested=st.booleans(),
-    kind=st.sampled_from(["plain", "nested", "half", "brain float", "actions"]),
+    kind=st.sampled_from(KINDS),
     custom=st.booleans(),
     explore=st.booleans(),
     seed=st.integers(0, 100),
-    max_batch=st.sampled_from([2, 3]),
+    lanes=st.integers(2, 3),
 )
 @settings(max_examples=40)
-def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(max_batch: int, **drawn: Any) -> None:
-    together = fragments(**drawn, lanes=2, max_batch=max_batch)
-    for one, other in zip(together, fragments(**drawn, lanes=2), strict=True):
+def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(lanes: int, **drawn: Any) -> None:
+    with noting_joint_runs() as joint:
+        together = fragments(**drawn, lanes=lanes, max_batch=3)
+    is_joint = drawn["fuses"] and not drawn["custom"]
+    if drawn["kind"] == "actions" or drawn["explore"]:
+        assert joint
+        assert set(joint) == {is_joint and drawn["kind"] in JOINT}
+    for one, other in zip(together, fragments(**drawn, lanes=lanes), strict=True):
         for name in other:
             map_tree(np.testing.assert_array_equal, one[name], other[name])
             map_tree(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), one[name], other[name])
+
+
+@contextmanager
+def noting_joint_runs() -> Iterator[list[bool]]:
+    """Whether each pass over several lanes had its actions made for all of them together."""
+    joint: list[bool] = []
+    run_jointly = ModuleToEnvPipeline.run_jointly
+
+    def noting(self: Any, *given: Any) -> Any:
+        made = run_jointly(self, *given)
+        joint.append(made is not None)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModuleToEnvPipeline, "run_jointly", noting)
+        yield joint
+
+
+def test_lanes_of_a_stateful_module_in_one_pass_give_what_each_lane_gets_by_itself() -> None:
+    def made(**options: Any) -> list[Any]:
+        config = DefaultModelConfig(use_lstm=True, lstm_cell_size=8, fcnet_hiddens=(8,))
+        settings: Any = {"num_envs": 3, "lanes": 3, "fragment_length": 8, "num_fragments": 3, "seed": 3}
+        with Rollout(lambda: gym.make("CartPole-v1"), model_config=config, **settings, **options) as rollout:
+            return list(rollout.fragments())
+
+    for one, other in zip(made(max_batch=3), made(), strict=True):
+        np.testing.assert_array_equal(one.column(Columns.ACTIONS), other.column(Columns.ACTIONS))
+        np.testing.assert_allclose(one.column(Columns.ACTION_LOGP), other.column(Columns.ACTION_LOGP), rtol=1e-5)
+
+
+class Masks(ConnectorV2):
+    """Adds a column to the batches of one lane alone."""
+
+    def __call__(self, *, batch: Any, shared_data: Any, **kwargs: Any) -> Any:
+        if shared_data["lane"] == 1:
+            batch["mask"] = torch.ones(1)
+        return batch
+
+
+def test_lanes_with_other_columns_are_not_put_into_one_pass() -> None:
+    makers = [partial(NumberedEnv, slot) for slot in range(2)]
+    with Rollout(makers, module=NumberedModule(), lanes=2, max_batch=2, seed=0) as rollout:
+        rollout.env_to_module.append(Masks())
+        with pytest.raises(
+            ModuleError, match=r"batches of \['mask', 'obs'\]; \['obs'\], expected the same columns"
+        ) as caught:
+            next(iter(rollout.fragments()))
+    assert any(note.startswith("lanes 0, 1") for note in caught.value.__notes__)
 
 
 class Wrong(NumberedModule):

@@ -5,17 +5,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import pytest
 from doomed import NeverReset, NotMadeAgain
 from feeding import SHORT, graph_over, running, weights
 from numbered import NumberedEnv, NumberedModule
+from remote_hosts import hosting, listening
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream
 from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.supply import Rounds
-from rollflow.stream import Columns, Fragment, WireError
+from rollflow.stream import Columns, Fragment, WireError, wire
 from rollflow.stream.wire import Aside, TrainerSession
 
 
@@ -54,10 +56,25 @@ def test_a_round_is_whole_without_a_lane_once_all_of_that_has_come() -> None:
     assert source.streams == 2
 
 
-@pytest.mark.parametrize(("lane", "number"), [(3, 0), (-1, 0), (0, -1)])
-def test_a_lane_that_there_is_not_is_refused(lane: int, number: int) -> None:
-    with pytest.raises(WireError, match=f"lane {lane} is set aside, expected one of 3"):
+@pytest.mark.parametrize(
+    ("lane", "number", "told"),
+    [
+        (3, 0, "lane 3 is set aside, expected one of 3"),
+        (-1, 0, "lane -1 is set aside, expected one of 3"),
+        (0, -1, "lane 0 is set aside behind -1, expected a number"),
+    ],
+)
+def test_a_lane_or_a_number_that_there_is_not_is_refused(lane: int, number: int, told: str) -> None:
+    with pytest.raises(WireError, match=told):
         source_of(3).take_news(Aside(lane, number))
+
+
+def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
+    source = source_of(3)
+    source.action_space = gym.spaces.Discrete(2)
+    source.take_news(Aside(1, 4))
+    with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
+        source.read(wire.Fragment(1, 5, {}, {}))
 
 
 def test_a_lane_is_told_of_once_its_last_fragment_has_been_given() -> None:
@@ -96,7 +113,8 @@ def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
 
     def rounds_without_it(stream: TrainerStream, rounds: int) -> None:
         left = rounds
-        for batch in stream:
+        for number, batch in enumerate(stream):
+            assert number < 500
             assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - max_lag
             left -= {fragment.lane for fragment in stream.handed} == {0, 2}
             if not left:
@@ -112,3 +130,35 @@ def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
             another.load_state_dict(state)
             another.publish(weights(another.version + 1.0))
             rounds_without_it(another, 5)
+
+
+def test_of_a_rollout_that_is_drained_no_lane_is_set_aside() -> None:
+    envs = [partial(NumberedEnv, slot) for slot in range(3)]
+    rollout = Rollout(envs, module=NumberedModule(), lanes=3, where="processes", workers=1, fragment_length=8)
+    with TrainerStream("tcp://127.0.0.1:0", limits=SHORT, join_timeout=60.0, yields="fragments") as stream:
+        with running(*graph_over(rollout, stream.address)) as feed:
+            for number, _ in enumerate(stream):
+                if number == 5:
+                    feed.drain()
+            [source] = stream._door.sources.values()
+            assert source.has_finished
+            assert source.aside == {}
+
+
+def test_where_lanes_come_and_go_nothing_is_told_of_those_that_go() -> None:
+    """A lane that has come later is not one of those that the trainer was told of at first."""
+    envs = listening()
+    with hosting(envs.addresses[0], [partial(NumberedEnv, 0)]):
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=8)
+        stream = TrainerStream("tcp://127.0.0.1:0", limits=SHORT, join_timeout=60.0, yields="fragments")
+        with stream, running(*graph_over(rollout, stream.address)):
+            fragments = iter(stream)
+            assert next(fragments).lane == 0
+            with hosting(envs.addresses[0], [partial(NumberedEnv, 1)]):
+                while next(fragments).lane == 0:
+                    pass
+            for _ in range(16):
+                next(fragments)
+            [source] = stream._door.sources.values()
+            assert source.is_present
+            assert source.aside == {}
