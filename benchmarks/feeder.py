@@ -2,7 +2,7 @@
 
 import secrets
 import select
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -11,15 +11,15 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow.nodes import Rollout
+from rollflow.sinks.trainer.any_rollout import Described
+from rollflow.sinks.trainer.introduction import introduction
 from rollflow.sinks.trainer.item_message import message_of_batch, message_of_fragment, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.source_link import SourceLink
 from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
-    NONCE_BYTES,
     SESSION_BYTES,
-    VERSION,
     Fragment,
     Hello,
     Limits,
@@ -34,9 +34,7 @@ _SLOTS, _ROWS, _FRAGMENTS = 64, 16, 8
 
 def feed_batch(address: str, batch: dict[str, Any]) -> None:
     """Send a train batch again and again, as long as this process lives."""
-    spaces = {"observation_space": describe_space(_SPACE), "action_space": describe_space(_SPACE)}
-    told = spaces | {"sends": "batches", "spaces": [describe_space(_SPACE)]}
-    _feed(address, told, lambda number: message_of_batch(number, batch))
+    _feed(address, _described(_SPACE, _SPACE, [_SPACE]), "batches", lambda number: message_of_batch(number, batch))
 
 
 def feed_fragments(address: str, size: int) -> None:
@@ -54,12 +52,8 @@ def feed_fragments(address: str, size: int) -> None:
             fragment.sequence = number - 1
             return message_of_fragment(number, fragment, spaces)
 
-        described = {
-            "observation_space": describe_space(environments.observation_space),
-            "action_space": describe_space(environments.action_space),
-        }
-        told = described | {"sends": "fragments", "spaces": [describe_space(space) for space in spaces]}
-        _feed(address, told, message)
+        told = _described(environments.observation_space, environments.action_space, spaces)
+        _feed(address, told, "fragments", message)
 
 
 def rollout_of(size: int) -> Rollout:
@@ -69,37 +63,34 @@ def rollout_of(size: int) -> Rollout:
     return Rollout(env, module=Noop(_SLOTS), fragment_length=_ROWS, num_fragments=_FRAGMENTS, seed=0)
 
 
-def _feed(address: str, told: Mapping[str, Any], message: Callable[[int], Fragment]) -> None:
+def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any]) -> Described:
+    """A rollout of one lane, whose module has no weights; `spaces` are those that observations may come in."""
+    metadata = {
+        "has_fixed_lanes": True,
+        "spaces": [describe_space(space) for space in spaces],
+        "is_stateful": False,
+        "module": "none",
+        "weights": {},
+        "version": 0,
+    }
+    return Described((1,), (describe_space(observation_space), describe_space(action_space)), metadata)
+
+
+def _feed(address: str, told: Described, sends: str, message: Callable[[int], Fragment]) -> None:
     """Send one message after the other, as they are made of their numbers."""
     target, limits, kept = parse_trainer_address(address), Limits(), Kept(1 << 30)
     session = SourceSession(secrets.token_bytes(SESSION_BYTES))
     lender = Lender(1 << 30) if isinstance(target, SharedAddress) else None
 
     def hello() -> Hello:
-        metadata = {
-            "has_fixed_lanes": True,
-            "spaces": told["spaces"],
-            "is_stateful": False,
-            "module": "none",
-            "weights": {},
-            "version": 0,
-            "sends": told["sends"],
-            "compressions": [],
-            "shares_memory": lender is not None,
-        }
-        return Hello(
-            versions=(VERSION, VERSION),
-            role="source",
-            software="benchmark",
+        return introduction(
+            told,
+            session.token,
             name="feeder",
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            session=session.token,
+            sends=sends,
             max_frame=limits.max_frame,
-            slots=(1,),
-            observation_space=told["observation_space"],
-            action_space=told["action_space"],
-            autoreset="SAME_STEP",
-            metadata=metadata,
+            digests={},
+            shares_memory=lender is not None,
         )
 
     link = SourceLink(

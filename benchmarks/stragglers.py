@@ -11,6 +11,7 @@ measured.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ class Measured(NamedTuple):
 def measure(sizes: Sizes, places: tuple[str, ...] = ("threads", "processes")) -> list[Record]:
     """A line for threads by hand, four for threads, and four for processes."""
     seconds = max(1.0, sizes.seconds)
-    ways: dict[str, Any] = {BY_HAND: _by_hand} | {where: lambda where=where: _ours(where) for where in places}
+    ways: dict[str, Any] = {BY_HAND: _by_hand} | {where: partial(_ours, where) for where in places}
     found: dict[str, list[Measured]] = {way: [] for way in ways}
     for number in range(sizes.rounds):
         for way in list(ways)[:: -1 if number % 2 else 1]:

@@ -60,7 +60,7 @@ class EnvToModule:
         self._num_fragments = num_fragments
         self._lanes: dict[int, Lane] = {}
         self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
-        self.gone: Callable[[int, int], object] = nobody_knows
+        self.gone: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
 
     def __call__(self, steps: Lane) -> Prepared:

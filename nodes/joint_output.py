@@ -11,31 +11,29 @@ from rollflow.stream.tree import map_tree
 
 
 class JointOutput:
-    """A pass's output over several lanes, of which each lane's `batch` becomes a `Part`.
+    """A pass's output over several lanes, each of which has a `Part` of it.
 
     Actions are made of it for all of them together where that can be; that costs little more than for one.
     """
 
     def __init__(self, output: Batch, lanes: Sequence[Lane]) -> None:
-        self._output = output
+        self.output = output
         self._sizes = [lane.layout.num_slots for lane in lanes]
         self._shared_data = [lane.shared_data for lane in lanes]
         self._acted: Batch | None = None
         self._has_tried = False
-        ends = accumulate(self._sizes)
-        for lane, size, end in zip(lanes, self._sizes, ends, strict=True):
-            lane.batch = Part(self, end - size, end)
 
-    def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool, begin: int, end: int) -> Batch | None:
-        """A part of what the pipeline makes of it; None where it is to be run over that part alone."""
+    def parts(self) -> list["Part"]:
+        """Each lane's, in their order."""
+        ends = accumulate(self._sizes)
+        return [Part(self, end - size, end) for size, end in zip(self._sizes, ends, strict=True)]
+
+    def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
+        """What the pipeline makes of all of it; None where it is to be run over each part alone."""
         if not self._has_tried:
             self._has_tried = True
-            self._acted = pipeline.run_jointly(module, self._output, self._sizes, explore, self._shared_data)
-        return None if self._acted is None else {name: array[begin:end] for name, array in self._acted.items()}
-
-    def rows(self, begin: int, end: int) -> Batch:
-        """A part of the output."""
-        return {name: map_tree(lambda leaf: leaf[begin:end], column) for name, column in self._output.items()}
+            self._acted = pipeline.run_jointly(module, self.output, self._sizes, explore, self._shared_data)
+        return self._acted
 
 
 class Part(NamedTuple):
@@ -44,3 +42,13 @@ class Part(NamedTuple):
     joint: JointOutput
     begin: int
     end: int
+
+    def rows(self) -> Batch:
+        """Of the output."""
+        columns = self.joint.output.items()
+        return {name: map_tree(lambda leaf: leaf[self.begin : self.end], column) for name, column in columns}
+
+    def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
+        """Of what the pipeline makes of all lanes' rows; None where it is to be run over these alone."""
+        acted = self.joint.acted(pipeline, module, explore)
+        return None if acted is None else {name: array[self.begin : self.end] for name, array in acted.items()}

@@ -82,9 +82,8 @@ class ModuleForward:
         except Exception as error:
             error.add_note(f"lanes {', '.join(str(lane.index) for lane in lanes)}, batch: {told_of_batch(batch)}")
             raise
-        JointOutput(output, lanes)
-        for lane in lanes:
-            lane.policy_version = self.policy_version
+        for lane, part in zip(lanes, JointOutput(output, lanes).parts(), strict=True):
+            lane.batch, lane.policy_version = part, self.policy_version
 
     def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
         """One pass with one version of the weights."""

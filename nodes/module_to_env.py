@@ -48,10 +48,10 @@ class ModuleToEnv:
         given, pipeline = lane.batch, self.pipeline
         with self._threads:
             if type(given) is Part:
-                batch = given.joint.acted(pipeline, self._module, self._explore, given.begin, given.end)
+                batch = given.acted(pipeline, self._module, self._explore)
                 if batch is not None:
                     return batch
-                given = given.joint.rows(given.begin, given.end)
+                given = given.rows()
             batch = pipeline.run(self._module, given, lane.episodes, self._explore, lane.shared_data, self._metrics)
         if pipeline.columnar:
             return batch

@@ -102,7 +102,7 @@ class Deal:
 
     def __init__(self, num_lanes: int, num_fragments: int | None) -> None:
         self.leave: Callable[[int], None] = _ignored
-        self.gone: Callable[[int, int], object] = nobody_knows
+        self.gone: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
         self._num_fragments = num_fragments
 

@@ -123,6 +123,8 @@ class PaceGate:
 
     def newly_aside(self, number: int) -> list[tuple[int, int]]:
         """Lanes that are gone, all of whose fragments are among the items up to a number, with that number."""
+        if not self._gone:
+            return []
         found = [(lane, number) for lane, last in self._gone.items() if self._given.get(lane, 0) >= last]
         for lane, _ in found:
             del self._gone[lane]

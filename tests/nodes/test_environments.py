@@ -140,7 +140,7 @@ def test_a_step_that_gives_other_than_five_items_is_refused(given: Any, told: st
 
 @pytest.mark.parametrize("others", [True, False])
 def test_an_end_that_is_no_single_bool_is_refused(*, others: bool) -> None:
-    given = Scripted().shown, 1.0, np.array([True]), False, {}
+    given = np.zeros(2), 1.0, np.array([True]), False, {}
     envs = [Scripted if others else lambda: Gives(given), lambda: Gives(given)]
     with pytest.raises(EnvError) as caught:
         fragments_of(envs)

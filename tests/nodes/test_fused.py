@@ -68,31 +68,30 @@ def fragments(
     return made
 
 
-@given(
-    nested=st.booleans(),
-    kind=st.sampled_from(KINDS),
-    custom=st.booleans(),
-    explore=st.booleans(),
-    seed=st.integers(0, 100),
-)
-@settings(max_examples=40)
-def test_pieces_called_as_one_give_the_same(**drawn: Any) -> None:
-    for one, other in zip(fragments(True, **drawn), fragments(False, **drawn), strict=True):
+DRAWN: dict[str, Any] = {
+    "nested": st.booleans(),
+    "kind": st.sampled_from(KINDS),
+    "custom": st.booleans(),
+    "explore": st.booleans(),
+    "seed": st.integers(0, 100),
+}
+
+
+def check_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for one, other in zip(some, others, strict=True):
         assert list(one) == list(other)
         for name in one:
             map_tree(np.testing.assert_array_equal, one[name], other[name])
             map_tree(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), one[name], other[name])
 
 
-@given(
-    fuses=st.booleans(),
-    nested=st.booleans(),
-    kind=st.sampled_from(KINDS),
-    custom=st.booleans(),
-    explore=st.booleans(),
-    seed=st.integers(0, 100),
-    lanes=st.integers(2, 3),
-)
+@given(**DRAWN)
+@settings(max_examples=40)
+def test_pieces_called_as_one_give_the_same(**drawn: Any) -> None:
+    check_same(fragments(True, **drawn), fragments(False, **drawn))
+
+
+@given(fuses=st.booleans(), lanes=st.integers(2, 3), **DRAWN)
 @settings(max_examples=40)
 def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(lanes: int, **drawn: Any) -> None:
     with noting_joint_runs() as joint:
@@ -101,10 +100,7 @@ def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(lanes: int
     if drawn["kind"] == "actions" or drawn["explore"]:
         assert joint
         assert set(joint) == {is_joint and drawn["kind"] in JOINT}
-    for one, other in zip(together, fragments(**drawn, lanes=lanes), strict=True):
-        for name in other:
-            map_tree(np.testing.assert_array_equal, one[name], other[name])
-            map_tree(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), one[name], other[name])
+    check_same(together, fragments(**drawn, lanes=lanes))
 
 
 @contextmanager
