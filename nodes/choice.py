@@ -1,6 +1,6 @@
 """Where a rollout is to go fastest, worked out from what its parts take and from what was asked for."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +9,9 @@ from rollflow.nodes.metrics_logger import MetricsLogger
 # On a machine of today: what a lane takes to come back from a thread or process, what a fragment takes to come from
 # another process, and the part that is left to workers, beside the one who reads their fragments.
 _HAND_OVER_S, _FRAGMENT_S, _KEPT = 150e-6, 500e-6, 0.88
-_WORTH = 1.1  # how much faster another place must be than inline
+WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another place must be, and be seen to be
 _AS_GOOD = 0.97  # of the fastest: the simpler place is taken
+_CLOSE = 0.5  # of the fastest: not to be told from it without a try
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Asked:
     workers: int | None = None
     max_batch: int | None = None
     forward_in_thread: bool = False
+    max_wait: float = 0.0
+    prefetch: int = 0
     fragment_length: int = 128
     metrics: Any = None
     device: Any = None
@@ -58,26 +61,38 @@ class Choice:
         return f"{self.where} ({numbers})" if numbers else str(self.where)
 
 
-def choose(measured: Measured, asked: Asked, cores: int, ruled_out: Mapping[str, str]) -> tuple[Choice, str]:
-    """The place where a rollout is to be fastest, inline unless another is well worth it; and why, for `explain()`.
+def expected(measured: Measured, asked: Asked, cores: int, ruled_out: Mapping[str, str]) -> list[Choice]:
+    """The best choice of each place that is not ruled out, the simplest place first.
 
     ruled_out    place -> why it can't be
     """
-    ruled_out = _refusals(asked) | dict(ruled_out)
     places = {"inline": _inline, "threads": _threads, "processes": _processes, "rollouts": _rollouts}
-    choices = []  # the best of each place, the simplest place first
+    choices = []
     for where, candidates in places.items():
         made = list(candidates(measured, asked, cores)) if where not in ruled_out else []
         if made:
             choices.append(max(made, key=lambda choice: choice.steps_per_s))
+    return choices
+
+
+def close(choices: Sequence[Choice]) -> list[Choice]:
+    """Those of which any may be the fastest, as far as can be reckoned."""
+    most = max(choice.steps_per_s for choice in choices)
+    return [choice for choice in choices if choice.steps_per_s >= _CLOSE * most]
+
+
+def fastest(choices: Sequence[Choice], worth: float = WORTH_EXPECTED) -> Choice:
+    """Of choices with the simplest place first: the fastest, or a simpler one that is as good.
+
+    worth    how much faster than inline another place must be
+    """
     most = max(choice.steps_per_s for choice in choices)
     best = next(choice for choice in choices if choice.steps_per_s >= _AS_GOOD * most)
-    if best.steps_per_s < _WORTH * choices[0].steps_per_s:
-        best = choices[0]
-    return best, _told(measured, best, choices, asked, ruled_out)
+    first = choices[0]
+    return first if first.where == "inline" and best.steps_per_s < worth * first.steps_per_s else best
 
 
-def _refusals(asked: Asked) -> dict[str, str]:
+def refusals(asked: Asked) -> dict[str, str]:
     """Places that would not do what was asked for, and why."""
     if asked.max_batch is not None or asked.forward_in_thread:
         return {"rollouts": "max_batch and forward_in_thread are for a forward pass over several lanes"}
@@ -143,14 +158,26 @@ def _parts(count: int, size: int) -> int:
     return -(-count // size)
 
 
-def _told(measured: Measured, best: Choice, choices: list[Choice], asked: Asked, ruled_out: Mapping[str, str]) -> str:
+def told(
+    best: Choice,
+    measured: Measured,
+    seen: Mapping[str, Sequence[Choice]],
+    asked: Asked,
+    ruled_out: Mapping[str, str],
+) -> str:
+    """Why it was chosen, for `explain()`.
+
+    seen         how steps a second are known -> choices of which they are known so
+    ruled_out    place -> why it can't be
+    """
     env, rest = measured.env(measured.slots) * 1e6, measured.rest(measured.slots) * 1e6
-    told = [
+    parts = [
         f"where='{best.where}': a step of {measured.slots} environments takes {env:.0f} µs ({measured.waits:.0%} of it "
-        f"waiting), all else of a vector step {rest:.0f} µs",
-        "expected steps/s: " + ", ".join(f"{choice} {choice.steps_per_s:,.0f}" for choice in choices),
+        f"waiting), all else of a vector step {rest:.0f} µs"
     ]
+    for how, choices in seen.items():
+        parts.append(f"{how}: " + (", ".join(f"{choice} {choice.steps_per_s:,.0f}" for choice in choices) or "none"))
     if asked.workers is not None and best.workers is None:
-        told.append(f"workers={asked.workers} is not used")
-    told += [f"not where='{where}': {why}" for where, why in ruled_out.items()]
-    return "; ".join(told)
+        parts.append(f"workers={asked.workers} is not used")
+    parts += [f"not where='{where}': {why}" for where, why in ruled_out.items()]
+    return "; ".join(parts)

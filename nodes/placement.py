@@ -1,11 +1,13 @@
 """Where a rollout's environments step, and all the rest with them."""
 
+from functools import partial
 from typing import Any, Literal
 
-from rollflow.nodes.choice import Asked, choose
+from rollflow.nodes.choice import WORTH_EXPECTED, WORTH_MADE, Asked, Choice, close, expected, fastest, refusals, told
 from rollflow.nodes.env_source import EnvSource, count_of, is_ready
 from rollflow.nodes.environments import Environments
-from rollflow.nodes.probe import Trial, probe
+from rollflow.nodes.probe import Trial, generators_kept, probe
+from rollflow.nodes.race import is_worth_while, race
 from rollflow.nodes.remote.hosted_rollouts import HostedRollouts
 from rollflow.nodes.remote.remote_environments import RemoteEnvironments
 from rollflow.nodes.remote.remote_envs import RemoteEnvs, RemoteHosts
@@ -67,12 +69,27 @@ def placed(
     """
     if is_ready(env):
         return "inline", asked.lanes, None, "where='inline': these vector environments are here already"
-    cores = core_count()
-    parts = asked.lanes or asked.workers or cores
     try:
-        measured, ruled_out = probe(env, num_envs, trial, parts=parts, device=asked.device)
+        with generators_kept():
+            choice, why = _chosen(env, num_envs, asked, trial)
     except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
-        told = f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
-        return "inline", asked.lanes, None, told
-    choice, why = choose(measured, asked, cores, ruled_out)
+        why = f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
+        return "inline", asked.lanes, None, why
     return choice.where, choice.lanes, choice.workers, why
+
+
+def _chosen(env: EnvSource, num_envs: int | None, asked: Asked, trial: Trial) -> tuple[Choice, str]:
+    """The choice, and why: by what its parts take, and by a try where that leaves several."""
+    cores = core_count()
+    measured, ruled_out = probe(env, num_envs, trial, parts=asked.lanes or asked.workers or cores, device=asked.device)
+    ruled_out = refusals(asked) | ruled_out
+    choices = expected(measured, asked, cores, ruled_out)
+    seen, tried = {"expected steps/s": choices}, close(choices)
+    if is_worth_while(tried, measured.slots):
+        passes: dict[str, Any] = {name: getattr(asked, name) for name in ("max_batch", "max_wait", "forward_in_thread")}
+        whole = partial(trial, env, num_envs=num_envs, prefetch=asked.prefetch, **passes)
+        made, failed = race(tried, whole, measured.slots, asked)
+        tried, ruled_out = made or choices[:1], ruled_out | failed
+        seen["made steps/s"] = made
+    best = fastest(tried, WORTH_MADE if "made steps/s" in seen else WORTH_EXPECTED)
+    return best, told(best, measured, seen, asked, ruled_out)

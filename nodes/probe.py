@@ -59,13 +59,11 @@ def probe(env: EnvSource, num_envs: int | None, trial: Trial, *, parts: int, dev
 
     parts     that the slots are likely to be divided into
     device    where the module is to act; None: where it is
-
-    Generators of random numbers that everybody shares are left as they were.
     """
     slots = count_of(env, num_envs)
     maker = lane_makers(env, num_envs, 1)[0]
     sizes = sorted({1, -(-slots // parts), slots})
-    with _generators_kept(), ExitStack() as opened:
+    with ExitStack() as opened:
         if maker.spec is not None and maker.spec.vector_entry_point is not None:
             return _probe_vectorized(maker, sizes, trial, device, opened)
         return _probe_plain(LaneMaker(1, spec=maker.spec, makers=maker.makers[:1]), sizes, trial, device, opened)
@@ -242,7 +240,7 @@ def _ruled_out(maker: LaneMaker, infos: Sequence[Any], rollout: Any, device: Any
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
+def generators_kept() -> Iterator[None]:
     """Leave the generators of random numbers that everybody shares as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]

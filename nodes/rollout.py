@@ -59,9 +59,9 @@ class Rollout(RolloutLoop[Fragment]):
                                    environments that wait, or let the interpreter go. "processes": in worker processes,
                                    for those that are costly; forward passes stay here. "rollouts": each lane's whole
                                    rollout in a worker process, with connectors and a copy of the module: for policies
-                                   that run on CPUs. "auto": where it is to go fastest by a short measurement, for
-                                   which one environment more is made, and copies of the module and of what the
-                                   connector functions give; `explain()` says why
+                                   that run on CPUs. "auto": where it goes fastest, measured for a moment and, where
+                                   that leaves several places, by a try of seconds: environments more are made, and
+                                   copies of the module and of what connector functions give. `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads, in processes or on hosts are taken for
         reset_timeout              hung in a step or in a reset; None: never. The first reset includes the start of a
@@ -176,9 +176,21 @@ class Rollout(RolloutLoop[Fragment]):
                 module_to_env_connector=copied_pieces(module_to_env_connector),
                 flat_forward=flat_forward,
                 forward_threads=forward_threads,
+                step_timeout=step_timeout,
+                reset_timeout=reset_timeout,
                 device=device,
             )
-            asked = Asked(lanes, workers, max_batch, forward_in_thread, fragment_length, metrics, device)
+            asked = Asked(
+                lanes=lanes,
+                workers=workers,
+                max_batch=max_batch,
+                max_wait=max_wait,
+                forward_in_thread=forward_in_thread,
+                prefetch=prefetch,
+                fragment_length=fragment_length,
+                metrics=metrics,
+                device=device,
+            )
             where, lanes, workers, self.placement = placed(env, num_envs, asked, trial)
         if where == "rollouts" or isinstance(env, RemoteRollouts):
             is_remote = isinstance(env, RemoteHosts)

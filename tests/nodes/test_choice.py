@@ -6,11 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.nodes.choice import Asked, Choice, Measured, choose
+from rollflow.nodes.choice import Asked, Choice, Measured, close, expected, fastest, refusals, told
 
 
 def measured(slots: int, env: float, rest: float, per_row: float = 0.0, waits: float = 0.0) -> Measured:
     return Measured(slots, lambda count: count * env, waits, lambda count: 60e-6 + rest + per_row * count)
+
+
+def choose(case: Measured, asked: Asked, cores: int, ruled_out: dict[str, str]) -> tuple[Choice, str]:
+    """By what is expected alone."""
+    ruled_out = refusals(asked) | ruled_out
+    choices = expected(case, asked, cores, ruled_out)
+    best = fastest(choices)
+    return best, told(best, case, {"expected steps/s": choices}, asked, ruled_out)
 
 
 def chosen(case: Measured, asked: Asked | None = None, cores: int = 2, **ruled_out: str) -> Choice:
@@ -84,6 +92,26 @@ def test_short_fragments_are_dear_to_hand_over() -> None:
     case = measured(8, 20e-6, 40e-6)
     assert chosen(case, Asked(fragment_length=128)).where == "rollouts"
     assert chosen(case, Asked(fragment_length=2)).where == "inline"
+
+
+def test_what_is_far_from_the_fastest_is_not_worth_a_try() -> None:
+    made = [Choice("inline", None, None, 60.0), Choice("threads", 2, None, 40.0), Choice("rollouts", 2, 2, 100.0)]
+    assert [choice.where for choice in close(made)] == ["inline", "rollouts"]
+    assert close(made[:1]) == made[:1]
+
+
+@pytest.mark.parametrize(
+    ("made", "where"),
+    [
+        ({"inline": 100, "rollouts": 104}, "inline"),  # not worth the workers
+        ({"inline": 100, "rollouts": 106}, "rollouts"),
+        ({"threads": 98, "processes": 100}, "threads"),  # as good
+        ({"threads": 96, "processes": 100}, "processes"),
+        ({"threads": 96}, "threads"),
+    ],
+)
+def test_the_simplest_of_those_that_are_as_good_is_taken(made: dict[str, float], where: str) -> None:
+    assert fastest([Choice(place, None, None, steps_per_s) for place, steps_per_s in made.items()], 1.05).where == where
 
 
 optional = st.none() | st.integers(1, 20)

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -20,7 +21,7 @@ from rollflow.nodes import (
     RLModule,
     Rollout,
 )
-from rollflow.nodes import choice as choices
+from rollflow.nodes.choice import Choice, fastest
 from rollflow.stream import EnvError, ModuleError
 
 
@@ -62,6 +63,12 @@ class Policy(torch.nn.Module):
     forward_inference = forward_exploration
 
 
+@pytest.fixture(autouse=True)
+def _by_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is tried, which takes seconds; see test_race.py."""
+    monkeypatch.setattr("rollflow.nodes.placement.is_worth_while", lambda choices, slots: False)
+
+
 def placement(env: Any, **options: Any) -> str:
     """What it says of its choice, having run for a moment where that is."""
     options = {"module": NumberedModule(), "num_envs": 4, "fragment_length": 2, "num_fragments": 1} | options
@@ -97,11 +104,13 @@ def test_what_was_asked_for_stays() -> None:
 
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3}, {"workers": 1}, {}], ids=str)
 def test_what_is_announced_is_what_is_made(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[choices.Choice] = []
-    choose = choices.choose
-    monkeypatch.setattr(
-        "rollflow.nodes.placement.choose", lambda *args: (told := choose(*args), made.append(told[0]))[0]
-    )
+    made: list[Choice] = []
+
+    def chosen(choices: Sequence[Choice], worth: float) -> Choice:
+        made.append(fastest(choices, worth))
+        return made[-1]
+
+    monkeypatch.setattr("rollflow.nodes.placement.fastest", chosen)
     rollout = Rollout(Works, where="auto", num_envs=4, module=NumberedModule(), **options)
     rollout.environments.close()
     [choice] = made

@@ -1,0 +1,120 @@
+"""Places that may be about as fast are tried, with what was asked for; what they make decides."""
+
+import threading
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from numbered import NumberedModule
+
+from rollflow.nodes import Rollout, race
+from rollflow.nodes.choice import Asked, Choice
+from rollflow.nodes.race import is_worth_while
+
+THREADS, PROCESSES = Choice("threads", 2, None, 2_000.0), Choice("processes", 2, 1, 4_000.0)
+
+
+class Given(gym.Env[Any, Any]):
+    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    action_space = gym.spaces.Discrete(7)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return np.zeros(3, np.float32), 0.0, False, False, {}
+
+
+class OnlyInMainThread(Given):
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("no window here")
+        return super().step(action)
+
+
+def running(env: Any, **options: Any) -> Any:
+    """Makes rollouts, and keeps what they were asked to be."""
+    made: list[dict[str, Any]] = []
+
+    def make(**how: Any) -> Rollout:
+        made.append(how)
+        return Rollout(env, num_envs=4, module=NumberedModule(), **options, **how)
+
+    return make, made
+
+
+@pytest.fixture
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(race, "_ROUND_S", 0.01)
+
+
+@pytest.mark.usefixtures("_short")
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_every_place_is_run_as_it_would_be(prefetch: int) -> None:
+    make, made = running(Given, prefetch=prefetch)
+    found, failed = race.race([THREADS, PROCESSES], make, 4, Asked(fragment_length=16, prefetch=prefetch))
+    assert not failed
+    assert [(choice.where, choice.lanes, choice.workers) for choice in found] == [
+        ("threads", 2, None),
+        ("processes", 2, 1),
+    ]
+    assert all(choice.steps_per_s not in (2_000.0, 4_000.0) for choice in found)
+    assert [how["fragment_length"] for how in made] == [16, 16]
+
+
+@pytest.mark.usefixtures("_short")
+def test_fragments_are_no_longer_than_a_moment() -> None:
+    make, made = running(Given)
+    race.race([Choice("inline", None, None, 40.0)], make, 4, Asked(fragment_length=16))  # 0.1 s a vector step
+    assert [how["fragment_length"] for how in made] == [1]
+
+
+@pytest.mark.usefixtures("_short")
+def test_what_fails_where_it_is_tried_is_not_chosen_and_it_says_why() -> None:
+    make, _ = running(OnlyInMainThread)
+    found, failed = race.race([Choice("inline", None, None, 100.0), THREADS], make, 4, Asked())
+    assert [choice.where for choice in found] == ["inline"]
+    assert list(failed) == ["threads"]
+    assert failed["threads"].startswith("tried, it raised OSError: no window here")
+
+
+def test_slow_steps_and_single_places_are_not_tried() -> None:
+    assert is_worth_while([THREADS, PROCESSES], 4)
+    assert not is_worth_while([THREADS], 4)
+    assert not is_worth_while([Choice("threads", 4, None, 30.0), PROCESSES], 4)
+
+
+@pytest.mark.parametrize(
+    ("made", "where"),
+    [({"inline": 10.0, "threads": 50.0, "processes": 20.0}, "threads"), ({"inline": 10.0}, "inline"), ({}, "inline")],
+    ids=str,
+)
+def test_what_is_made_decides(made: dict[str, float], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Choice] = []
+
+    def told(choices: Any, make: Any, slots: int, asked: Asked) -> race.Race:
+        tried.extend(choices)
+        found = [Choice(place, 2, 1 if place == "processes" else None, rate) for place, rate in made.items()]
+        return race.Race(found, {"rollouts": "tried, it raised OSError: no"})
+
+    monkeypatch.setattr("rollflow.nodes.placement.race", told)
+    monkeypatch.setattr("rollflow.nodes.choice._CLOSE", 0.0)
+    rollout = Rollout(Given, num_envs=4, module=NumberedModule(), where="auto")
+    rollout.environments.close()
+    assert [choice.where for choice in tried] == ["inline", "threads", "processes", "rollouts"]
+    assert rollout.placement.startswith(f"where='{where}': a step of 4 environments takes ")
+    assert "not where='rollouts': tried, it raised OSError: no" in rollout.placement
+    assert f"; made steps/s: {next(iter(made), 'none')}" in rollout.placement
+
+
+@pytest.mark.slow
+def test_a_race_leaves_everything_as_it_was() -> None:
+    torch.manual_seed(3)
+    np.random.seed(3)
+    before = str(torch.get_rng_state()), str(np.random.get_state())
+    with Rollout("CartPole-v1", num_envs=64, where="auto", num_fragments=2, seed=0) as rollout:
+        assert "; made steps/s: inline" in rollout.placement
+        assert (str(torch.get_rng_state()), str(np.random.get_state())) == before
+        assert len(list(rollout.fragments())) == 2 * rollout.environments.num_lanes
