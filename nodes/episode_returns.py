@@ -37,18 +37,22 @@ class EpisodeReturns:
     def add(self, fragments: Fragment, source: Hashable) -> None:
         """Add one fragment of one of several rollouts."""
         chunks, lane = fragments.chunks, (source, fragments.lane)
-        unknown = np.full(fragments.layout.num_slots, np.nan)
-        last, so_far = self._open.get(lane, (-1, unknown))
-        if fragments.sequence != last + 1:
-            so_far = unknown
+        known = self._open.get(lane)
+        if known is not None and fragments.sequence == known[0] + 1:
+            so_far = known[1]
+        else:
+            so_far = np.full(fragments.layout.num_slots, np.nan)
         self._open[lane] = fragments.sequence, so_far
         if not len(chunks.slot):
             return
         lengths = chunks.stop - chunks.start
-        starts = np.cumsum(lengths) - lengths
+        starts = lengths.cumsum() - lengths
         rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
+        if not np.count_nonzero(done):
+            so_far[chunks.slot] = rewards
+            return
         so_far[chunks.slot[~done]] = rewards[~done]
         whole = done & ~np.isnan(rewards)
         for loss in fragments.losses:

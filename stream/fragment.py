@@ -32,6 +32,7 @@ from rollflow.stream.live_episode import EndedWindow, InfosWindow, SealedEpisode
 from rollflow.stream.tree import Tree, map_tree
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+_NO_ROWS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,7 @@ class Fragment:
     @property
     def is_empty(self) -> bool:
         """Whether all rows are dead."""
-        return not self.num_steps
+        return not len(self.chunks.slot)
 
     @property
     def extra_columns(self) -> tuple[str, ...]:
@@ -227,6 +228,8 @@ class Fragment:
         """Where the chunks lie."""
         first, slots = self.first_row, self.layout.num_slots
         ended_slot, ended_row, gap = self._ends()
+        if not len(ended_slot):
+            return self._unbroken()
         # Each slot begins one chunk and, at every end, another.
         per_slot = np.bincount(ended_slot, minlength=slots) + 1
         slot = np.repeat(np.arange(slots), per_slot)
@@ -306,12 +309,32 @@ class Fragment:
         episode.custom_data.update(self.custom_data.get((slot, number), {}))
         return episode
 
+    def _unbroken(self) -> ChunkIndex:
+        """Where the chunks lie if no episode ends: one of each slot, where it has made a step."""
+        slot, stop, number = np.arange(self.layout.num_slots), self.stops, self.episode_number
+        start = np.maximum(self.episode_start, self.first_row)
+        t_started = start - self.episode_start
+        keep = start < stop
+        if not keep.all():
+            slot, start, stop, t_started, number = (each[keep] for each in (slot, start, stop, t_started, number))
+        has_ended = np.zeros(len(slot), bool)
+        return ChunkIndex(
+            slot=slot,
+            number=number,
+            start=start,
+            stop=stop,
+            t_started=t_started,
+            lookback=np.minimum(t_started, self.layout.lookback),
+            terminated=has_ended,
+            truncated=has_ended,
+        )
+
     def _ends(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Any]:
         """The slot and row of every end, slot by slot and by time, and how many rows on the next episode begins."""
-        columns = self.columns
-        done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
+        columns, rows = self.columns, slice(self.first_row, self.last_row)
+        done = columns[Columns.TERMINATEDS].tree[rows] | columns[Columns.TRUNCATEDS].tree[rows]
         # By slots first; `nonzero` of two axes is slower.
-        ended = np.flatnonzero(done[self.first_row : self.last_row].T.reshape(-1))
+        ended = np.flatnonzero(done.T) if np.count_nonzero(done) else _NO_ROWS
         slot = ended // max(1, self.num_rows)
         row = ended - slot * self.num_rows + self.first_row
         gap = 2 if self.layout.resets_next_step else 1
