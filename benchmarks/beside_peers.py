@@ -1,6 +1,6 @@
 """Beside the engines that are installed here; those that are not are named.
 
-CartPole with 64 slots on one core, and with TorchRL's collector of several processes, pixels and CartPole on two.
+CartPole on one core, and with TorchRL's collector of several processes, pixels and CartPole on two.
 
 python -m benchmarks.beside_peers [--quick]
 """
@@ -12,39 +12,44 @@ from functools import partial
 from typing import Any
 
 from benchmarks.command import run
-from benchmarks.envs import PixelEnv, plain_cartpole
+from benchmarks.envs import PLAIN_CARTPOLE, PixelEnv, plain_cartpole
 from benchmarks.loop import FRAGMENT_LENGTH
 from benchmarks.pairs import Record, Sizes, in_turns, paired, record
 from benchmarks.policies import Mlp, NatureCnn
 from benchmarks.two_cores import rollouts
 from rollflow.nodes import Rollout
 
-SLOTS = 64
 
-
-def _stable_baselines3() -> Any:
+def _stable_baselines3(slots: int) -> Any:
     from benchmarks.peers.stable_baselines3 import Runner
 
-    return Runner(plain_cartpole, SLOTS, FRAGMENT_LENGTH)
+    return Runner(plain_cartpole, slots, FRAGMENT_LENGTH)
 
 
-def _torch_rl() -> Any:
+def _puffer_lib(slots: int) -> Any:
+    from benchmarks.peers.puffer_lib import Runner
+
+    return Runner("CartPole-v1", slots, Mlp())
+
+
+def _torch_rl(slots: int) -> Any:
     from benchmarks.peers.torch_rl import Runner
 
-    return Runner(plain_cartpole, SLOTS, FRAGMENT_LENGTH, policy=Mlp)
+    return Runner(plain_cartpole, slots, FRAGMENT_LENGTH, policy=Mlp)
 
 
-def _rllib() -> Any:
+def _rllib(slots: int) -> Any:
     from benchmarks.peers.rllib import Runner
 
-    return Runner(SLOTS, FRAGMENT_LENGTH)
+    return Runner(slots, FRAGMENT_LENGTH)
 
 
-# Package, name, what makes its runner, the environment that ours is given.
-PEERS: tuple[tuple[str, str, Callable[[], Any], Any], ...] = (
-    ("stable_baselines3", "Stable-Baselines3", _stable_baselines3, plain_cartpole),
-    ("torchrl", "TorchRL", _torch_rl, plain_cartpole),
-    ("ray", "RLlib", _rllib, "CartPole-v1"),
+# Package, name, what makes its runner of so many slots, the environment that ours is given, slots.
+PEERS: tuple[tuple[str, str, Callable[[int], Any], Any, tuple[int, ...]], ...] = (
+    ("stable_baselines3", "Stable-Baselines3", _stable_baselines3, PLAIN_CARTPOLE, (8, 64, 256)),
+    ("pufferlib", "PufferLib Serial", _puffer_lib, PLAIN_CARTPOLE, (8, 64, 256)),
+    ("torchrl", "TorchRL", _torch_rl, PLAIN_CARTPOLE, (64,)),
+    ("ray", "RLlib", _rllib, "CartPole-v1", (64,)),
 )
 TWO_CORES = (
     ("pixels beside TorchRL", PixelEnv, NatureCnn, 32),
@@ -55,22 +60,23 @@ TWO_CORES = (
 def measure(sizes: Sizes) -> list[Record]:
     """A line for each engine that is installed."""
     lines = []
-    for package, name, make, env in PEERS:
+    for package, name, make, env, slots in PEERS:
         if importlib.util.find_spec(package) is None:
             print(f"{name}: left out, it is not installed here", file=sys.stderr)
             continue
-        lines.append(_measured(name, make(), env, sizes))
+        lines += [_measured(name, make(count), env, count, sizes) for count in slots]
     if importlib.util.find_spec("torchrl") is not None:
         lines += [_on_two_cores(sizes, *case) for case in TWO_CORES]
     return lines
 
 
-def _measured(name: str, runner: Any, env: Any, sizes: Sizes) -> Record:
-    with Rollout(env, module=Mlp(), num_envs=SLOTS, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
+def _measured(name: str, runner: Any, env: Any, slots: int, sizes: Sizes) -> Record:
+    options: Any = {"num_envs": slots, "fragment_length": FRAGMENT_LENGTH, "seed": 0, "flat_forward": True}
+    with Rollout(env, module=Mlp(), **options) as rollout:
         batches = iter(rollout.batches())
         told = {"beside_name": name}
         return paired(
-            f"beside {name}", SLOTS, lambda: len(next(batches)["obs"]), runner.fragment, aim=1.0, sizes=sizes, **told
+            f"beside {name}", slots, lambda: len(next(batches)["obs"]), runner.fragment, aim=1.0, sizes=sizes, **told
         )
 
 

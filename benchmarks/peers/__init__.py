@@ -1,1 +1,1 @@
-"""Other engines, as they collect CartPole with 64 slots: those that are installed, in the same run."""
+"""Other engines, as they collect CartPole: those that are installed, in the same run."""
