@@ -14,7 +14,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,10 @@ _SPARE_FDS = 256  # for whatever else the process opens before it makes another 
 class SharedBlock:
     """So many bytes, seen by every process that has the descriptor `fd`.
 
-    Made new, or out of a descriptor that another process handed over. `close` gives that descriptor back; the memory,
-    and one descriptor that Python's mmap keeps for itself, stay for as long as an array over it is in use. Where the
-    process comes near its limit of descriptors, this is raised as far as it may be.
+    Made new, or out of a descriptor that another process handed over. `address` is where this process sees it. `close`
+    gives that descriptor back; the memory, and one descriptor that Python's mmap keeps for itself, stay for as long as
+    an array over it is in use. Where the process comes near its limit of descriptors, this is raised as far as it may
+    be.
     """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
@@ -41,6 +42,7 @@ class SharedBlock:
         self._closing = weakref.finalize(self, os.close, self.fd)
         self._memory = _Memory(self.fd, size)
         self._memory.block = weakref.ref(self)
+        self.address = address_of(self.array())
 
     @property
     def is_closed(self) -> bool:
@@ -71,28 +73,23 @@ class _Memory(mmap.mmap):
     block: "weakref.ref[SharedBlock]"
 
 
-class Place(NamedTuple):
-    """Where an array lies in a shared block.
-
-    root      the array that this and others were derived from: as long as it is there, the block is in use
-    offset    bytes before the array
-    """
-
-    block: SharedBlock
-    root: NDArray[Any]
-    offset: int
+def root_of(array: NDArray[Any]) -> NDArray[Any]:
+    """The array that this and others were derived from: as long as it is there, the block under it is in use."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
 
 
-def place_of(array: NDArray[Any]) -> Place | None:
-    """Where an array in C order lies; None: in no shared block that this process still has."""
-    root = array
-    while isinstance(root.base, np.ndarray):
-        root = root.base
+def block_under(root: NDArray[Any]) -> SharedBlock | None:
+    """The shared block that an array lies in that was derived from no other; None: in none that there still is."""
     memory = root.base.obj if isinstance(root.base, memoryview) else None
-    block = memory.block() if isinstance(memory, _Memory) else None
-    if block is None:
-        return None
-    return Place(block, root, array.__array_interface__["data"][0] - root.__array_interface__["data"][0])
+    return memory.block() if isinstance(memory, _Memory) else None
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """Where an array's memory begins, as this process sees it."""
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def never_shrinks(fd: int) -> bool:

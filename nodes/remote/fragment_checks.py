@@ -68,20 +68,20 @@ def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space
     check_whole("sequence", rest["sequence"], 0, MOST)
     _check_indices("episode_start", rest["episode_start"], -MOST, first + 1, slots)
     _check_indices("episode_number", rest["episode_number"], 0, MOST, slots)
-    for row, lost, cut, reason in rest["losses"]:
+    for row, lost, cut, reason in rest.get("losses", ()):
         check_whole("losses: row", row, first, last)
         _check_indices("losses: slots", lost, 0, slots - 1)
         _check_indices("losses: cut", cut, 0, slots - 1)
         if not isinstance(reason, str):
             raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
-    for slot, number, data in rest["custom_data"]:
+    for slot, number, data in rest.get("custom_data", ()):
         check_whole("custom_data: slot", slot, 0, slots - 1)
         check_whole("custom_data: episode", number, -1, MOST)
         if not isinstance(data, dict):
             raise _wrong(f"custom_data is {told_of(data)}, expected a map")
-    if rest["infos"] is not None:
+    if rest.get("infos") is not None:
         _check_infos("infos", rest["infos"], last + 1, slots)
-    if rest["finals"] is not None:
+    if rest.get("finals") is not None:
         _check_finals(rest["finals"], first, last, slots, space)
 
 

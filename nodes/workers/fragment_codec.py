@@ -196,27 +196,33 @@ def restored(
 ) -> Fragment:
     """A fragment out of its columns and of what `described` said of it; read-only."""
     fragment = _begun(layout, lane, columns, told, observation_space)
-    fragment.finals = _finals_of(told["finals"])
-    fragment.losses = [Loss(*loss) for loss in told["losses"]]
-    if told["infos"] is not None:
+    if told.get("finals") is not None:
+        fragment.finals = _finals_of(told["finals"])
+    fragment.losses = [Loss(*loss) for loss in told.get("losses", ())]
+    if told.get("infos") is not None:
         fragment.infos[: len(told["infos"])] = told["infos"]
-    fragment.custom_data = {(slot, number): data for slot, number, data in told["custom_data"]}
+    fragment.custom_data = {(slot, number): data for slot, number, data in told.get("custom_data", ())}
     fragment.seal(told["num_rows"])
     return fragment
 
 
 def described(fragment: Fragment) -> Plain:
-    """What there is to say of a fragment beside its columns."""
-    return {
+    """What there is to say of a fragment beside its columns; of what there is none, nothing."""
+    told = {
         "sequence": fragment.sequence,
         "num_rows": fragment.num_rows,
         "episode_start": fragment.episode_start,
         "episode_number": fragment.episode_number,
-        "finals": _joined(fragment.finals),
-        "losses": [[each.row, each.slots, each.cut, each.reason] for each in fragment.losses],
-        "infos": fragment.infos if any(map(_has_infos, fragment.infos)) else None,
-        "custom_data": [[*key, data] for key, data in fragment.custom_data.items()],
     }
+    if fragment.finals:
+        told["finals"] = _joined(fragment.finals)
+    if fragment.losses:
+        told["losses"] = [[each.row, each.slots, each.cut, each.reason] for each in fragment.losses]
+    if any(map(_has_infos, fragment.infos)):
+        told["infos"] = fragment.infos
+    if fragment.custom_data:
+        told["custom_data"] = [[*key, data] for key, data in fragment.custom_data.items()]
+    return told
 
 
 def _begun(
@@ -229,10 +235,8 @@ def _begun(
     return fragment
 
 
-def _joined(finals: list[Final]) -> Plain | None:
+def _joined(finals: list[Final]) -> Plain:
     """All last observations as one tree: there may be hundreds."""
-    if not finals:
-        return None
     infos = [each.infos for each in finals]
     return {
         "rows": [each.row for each in finals],
@@ -243,9 +247,7 @@ def _joined(finals: list[Final]) -> Plain | None:
     }
 
 
-def _finals_of(told: Plain | None) -> list[Final]:
-    if told is None:
-        return []
+def _finals_of(told: Plain) -> list[Final]:
     slots, observations, finals, begin = told["slots"], told["observations"], [], 0
     for index, (row, count) in enumerate(zip(told["rows"], told["counts"], strict=True)):
         end = begin + count
@@ -256,6 +258,8 @@ def _finals_of(told: Plain | None) -> list[Final]:
 
 
 def _has_infos(infos: Any) -> bool:
+    if type(infos) is dict:  # as a rule, and quicker than to ask for an abstract class
+        return bool(infos)
     return any(infos.dicts) if isinstance(infos, SlotInfos) else bool(infos)
 
 

@@ -250,7 +250,12 @@ def checked_fields(kind: type, told: Mapping[str, Any], where: str) -> dict[str,
 
 def defaults_of(kind: type) -> dict[str, Any]:
     """The fields of a dataclass that have a default, and that: None, or what is the same wherever it is equal."""
-    return {field.name: field.default for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING}
+    known = _DEFAULTS.get(kind)
+    if known is None:
+        given = {field.name: field.default for field in dataclasses.fields(kind)}
+        known = _DEFAULTS[kind] = {name: each for name, each in given.items() if each is not dataclasses.MISSING}
+    return known
 
 
 _CHECKS: dict[type, dict[str, Check]] = {}
+_DEFAULTS: dict[type, dict[str, Any]] = {}

@@ -10,7 +10,7 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from rollflow.sinks.trainer.item_message import is_batch
 from rollflow.sinks.trainer.layout import laid_out, packed
 from rollflow.sinks.trainer.shared.copies import ALIGNMENT, Copies
 from rollflow.sinks.trainer.shared.descriptor_transport import Descriptor, DescriptorTransport
-from rollflow.stream.blocks import Place, SharedBlock, place_of
+from rollflow.stream.blocks import SharedBlock, address_of, block_under, root_of
 from rollflow.stream.errors import WireError
 from rollflow.stream.tree import leaves_of
 from rollflow.stream.wire import (
@@ -64,10 +64,10 @@ class Lender:
 
     def look_at(self, message: Fragment) -> None:
         """Take down which blocks a fragment lies in, while whoever made them still has their descriptors."""
-        for leaf in (leaf for tree in message.columns.values() for leaf in leaves_of(tree)):
-            place = place_of(leaf)
-            if place is not None and place.block not in self._descriptors and not place.block.is_closed:
-                self._descriptors[place.block] = Descriptor(os.dup(place.block.fd))
+        roots = {id(root): root for tree in message.columns.values() for root in map(root_of, leaves_of(tree))}
+        for block in map(block_under, roots.values()):
+            if block is not None and block not in self._descriptors and not block.is_closed:
+                self._descriptors[block] = Descriptor(os.dup(block.fd))
 
     def begin(self, connection: SourceConnection, transport: DescriptorTransport) -> None:
         """Lend through this connection from now on."""
@@ -151,20 +151,20 @@ class Lender:
 
     def _placed(self, leaves: list[NDArray[Any]], *, is_batch: bool) -> "_Places":
         """Find out where the arrays lie, and copy those that nobody else could see there."""
-        places, copied = _Places(len(leaves)), []
+        places, copied = _Places(self._descriptors), []
         for index, leaf in enumerate(leaves):
             # A train batch may be written to by the trainer, and would come as something else if it were sent again.
-            place = None if is_batch or not _is_plain(leaf) else place_of(leaf)
-            if leaf.nbytes and (place is None or place.offset % 8 or place.block not in self._descriptors):
+            if not leaf.nbytes:
+                places.told.append(LentLeaf(leaf.dtype, leaf.shape, 0, 0))
+            elif is_batch or not _is_plain(leaf) or not places.has_put(leaf):
                 copied.append(index)
-            else:
-                places.put(index, leaf.dtype, leaf.shape, place)
+                places.told.append(_NOWHERE)
         if copied:
             arrays = [leaves[index] for index in copied]
             layout = laid_out(tuple([(array.dtype, array.shape) for array in arrays]), ALIGNMENT)
-            block, root = self._copies.of([arrays], layout)
+            number = places.number_of(*self._copies.of([arrays], layout))
             for index, copy in zip(copied, layout.leaves, strict=True):
-                places.put(index, copy.dtype, copy.shape, Place(block, root, copy.offset))
+                places.told[index] = copy._replace(block=number)
         return places
 
 
@@ -230,24 +230,37 @@ class _Loans:
 class _Places:
     """Where the arrays of one fragment lie.
 
+    seen    blocks that somebody else can see
+
     told             of each
     blocks, roots    what they lie in, and the array over each that keeps it from being written again
     """
 
-    def __init__(self, count: int) -> None:
-        self.told = [_NOWHERE] * count
+    def __init__(self, seen: Container[SharedBlock]) -> None:
+        self.told: list[LentLeaf] = []
         self.blocks: list[SharedBlock] = []
         self.roots: list[NDArray[Any]] = []
+        self._seen = seen
 
-    def put(self, index: int, dtype: np.dtype[Any], shape: tuple[int, ...], place: Place | None) -> None:
-        """Take down where an array lies; None: it is empty."""
-        block = 0
-        if place is not None:
-            if place.block not in self.blocks:
-                self.blocks.append(place.block)
-                self.roots.append(place.root)
-            block = self.blocks.index(place.block)
-        self.told[index] = LentLeaf(dtype, shape, block, 0 if place is None else place.offset)
+    def has_put(self, leaf: NDArray[Any]) -> bool:
+        """Take down where an array lies, if somebody else can see it there; whether that is so."""
+        root = root_of(leaf)
+        is_last = bool(self.roots) and self.roots[-1] is root  # as a rule all lie in one
+        block = self.blocks[-1] if is_last else block_under(root)
+        if block is None or not (is_last or block in self._seen):
+            return False
+        offset = address_of(leaf) - block.address
+        if offset % 8:
+            return False
+        self.told.append(LentLeaf(leaf.dtype, leaf.shape, self.number_of(block, root), offset))
+        return True
+
+    def number_of(self, block: SharedBlock, root: NDArray[Any]) -> int:
+        """The index of a block, one that is added if it was not there."""
+        if block not in self.blocks:
+            self.blocks.append(block)
+            self.roots.append(root)
+        return self.blocks.index(block)
 
 
 def _is_plain(array: NDArray[Any]) -> bool:
