@@ -1,6 +1,8 @@
 """A lane whose environments are lost again and again is set aside: a trainer that takes rounds waits for it no more."""
 
+import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,14 +13,17 @@ from doomed import NeverReset, NotMadeAgain
 from feeding import SHORT, graph_over, running, weights
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
+from remote_rollouts import await_that
+from trainers import TrainerChild, check_whole, records_of
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerStream
+from rollflow.sinks import TrainerSink, TrainerStream
+from rollflow.sinks.trainer import source_link
 from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.supply import Rounds
-from rollflow.stream import Columns, Fragment, WireError, wire
-from rollflow.stream.wire import Aside, TrainerSession
+from rollflow.stream import Columns, Fragment, Graph, WireError, wire
+from rollflow.stream.wire import Aside, Limits, SourceConnection, TrainerSession
 
 
 class OfLane(Fragment):
@@ -100,27 +105,40 @@ def rollout_that_loses_a_lane(where: Any, make: Make, folder: Path) -> Rollout:
     return Rollout(envs, module=NumberedModule(), lanes=3, where=where, workers=1, fragment_length=8)
 
 
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that are lost are made again without a delay."""
+    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
+
+
+def rounds_without_it(stream: TrainerStream, rounds: int, *, publishes: bool = True) -> dict[int, list[int]]:
+    """Go on until so many batches were of two fragments, none of lane 1: the numbers of each lane's that came."""
+    taken: dict[int, list[int]] = {}
+    for number, batch in enumerate(stream):
+        assert number < 500
+        if stream._age.max_lag is not None:
+            assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - stream._age.max_lag
+        for each in stream.handed:
+            taken.setdefault(each.lane, []).append(each.sequence)
+        lanes = [each.lane for each in stream.handed]
+        rounds -= len(lanes) == 2 and 1 not in lanes
+        if not rounds:
+            break
+        if publishes:
+            stream.publish(weights(stream.version + 1.0))
+    return taken
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("how", LOST)
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
-    max_lag: int, where: Any, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    max_lag: int, where: Any, how: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.0)
     rollout = rollout_that_loses_a_lane(where, LOST[how], tmp_path)
     address, settings = f"unix:{tmp_path}/trainer", {"max_lag": max_lag, "on_excess": "pace", "limits": SHORT}
-
-    def rounds_without_it(stream: TrainerStream, rounds: int) -> None:
-        left = rounds
-        for number, batch in enumerate(stream):
-            assert number < 500
-            assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - max_lag
-            left -= {fragment.lane for fragment in stream.handed} == {0, 2}
-            if not left:
-                return
-            stream.publish(weights(stream.version + 1.0))
-
     with running(*graph_over(rollout, address)):
         with pytest.raises(ZeroDivisionError), TrainerStream(address, **settings) as stream:
             rounds_without_it(stream, 5)
@@ -130,6 +148,138 @@ def test_the_others_go_on_as_fresh_as_before_also_at_another_trainer(
             another.load_state_dict(state)
             another.publish(weights(another.version + 1.0))
             rounds_without_it(another, 5)
+
+
+PACED: dict[str, Any] = {"max_lag": 0, "on_excess": "pace"}
+
+
+def graph_for_two(rollout: Rollout, folder: Path) -> tuple[Graph, Rollout, TrainerSink]:
+    """A rollout for the trainers 'one' and 'other'; the second one's sink."""
+    graph, sinks = Graph("two"), {name: TrainerSink(f"unix:{folder}/{name}", limits=SHORT) for name in ("one", "other")}
+    graph.add(rollout=rollout, **sinks)
+    for name in sinks:
+        graph.connect("rollout.fragments", name, capacity=1)
+    return graph, rollout, sinks["other"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("bound", [{}, PACED], ids=["free", "paced"])
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_each_of_two_trainers_is_told(where: Any, bound: dict[str, Any], tmp_path: Path) -> None:
+    rollout = rollout_that_loses_a_lane(where, NotMadeAgain, tmp_path)
+
+    def other() -> dict[int, list[int]]:
+        with TrainerStream(f"unix:{tmp_path}/other", limits=Limits(grace_s=5.0), join_timeout=20.0, **bound) as stream:
+            return rounds_without_it(stream, 8, publishes=False)
+
+    with ThreadPoolExecutor() as pool, running(*graph_for_two(rollout, tmp_path)):
+        others = pool.submit(other)
+        with TrainerStream(f"unix:{tmp_path}/one", limits=SHORT, **PACED) as stream:
+            ours = rounds_without_it(stream, 12)
+        for taken in (ours, others.result()):
+            assert taken == {lane: list(range(len(sequences))) for lane, sequences in taken.items()}
+            assert len(taken[1]) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("bound", [{}, PACED], ids=["free", "paced"])
+def test_one_that_was_away_meanwhile_is_told_whenever_it_is_back(bound: dict[str, Any], tmp_path: Path) -> None:
+    rollout = rollout_that_loses_a_lane("processes", NotMadeAgain, tmp_path)
+
+    def other(rounds: int) -> dict[int, list[int]]:
+        with TrainerStream(f"unix:{tmp_path}/other", limits=Limits(grace_s=5.0), join_timeout=20.0, **bound) as stream:
+            return rounds_without_it(stream, rounds, publishes=False) if rounds else next(iter(stream)) and {}
+
+    with ThreadPoolExecutor() as pool, running(*graph_for_two(rollout, tmp_path)) as feed:
+        first = pool.submit(other, 0)
+        with TrainerStream(f"unix:{tmp_path}/one", limits=SHORT, **PACED) as stream:
+            next(iter(stream))
+            first.result()
+            await_that(lambda: feed.sink.goodbye is not None)  # no lane has begun its third fragment, nor is lost
+            rounds_without_it(stream, 3)
+            for _ in range(2):
+                back = pool.submit(other, 5)
+                while not back.done():
+                    rounds_without_it(stream, 1)
+                taken = back.result()
+                assert set(taken) == {0, 2}
+                for sequences in taken.values():  # some were passed over while it was away
+                    assert sequences == sorted(set(sequences))
+
+
+def strike_when_told(moment: str, strike: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have something done once, just when a trainer is told that a lane is set aside; which moments have come.
+
+    moment    "before" the link is to say so, "after" it was told to, or when it is "under way" and not sent
+    """
+    come: list[str] = []
+    tell, say = source_link.SourceLink.tell, SourceConnection.tell
+
+    def reach(now: str, news: object) -> None:
+        if isinstance(news, Aside) and now not in come:
+            come.append(now)
+            if now == moment:
+                strike()
+
+    def telling(self: source_link.SourceLink, news: Any) -> None:
+        reach("before", news)
+        tell(self, news)
+        reach("after", news)
+
+    def saying(self: SourceConnection, news: Any) -> None:
+        say(self, news)
+        reach("under way", news)
+
+    monkeypatch.setattr(source_link.SourceLink, "tell", telling)
+    monkeypatch.setattr(SourceConnection, "tell", saying)
+    return come
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("struck", ["connection", "trainer"])
+@pytest.mark.parametrize("moment", ["before", "after", "under way"])
+def test_it_is_told_though_the_connection_or_the_trainer_is_lost_just_then(
+    moment: str, struck: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialled: list[socket.socket] = []
+    dial = source_link.reach
+
+    def reach(*told: Any) -> socket.socket:
+        dialled.append(dial(*told))
+        return dialled[-1]
+
+    monkeypatch.setattr(source_link, "reach", reach)
+    children: list[TrainerChild] = []
+
+    def start() -> None:
+        children.append(TrainerChild(address, tmp_path, ack="auto", yields="batches", max_lag=0))
+
+    def strike() -> None:
+        if struck == "connection":
+            dialled[-1].shutdown(socket.SHUT_RDWR)
+        else:
+            children[-1].kill()
+            start()
+
+    come = strike_when_told(moment, strike, monkeypatch)
+    rollout = rollout_that_loses_a_lane("processes", NotMadeAgain, tmp_path)
+    with running(*graph_over(rollout, address)) as feed:
+        start()
+        await_that(lambda: moment in come)
+        begun = len(records_of(tmp_path))
+        await_that(lambda: len(records_of(tmp_path)) >= begun + 8)
+        assert len(dialled) > 1
+        feed.drain()
+        feed.ended.result(60)
+        children[-1].process.join()
+    assert children[-1].process.exitcode == 0
+    records = records_of(tmp_path)
+    check_whole(records)
+    assert [set(record.numbers) for record in records[-3:]] == [{"0", "2"}] * 3
+    assert sum(record.steps for record in records) == rollout.num_steps
 
 
 def test_of_a_rollout_that_is_drained_no_lane_is_set_aside() -> None:
