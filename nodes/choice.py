@@ -11,7 +11,7 @@ from rollflow.nodes.metrics_logger import MetricsLogger
 _HAND_OVER_S, _FRAGMENT_S, _KEPT = 150e-6, 500e-6, 0.88
 WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another place must be, and be seen to be
 _AS_GOOD = 0.97  # of the fastest: the simpler place is taken
-_CLOSE = 0.5  # of the fastest: not to be told from it without a try
+_CLOSE = 0.6  # of the fastest: not to be told from it without a try
 
 
 @dataclass(frozen=True, slots=True)
