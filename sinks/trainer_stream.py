@@ -317,7 +317,7 @@ class TrainerStream:
 
     @property
     def missed(self) -> int:
-        """Fragments that an earlier trainer had acknowledged after the state that was loaded here."""
+        """Fragments, or train batches, that an earlier trainer was done with after the state that the next one loaded."""
         with self._door.lock:
             return sum(source.session.missed for source in self._door.sources.values())
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from feeding import FeedProcess, graph_of
+from remote_rollouts import await_that
 
 from rollflow.sinks import TrainerStream
 from rollflow.stream import Columns, Fragment
 from rollflow.stream.wire import Limits
 
-__all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "record_of", "records_of"]
+__all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "lost_by", "record_of", "records_of"]
 
 
 class Record(NamedTuple):
@@ -77,6 +79,9 @@ class TrainerChild:
     """A trainer that writes down what it was handed over, together with its stream's state; goes on from there.
 
     max_lag    it publishes new weights behind each batch, and rollouts are held back to this; None: it publishes none
+    sources    rollouts that it waits for
+    dies_at    it publishes before it saves, and is killed between the two with its batch of this number, when the
+               weights are out; None: it saves first
     """
 
     def __init__(
@@ -88,8 +93,10 @@ class TrainerChild:
         yields: str = "fragments",
         limits: Limits | None = None,
         max_lag: int | None = None,
+        sources: int = 1,
+        dies_at: float | None = None,
     ) -> None:
-        arguments = address, str(folder), ack, yields, limits or Limits(), max_lag
+        arguments = address, str(folder), ack, yields, limits or Limits(), max_lag, sources, dies_at
         self.process = forked().Process(target=_train, args=arguments)
         self.process.start()
 
@@ -118,10 +125,25 @@ def records_of(folder: Path) -> list[Record]:
     return [Record(*record) for record in json.loads(path.read_text())["records"]] if path.exists() else []
 
 
-def _train(address: str, folder: str, ack: Any, yields: Any, limits: Limits, max_lag: int | None) -> None:
+def lost_by(folder: Path) -> tuple[dict[str, int], int]:
+    """What a trainer had left out when it saved last: transitions, by cause, and items of which those before it knew."""
+    saved = json.loads((folder / "checkpoint").read_text())
+    return saved["lost"], saved["missed"]
+
+
+def _train(
+    address: str,
+    folder: str,
+    ack: Any,
+    yields: Any,
+    limits: Limits,
+    max_lag: int | None,
+    sources: int,
+    dies_at: float | None,
+) -> None:
     path = Path(folder) / "checkpoint"
     bound: dict[str, Any] = {} if max_lag is None else {"max_lag": max_lag, "on_excess": "pace"}
-    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits, **bound)
+    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits, sources=sources, **bound)
     records: list[Any] = []
     if path.exists():
         checkpoint = json.loads(path.read_text())
@@ -129,17 +151,24 @@ def _train(address: str, folder: str, ack: Any, yields: Any, limits: Limits, max
         stream.load_state_dict(checkpoint["stream"])
     with stream:
         _publish(stream, records, max_lag)
-        for item in stream:
+        for number, item in enumerate(stream):
             if max_lag is not None:
-                check_young(stream, item, max_lag)
+                check_young(stream, item, max_lag, is_numbered=dies_at is None)
             records.append(record_of(item) if isinstance(item, Fragment) else record_of_batch(item, len(records)))
+            if dies_at is not None:
+                _publish(stream, records, max_lag)
+                if number == dies_at:
+                    await_that(lambda: has_told(stream))
+                    os.kill(os.getpid(), signal.SIGKILL)
             written = path.with_suffix(".new")
-            written.write_text(json.dumps({"stream": stream.state_dict(), "records": records}))
+            told = {"records": records, "lost": stream.lost, "missed": stream.missed}
+            written.write_text(json.dumps({"stream": stream.state_dict(), **told}))
             os.replace(written, path)
-            _publish(stream, records, max_lag)
+            if dies_at is None:
+                _publish(stream, records, max_lag)
             if ack == "manual":
                 stream.ack()
-        assert not stream.lost
+        assert dies_at is not None or not stream.lost
 
 
 def _publish(stream: TrainerStream, records: Sequence[Any], max_lag: int | None) -> None:
@@ -148,11 +177,22 @@ def _publish(stream: TrainerStream, records: Sequence[Any], max_lag: int | None)
         stream.publish({"weight": torch.tensor(float(len(records)))})
 
 
-def check_young(stream: TrainerStream, batch: dict[str, Any], max_lag: int) -> None:
-    """No action of a train batch is older than it may be, and each was computed with its version's weights."""
+def has_told(stream: TrainerStream) -> bool:
+    """Whether all rollouts have been sent the newest weights."""
+    sources = stream._door.connected
+    is_sent = [source.connection is not None and not source.connection.undelivered for source in sources]
+    return all(is_sent) and all(source.told.version == stream.version for source in sources)
+
+
+def check_young(stream: TrainerStream, batch: dict[str, Any], max_lag: int, *, is_numbered: bool) -> None:
+    """No action of a train batch is older than it may be, and each was computed with its version's weights.
+
+    is_numbered    whether these say which version it is
+    """
     versions = batch[Columns.POLICY_VERSION]
     assert int(versions.min()) >= stream.version - max_lag
-    assert (batch["weight"] == versions - 1).all()  # the first version has weights of 0
+    if is_numbered:
+        assert (batch["weight"] == versions - 1).all()  # the first version has weights of 0
 
 
 def _feed(address: str, slots: list[int], options: dict[str, Any]) -> None:

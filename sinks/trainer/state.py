@@ -38,13 +38,14 @@ def state_of(
         done = source.session.done
         while done + 1 in numbers:
             done += 1
-        told[token.hex()] = {"done": done, "beyond": sorted(number for number in numbers if number > done)}
+        beyond = sorted(number for number in numbers if number > done)
+        told[token.hex()] = {"done": done, "beyond": beyond, "missed": source.session.missed}
     newest = {"version": version, "digest": None if digest is None else digest.hex()}
     return {**newest, "lost": dict(lost), "sources": told}
 
 
 def known_of(state: Mapping[str, Any]) -> Known:
-    """What a state says, which may be one without `digest` and `lost`. Raises ValueError for none."""
+    """What a state says, which may be one without `digest`, `lost` and `missed`. Raises ValueError for none."""
     try:
         known = {}
         for token, told in state["sources"].items():
@@ -52,7 +53,7 @@ def known_of(state: Mapping[str, Any]) -> Known:
             if len(bytes.fromhex(token)) != SESSION_BYTES or any(number <= done for number in beyond):
                 raise ValueError(f"{token}: {told}")
             source = Source(TrainerSession(bytes.fromhex(token), done))
-            source.beyond = beyond
+            source.beyond, source.session.missed = beyond, _number(told.get("missed", 0))
             known[source.session.token] = source
         lost = {str(cause): _number(count) for cause, count in state.get("lost", {}).items()}
         return Known(known, _number(state["version"]), _digest(state.get("digest")), lost)
