@@ -24,9 +24,13 @@ class Column:
     def __init__(self, name: str, tree: Tree) -> None:
         self.name = name
         self.tree = tree
-        self._leaves: list[NDArray[Any]] = leaves_of(tree)
-        self._array: NDArray[Any] | None = tree if isinstance(tree, np.ndarray) else None
-        self._treespec = _LEAF if self._array is not None else optree.tree_structure(tree, none_is_leaf=True)
+        self._leaves: list[NDArray[Any]]
+        self._array: NDArray[Any] | None
+        if isinstance(tree, np.ndarray):
+            self._leaves, self._array, self._treespec = [tree], tree, _LEAF
+        else:
+            self._leaves, self._array = leaves_of(tree), None
+            self._treespec = optree.tree_structure(tree, none_is_leaf=True)
         self._shape = self._leaves[0].shape[1:] if self._leaves else ()
         # The dtype that the last whole row came in: another one is checked before it is cast.
         self._source_dtype = self._leaves[0].dtype if self._leaves else np.dtype(bool)

@@ -74,7 +74,7 @@ class Pair:
         self.session.given += 1
         message = Fragment(0, self.session.given, columns, {})
         self.lender.look_at(message)
-        self.lender.send(message)
+        self.lender.send([message])
 
     def received(self) -> list[Fragment]:
         """What has come to the trainer."""

@@ -143,7 +143,7 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
         _trainer,
         [
             stream_of("fragment", "receipt", "finished"),
-            stream_of("fragment", "series", "lent series", "ping"),
+            stream_of("fragment", "series", "lent series", "series apart", "ping"),
             stream_of("receipt", "ping", "goodbye"),
         ],
     ),

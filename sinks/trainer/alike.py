@@ -1,4 +1,8 @@
-"""Train batches that go to a trainer as one: but for the episodes they tell of they differ in arrays' values alone."""
+"""What goes to a trainer as one.
+
+Train batches differ in their arrays' values alone, but for the episodes they tell of. Fragments lie alike, each in
+blocks of its own, and differ in where they are in the stream and how their episodes began.
+"""
 
 from collections.abc import Iterable, Sequence
 from itertools import islice
@@ -9,13 +13,15 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.trainer.item_message import is_batch, num_told
 from rollflow.sinks.trainer.layout import Kind, Layout, laid_out, packed
-from rollflow.stream.wire import EACH, Fragment, Joined, Series, bytes_of
+from rollflow.stream.wire import EACH, Fragment, Joined, Lent, Series, bytes_of
 
 MOST_ALIKE = 16  # so that those behind do not wait long for the first
 MOST_BYTES = 1 << 20  # of them: larger ones gain nothing
 _MOST_TOLD = 1 << 14  # returns of episodes in them: a header takes no end of values
 _ALIGNMENT = 8  # as in a frame
-_OWN = ("episodes",)  # entries of a message's rest in which it may differ
+_OWN = ("episodes",)  # entries of a train batch's rest in which it may differ
+_OWN_OF_FRAGMENT = ("sequence", "episode_start", "episode_number")
+_SHARED_BY_FRAGMENTS = ("num_rows", "space", "layout")  # what has more to say goes by itself: it may be much
 
 
 class Alike(NamedTuple):
@@ -40,7 +46,7 @@ class Alike(NamedTuple):
         """The messages as one, whose arrays lie in blocks or in `data`."""
         first = self.messages[0]
         columns, rest = packed(self.spec, layout.leaves), _shared(first)
-        each = [{name: message.rest[name] for name in _OWN if name in message.rest} for message in self.messages]
+        each = [_own(message, _OWN) for message in self.messages]
         if any(each):
             rest[EACH] = each
         return Series(first.lane, first.number, len(self.rows), blocks, layout.size, columns, rest, data)
@@ -74,6 +80,33 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
         messages.append(other)
         rows.append(row)
     return Alike(messages, rows, kinds, spec) if len(rows) > 1 else None
+
+
+def go_together(lent: Lent, other: Lent) -> bool:
+    """Whether two fragments can go as one: they lie in the same places of as many blocks."""
+    return (
+        lent.columns == other.columns
+        and lent.lane == other.lane
+        and len(lent.blocks) == len(other.blocks) > 0
+        and all(other.rest.get(name) == lent.rest.get(name) for name in _SHARED_BY_FRAGMENTS)
+        and len(lent.rest) == len(other.rest) == len(_SHARED_BY_FRAGMENTS) + len(_OWN_OF_FRAGMENT)
+    )
+
+
+def as_one(lent: Sequence[Lent]) -> Lent | Series:
+    """Fragments that go together, one after the other in their stream."""
+    first = lent[0]
+    if len(lent) == 1:
+        return first
+    rest = {name: first.rest[name] for name in _SHARED_BY_FRAGMENTS}
+    rest[EACH] = [_own(each, _OWN_OF_FRAGMENT) for each in lent]
+    blocks = tuple([number for each in lent for number in each.blocks])
+    return Series(first.lane, first.number, len(lent), blocks, 0, first.columns, rest, None)
+
+
+def _own(message: Fragment | Lent, names: Iterable[str]) -> dict[str, Any]:
+    """What it alone has in its rest."""
+    return {name: message.rest[name] for name in names if name in message.rest}
 
 
 def _shared(message: Fragment) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from itertools import islice
 from time import monotonic
 from typing import Any
 
@@ -18,6 +19,7 @@ from rollflow.nodes.weights_codec import Arrays, from_arrays
 from rollflow.nodes.weights_digest import digest_of
 from rollflow.sinks.trainer.alike import MOST_ALIKE, MOST_BYTES, Alike, alike
 from rollflow.sinks.trainer.compression import compressed
+from rollflow.sinks.trainer.item_message import is_batch, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
 from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.shared.descriptor_transport import DescriptorTransport
@@ -261,11 +263,14 @@ class SourceLink:
             return
         end = min(self._session.given, self._session.done + wanted.window, begin + wanted.series - 1) + 1
         others = map(self._kept.get, range(begin + 1, min(end, begin + MOST_ALIKE)))
-        found = alike(message, others, min(MOST_BYTES, connection.peer_max_frame // 2))
-        if found is not None:
+        most = min(MOST_BYTES, connection.peer_max_frame // 2)
+        if self._lender is not None and not is_batch(message):
+            behind = max(0, most // max(1, nbytes_of(message)) - 1)
+            self._lender.send([message, *islice(others, behind)])
+        elif (found := alike(message, others, most)) is not None:
             self._send_alike(connection, found)
         elif self._lender is not None:
-            self._lender.send(message)
+            self._lender.send([message])
         else:
             connection.send(message)
 

@@ -65,7 +65,7 @@ class LentLeaf(NamedTuple):
         """What it lies in. Raises WireError where it does not."""
         if self.block < len(blocks):
             block = blocks[self.block]
-            if self.offset + (count - 1) * stride + self.nbytes <= len(block):
+            if self.offset + (count - 1) * stride + self.nbytes <= block.size:
                 return block
         sizes = [len(block) for block in blocks]
         told = f"lent: {count} of {self} at every {stride} bytes"
@@ -73,7 +73,8 @@ class LentLeaf(NamedTuple):
 
     def _check_bool(self, array: NDArray[Any]) -> None:
         """Raise WireError for bools that are none."""
-        if self.dtype.kind == "b" and (most := array.view(np.uint8).max()) > 1:
+        if self.dtype.kind == "b" and np.count_nonzero(array.view(np.uint8) > 1):
+            most = array.view(np.uint8).max()
             raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
 
 

@@ -208,7 +208,7 @@ class Series:
     number     of the first
     count      how many
     blocks     that their arrays lie in, each of which is lent once by this; none: they lie in `data`
-    stride     bytes from the arrays of each to those of the next
+    stride     bytes from the arrays of each to those of the next; 0: each has as many of the `blocks` for itself
     columns    of the first, packed: see `lent_columns`
     rest       of all; where there is an entry `each`, it has a map for each of them, of what is in its rest beside
     data       u1[n], or `Joined` where it is sent; None: there are blocks

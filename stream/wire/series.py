@@ -20,14 +20,27 @@ def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragme
     leaves, spec = lent_columns(series.columns)
     count, stride = series.count, series.stride
     size = sum([leaf.nbytes for leaf in leaves])
-    if stride % 8 or stride < size:
+    is_apart = bool(series.blocks and size and not stride)
+    if not is_apart and (stride % 8 or stride < size):
         raise WireError(f"series: stride {stride}, expected a multiple of 8 of at least {size} bytes", "memory")
     if count * spec.num_nodes > MAX_VALUES:
         raise WireError(f"series: {count} trees of {spec.num_nodes} nodes, expected at most {MAX_VALUES}", "memory")
-    columns = [leaf.arrays(blocks, count, stride) for leaf in leaves]
+    if is_apart:
+        own = _blocks_of_each(blocks, count)
+        columns = [[leaf.array(each) for each in own] for leaf in leaves]
+    else:
+        columns = [leaf.arrays(blocks, count, stride) for leaf in leaves]
     trees: list[Any] = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
     rests = _rests(series)
     return [Fragment(series.lane, series.number + i, trees[i], rests[i]) for i in range(count)]
+
+
+def _blocks_of_each(blocks: list[NDArray[np.uint8]], count: int) -> list[list[NDArray[np.uint8]]]:
+    """Those of each fragment, where each has its own. Raises WireError where they are not as many for each."""
+    many, left = divmod(len(blocks), count)
+    if left:
+        raise WireError(f"series: {len(blocks)} blocks, expected as many for each of {count} fragments", "memory")
+    return [blocks[begin : begin + many] for begin in range(0, len(blocks), many)]
 
 
 def _rests(series: Series) -> list[Mapping[str, Any]]:

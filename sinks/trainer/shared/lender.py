@@ -10,14 +10,14 @@ import logging
 import os
 import weakref
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import optree
 from numpy.typing import NDArray
 
-from rollflow.sinks.trainer.alike import Alike
+from rollflow.sinks.trainer.alike import Alike, as_one, go_together
 from rollflow.sinks.trainer.item_message import is_batch
 from rollflow.sinks.trainer.layout import laid_out, packed
 from rollflow.sinks.trainer.shared.copies import ALIGNMENT, Copies
@@ -80,21 +80,21 @@ class Lender:
             self._left.append(self._loans)
             self._loans = None
 
-    def send(self, message: Fragment) -> None:
-        """Send a fragment, its arrays lent."""
-        columns: Any = message.columns
-        leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
-        size = sum([leaf.nbytes for leaf in leaves])
-        loans = self._loans_for(size)
-        if loans is None:
-            self._connected.connection.send(message)
-            return
-        places = self._placed(leaves, is_batch=is_batch(message))
-        told = packed(spec, tuple(places.told))
-        blocks = tuple(loans.number_of(block, self._descriptor_of(block)) for block in places.blocks)
-        loans.tell_of_gone()
-        loans.connection.send(Lent(message.lane, message.number, blocks, told, message.rest))
-        loans.lend(blocks, places.roots, size)
+    def send(self, messages: Iterable[Fragment]) -> None:
+        """Send fragments, their arrays lent; those that lie alike go as one."""
+        connection, waiting = self._connected.connection, list[Lent]()
+        self._connected.tell_of_gone()
+        for message in messages:
+            lent = self._lent(message)
+            if waiting and (lent is None or not go_together(waiting[0], lent)):
+                connection.send(as_one(waiting))
+                waiting = []
+            if lent is None:
+                connection.send(message)
+            else:
+                waiting.append(lent)
+        if waiting:
+            connection.send(as_one(waiting))
 
     def send_alike(self, found: Alike) -> None:
         """Send several, copied into one block, which is lent until the trainer has let go of all of them."""
@@ -148,6 +148,20 @@ class Lender:
         if descriptor is None:  # one of ours
             descriptor = self._descriptors[block] = Descriptor(os.dup(block.fd))
         return descriptor
+
+    def _lent(self, message: Fragment) -> Lent | None:
+        """A fragment, lent, to be sent; None: it may not be lent as well."""
+        columns: Any = message.columns
+        leaves, spec = optree.tree_flatten(columns, none_is_leaf=True)
+        size = sum([leaf.nbytes for leaf in leaves])
+        loans = self._loans_for(size)
+        if loans is None:
+            return None
+        places = self._placed(leaves, is_batch=is_batch(message))
+        told = packed(spec, tuple(places.told))
+        blocks = tuple([loans.number_of(block, self._descriptor_of(block)) for block in places.blocks])
+        loans.lend(blocks, places.roots, size)
+        return Lent(message.lane, message.number, blocks, told, message.rest)
 
     def _placed(self, leaves: list[NDArray[Any]], *, is_batch: bool) -> "_Places":
         """Find out where the arrays lie, and copy those that nobody else could see there."""

@@ -98,7 +98,7 @@ def test_a_train_batch_is_copied_though_it_lies_in_shared_memory(pair: Callable[
     message = Fragment(0, 1, {"obs": column}, {"batch": True})
     ends.session.given = 1
     ends.lender.look_at(message)
-    ends.lender.send(message)
+    ends.lender.send([message])
     (batch,) = ends.received()
     batch.columns["obs"][:] = 9
     assert (column == 1).all()

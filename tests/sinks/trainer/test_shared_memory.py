@@ -64,7 +64,7 @@ class Keep:
 @given(drawn=drawn_settings)
 def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
-    with shared_address() as address, trainer(address, yields="fragments") as stream:
+    with shared_address() as address, trainer(address, yields="fragments", prefetch=8) as stream:
         with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
             there = [fragment for fragment in stream if fragment.num_steps]
         assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
