@@ -317,7 +317,7 @@ class TrainerStream:
 
     @property
     def missed(self) -> int:
-        """Fragments, or train batches, that an earlier trainer was done with after the state that the next one loaded."""
+        """Fragments, or train batches, that earlier trainers were done with after the state that the next loaded."""
         with self._door.lock:
             return sum(source.session.missed for source in self._door.sources.values())
 

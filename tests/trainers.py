@@ -126,7 +126,7 @@ def records_of(folder: Path) -> list[Record]:
 
 
 def lost_by(folder: Path) -> tuple[dict[str, int], int]:
-    """What a trainer had left out when it saved last: transitions, by cause, and items of which those before it knew."""
+    """What a trainer had left out when it saved last: transitions, by cause, and items that those before it had."""
     saved = json.loads((folder / "checkpoint").read_text())
     return saved["lost"], saved["missed"]
 

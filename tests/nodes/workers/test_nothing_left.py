@@ -154,6 +154,15 @@ def test_nothing_is_left_of_a_process_that_is_killed(where: str, tmp_path: Path)
     program.await_end()
 
 
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_nor_where_its_workers_have_been_frozen(where: str, tmp_path: Path) -> None:
+    program = started(where, 1, tmp_path)
+    for worker in program.workers:
+        worker.suspend()
+    program.process.kill()
+    program.await_end()
+
+
 def test_workers_end_with_a_process_that_is_killed_and_has_a_child() -> None:
     """Though the child has copies of all that the process had."""
     told = 'print("running", flush=True)'

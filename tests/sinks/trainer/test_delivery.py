@@ -6,7 +6,6 @@ import signal
 import socket
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -194,30 +193,6 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
                 os.kill(child.process.pid, signal.SIGCONT)
                 await_that(lambda: not feed.sink._link.problem)
             end_whole(feed, child, tmp_path)
-
-
-@pytest.mark.slow
-def test_nor_do_those_that_are_frozen_for_a_minute(tmp_path: Path) -> None:
-    """With the limits that both ends have unless they are given others."""
-    with shared_address() as shared, ExitStack() as feeds:
-        trainers: list[tuple[Feed, TrainerChild, Path]] = []
-        for scheme in ("unix", "shm"):
-            address, folder = f"{scheme}:{shared.removeprefix('shm:')}.{scheme}", tmp_path / scheme
-            folder.mkdir()
-            feed = feeds.enter_context(feeding(address, lanes=2, sink={"limits": Limits()}))
-            trainers.append((feed, TrainerChild(address, folder, ack="auto"), folder))
-        for _, child, folder in trainers:
-            await_that(lambda folder=folder: len(records_of(folder)) >= 5)
-            assert child.process.pid is not None
-            os.kill(child.process.pid, signal.SIGSTOP)
-        assert not threading.Event().wait(60)
-        for feed, child, folder in trainers:
-            held = len(records_of(folder))
-            assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
-            assert child.process.pid is not None
-            os.kill(child.process.pid, signal.SIGCONT)
-            await_that(lambda folder=folder, held=held: len(records_of(folder)) >= held + 20)
-            end_whole(feed, child, folder)
 
 
 def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_path: Path) -> None:
