@@ -115,7 +115,7 @@ def is_ready(env: EnvSource) -> bool:
 
 def is_whole(number: Any) -> bool:
     """Whether this is a whole number, Python's or numpy's; True is none."""
-    return isinstance(number, int | np.integer) and not isinstance(number, bool)
+    return type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
 
 
 def sizes_of(num_envs: int, lanes: int) -> list[int]:

@@ -315,7 +315,7 @@ class Fragment:
         start = np.maximum(self.episode_start, self.first_row)
         t_started = start - self.episode_start
         keep = start < stop
-        if not keep.all():
+        if np.count_nonzero(keep) < len(keep):
             slot, start, stop, t_started, number = (each[keep] for each in (slot, start, stop, t_started, number))
         has_ended = np.zeros(len(slot), bool)
         return ChunkIndex(
@@ -335,6 +335,8 @@ class Fragment:
         done = columns[Columns.TERMINATEDS].tree[rows] | columns[Columns.TRUNCATEDS].tree[rows]
         # By slots first; `nonzero` of two axes is slower.
         ended = np.flatnonzero(done.T) if np.count_nonzero(done) else _NO_ROWS
+        if not len(ended) and not self.losses:
+            return ended, ended, 1
         slot = ended // max(1, self.num_rows)
         row = ended - slot * self.num_rows + self.first_row
         gap = 2 if self.layout.resets_next_step else 1

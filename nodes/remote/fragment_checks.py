@@ -19,10 +19,10 @@ from rollflow.stream.wire.rows import check_infos
 
 MOST = 1 << 62
 _KNOWN = {
-    Columns.REWARDS: np.float32,
-    Columns.TERMINATEDS: np.bool_,
-    Columns.TRUNCATEDS: np.bool_,
-    Columns.POLICY_VERSION: np.int64,
+    Columns.REWARDS: np.dtype(np.float32),
+    Columns.TERMINATEDS: np.dtype(np.bool_),
+    Columns.TRUNCATEDS: np.dtype(np.bool_),
+    Columns.POLICY_VERSION: np.dtype(np.int64),
 }
 
 
@@ -152,7 +152,7 @@ def _check_indices(name: str, values: Any, least: int, most: int, count: int | N
     is_array = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
     if not is_array or (count is not None and len(values) != count):
         raise _wrong(f"{name} is {told_of(values)}, expected int64[{'…' if count is None else count}]")
-    if len(values) and not (least <= values.min() and values.max() <= most):
+    if np.count_nonzero((values < least) | (values > most)):
         raise _wrong(f"{name} is {told_of(values)}, expected numbers from {least} to {most}")
 
 

@@ -33,10 +33,8 @@ def message_of(
         for name, column in fragment.columns.items()
         if not isinstance(column.tree, np.ndarray)
     }
-    rest = described(fragment) | dict(more) | {"space": _which(fragment.observation_space, spaces)}
-    if forms:
-        rest["forms"] = forms
-    return wire.Fragment(lane, number, columns, rest)
+    told = {"forms": forms, "space": _which(fragment.observation_space, spaces)}
+    return wire.Fragment(lane, number, columns, described(fragment) | told | dict(more))
 
 
 def fragment_of(
@@ -58,7 +56,7 @@ def fragment_of(
         if not is_whole(which) or not 0 <= which < len(spaces):
             raise WireError(f"space is {which!r:.100}, expected one of {len(spaces)}", "fragment")
         space = spaces[which]
-        forms = rest.get("forms", {})
+        forms = rest["forms"]
         if not isinstance(forms, dict):
             raise WireError(f"forms is {told_of(forms)}, expected a map", "fragment")
         columns = {name: Column(name, _formed(tree, forms.get(name), name)) for name, tree in message.columns.items()}

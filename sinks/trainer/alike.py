@@ -21,7 +21,7 @@ _MOST_TOLD = 1 << 14  # returns of episodes in them: a header takes no end of va
 _ALIGNMENT = 8  # as in a frame
 _OWN = ("episodes",)  # entries of a train batch's rest in which it may differ
 _OWN_OF_FRAGMENT = ("sequence", "episode_start", "episode_number")
-_SHARED_BY_FRAGMENTS = ("num_rows", "space", "layout")  # what has more to say goes by itself: it may be much
+_SHARED_BY_FRAGMENTS = ("num_rows", "forms", "space", "layout")  # what has more to say goes by itself: it may be much
 
 
 class Alike(NamedTuple):
@@ -83,11 +83,13 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
 
 
 def go_together(lent: Lent, other: Lent) -> bool:
-    """Whether two fragments can go as one: they lie in the same places of as many blocks."""
+    """Whether two fragments can go as one: they lie in the same places of as many blocks, and no column is a tree."""
     return (
         lent.columns == other.columns
         and lent.lane == other.lane
         and len(lent.blocks) == len(other.blocks) > 0
+        and not lent.rest.get("forms")
+        and not other.rest.get("forms")
         and all(other.rest.get(name) == lent.rest.get(name) for name in _SHARED_BY_FRAGMENTS)
         and len(lent.rest) == len(other.rest) == len(_SHARED_BY_FRAGMENTS) + len(_OWN_OF_FRAGMENT)
     )

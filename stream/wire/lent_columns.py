@@ -41,10 +41,10 @@ class LentLeaf(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def array(self, blocks: list[NDArray[np.uint8]]) -> NDArray[Any]:
-        """The array, a view. Raises WireError where it lies in none of these blocks."""
+        """The array, a view. Raises WireError where it is of no such dtype; it must lie in these blocks."""
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
-        array: NDArray[Any] = np.ndarray(self.shape, self.dtype, self._block_of(blocks, 1, 0), self.offset)
+        array: NDArray[Any] = np.ndarray(self.shape, self.dtype, blocks[self.block], self.offset)
         self._check_bool(array)
         return array
 
@@ -55,13 +55,13 @@ class LentLeaf(NamedTuple):
         """
         if 0 in self.shape:
             return [np.empty(self.shape, self.dtype) for _ in range(count)]
-        block = self._block_of(blocks, count, stride)
+        block = self.block_of(blocks, count, stride)
         shape, strides = (count, *self.shape), (stride, *_strides(self.shape, self.dtype))
         every: NDArray[Any] = np.ndarray(shape, self.dtype, block, self.offset, strides)
         self._check_bool(every)
         return [every[index, ...] for index in range(count)]
 
-    def _block_of(self, blocks: list[NDArray[np.uint8]], count: int, stride: int) -> NDArray[np.uint8]:
+    def block_of(self, blocks: list[NDArray[np.uint8]], count: int = 1, stride: int = 0) -> NDArray[np.uint8]:
         """What it lies in. Raises WireError where it does not."""
         if self.block < len(blocks):
             block = blocks[self.block]
@@ -76,6 +76,26 @@ class LentLeaf(NamedTuple):
         if self.dtype.kind == "b" and np.count_nonzero(array.view(np.uint8) > 1):
             most = array.view(np.uint8).max()
             raise WireError(f"lent: array |b1{list(self.shape)} has a byte {most}, expected 0 or 1", "memory")
+
+
+class LentColumns(NamedTuple):
+    """Where columns lie.
+
+    leaves    of the tree `spec`
+    ends      index of a block -> bytes of it that they reach into
+    """
+
+    leaves: list[LentLeaf]
+    spec: optree.PyTreeSpec
+    ends: dict[int, int]
+
+    def tree(self, blocks: list[NDArray[np.uint8]]) -> Any:
+        """The columns, views. Raises WireError where one lies in none of these blocks."""
+        for index, end in self.ends.items():
+            if index >= len(blocks) or end > blocks[index].size:
+                for leaf in self.leaves:
+                    leaf.block_of(blocks)  # which says what is wrong
+        return optree.tree_unflatten(self.spec, [leaf.array(blocks) for leaf in self.leaves])
 
 
 @lru_cache
@@ -98,8 +118,8 @@ def pack_columns(columns: Mapping[str, Tree]) -> bytes:
     return packed
 
 
-def lent_columns(packed: bytes) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
-    """The columns that were packed: their leaves, and the tree that they are of. Raises WireError for what is none."""
+def lent_columns(packed: bytes) -> LentColumns:
+    """The columns that were packed. Raises WireError for what is none."""
     return _remembered(packed) if len(packed) <= _REMEMBERED else _unpacked(packed)
 
 
@@ -112,7 +132,7 @@ def _plain(tree: Tree) -> Any:
     return [_plain(part) for part in tree]
 
 
-def _unpacked(packed: bytes) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
+def _unpacked(packed: bytes) -> LentColumns:
     scan(packed)
     try:
         columns = msgpack.unpackb(packed, ext_hook=_leaf, strict_map_key=True)
@@ -122,14 +142,19 @@ def _unpacked(packed: bytes) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
         raise WireError(f"lent.columns is {shown(columns)}, expected a map", "memory")
     for name, tree in columns.items():
         _check(tree, f"lent.columns[{name!r}]")
-    return _flat(columns)
+    return _located(columns)
+
+
+def _located(columns: Any) -> LentColumns:
+    leaves, spec = optree.tree_flatten(columns, is_leaf=_is_leaf)
+    ends: dict[int, int] = {}
+    for leaf in leaves:
+        if 0 not in leaf.shape:
+            ends[leaf.block] = max(ends.get(leaf.block, 0), leaf.offset + leaf.nbytes)
+    return LentColumns(leaves, spec, ends)
 
 
 _remembered = lru_cache(256)(_unpacked)
-
-
-def _flat(columns: Any) -> tuple[list[LentLeaf], optree.PyTreeSpec]:
-    return optree.tree_flatten(columns, is_leaf=_is_leaf)
 
 
 def _is_leaf(part: Any) -> bool:

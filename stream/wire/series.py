@@ -17,7 +17,8 @@ EACH = "each"  # entry of `rest`: what each fragment has in its own, beside what
 
 def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragment]:
     """Each fragment, its arrays where they lie. Raises WireError where they lie nowhere, or in those of others."""
-    leaves, spec = lent_columns(series.columns)
+    where = lent_columns(series.columns)
+    leaves, spec, _ = where
     count, stride = series.count, series.stride
     size = sum([leaf.nbytes for leaf in leaves])
     is_apart = bool(series.blocks and size and not stride)
@@ -26,11 +27,10 @@ def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragme
     if count * spec.num_nodes > MAX_VALUES:
         raise WireError(f"series: {count} trees of {spec.num_nodes} nodes, expected at most {MAX_VALUES}", "memory")
     if is_apart:
-        own = _blocks_of_each(blocks, count)
-        columns = [[leaf.array(each) for each in own] for leaf in leaves]
+        trees = [where.tree(own) for own in _blocks_of_each(blocks, count)]
     else:
         columns = [leaf.arrays(blocks, count, stride) for leaf in leaves]
-    trees: list[Any] = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
+        trees = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
     rests = _rests(series)
     return [Fragment(series.lane, series.number + i, trees[i], rests[i]) for i in range(count)]
 

@@ -8,10 +8,8 @@ import os
 import weakref
 from collections import deque
 from itertools import count
-from typing import Any
 
 import numpy as np
-import optree
 from numpy.typing import NDArray
 
 from rollflow.sinks.trainer.shared import forks
@@ -45,9 +43,7 @@ class Borrower:
     def fragment(self, message: Lent) -> Fragment:
         """The fragment, its arrays where they lie. Raises WireError where they lie nowhere."""
         blocks = [self._array_over(number) for number in message.blocks]
-        leaves, spec = lent_columns(message.columns)
-        columns: Any = optree.tree_unflatten(spec, [leaf.array(blocks) for leaf in leaves])
-        return Fragment(message.lane, message.number, columns, message.rest)
+        return Fragment(message.lane, message.number, lent_columns(message.columns).tree(blocks), message.rest)
 
     def series(self, message: Series) -> list[Fragment]:
         """The fragments of a series, their arrays where they lie. Raises WireError where they lie nowhere."""

@@ -24,8 +24,8 @@ from rollflow.stream.wire import (
 
 def lent_fragment(number: int, *, lane: int = 0, size: int = 3, **rest: Any) -> Fragment:
     begun = {"sequence": number - 1, "episode_start": np.array([-number]), "episode_number": np.array([number])}
-    told = {"num_rows": 2, "space": 0, "layout": {"lookback": 1}}
-    columns = {"obs": {"at": numbers(number, size)}, "done": np.array([True, False]), "none": np.zeros((2, 0))}
+    told = {"num_rows": 2, "forms": {}, "space": 0, "layout": {"lookback": 1}}
+    columns = {"obs": numbers(number, size), "done": np.array([True, False]), "none": np.zeros((2, 0))}
     return Fragment(lane, number, columns, begun | told | rest)
 
 
@@ -61,6 +61,7 @@ def test_fragments_that_lie_alike_go_together_and_are_given_back_one_by_one() ->
         lent_fragment(3, lane=1),
         lent_fragment(3, size=4),
         lent_fragment(3, num_rows=1),
+        lent_fragment(3, forms={"obs": [np.zeros(0)]}),
         lent_fragment(3, layout={"lookback": 2}),
         lent_fragment(3, losses=[[1, np.zeros(1, np.int64), np.zeros(1, np.int64), "gone"]]),
         Fragment(0, 3, {}, lent_fragment(3).rest),
