@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,20 @@ class Doomed(NumberedEnv):
     def lives(log: Path, slot: int) -> list[int]:
         """Steps made in every life."""
         return [len(life.split()) for life in (log / f"{slot}").read_text().split("life\n")[1:]]
+
+
+class Tells(Doomed):
+    """Says in whose process it is, once it has been stepped; takes a while from a step that is made to its answer."""
+
+    def __init__(self, slot: int, log: Path, **kwargs: Any) -> None:
+        super().__init__(slot, log, "", 0, 0, **kwargs)
+
+    def step(self, action: Any) -> Any:
+        answer = super().step(action)
+        if self.life == 1:
+            (self.log_path.parent / f"pid {os.getpid()}").touch()
+        time.sleep(1e-3)  # in which it may be struck
+        return answer
 
 
 class NotMadeAgain(NumberedEnv):
