@@ -40,7 +40,8 @@ class EnvToModule:
         num_fragments    after so many fragments a lane stops; None: it never does
         metrics          what the pieces see as `metrics`
 
-        gone             called with a lane that has been set aside, and how many fragments it gives in all
+        gone, ended      called with a lane that has been set aside, or has given all its fragments, and how many it
+                         gives in all
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class EnvToModule:
         self._lanes: dict[int, Lane] = {}
         self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
         self.gone: Callable[[int, int], None] = nobody_knows
+        self.ended: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
 
     def __call__(self, steps: Lane) -> Prepared:
@@ -101,6 +103,7 @@ class EnvToModule:
         fragment = lane.cut()
         if self._num_fragments is None or fragment.sequence + 1 < self._num_fragments:
             return Prepared(lane, fragment)
+        self.ended(lane.index, lane.sequence)
         self._going -= 1
         return Prepared(None, fragment)
 

@@ -94,12 +94,18 @@ class AllOf:
                 gate.leave(lane)
 
     def gone_unless(self, is_draining: Callable[[], bool], lane: int, fragments: int) -> None:
-        """A lane is set aside, and gives so many fragments in all: for good, unless all are to come to an end."""
+        """A lane is gone, and gives so many fragments in all: for good, unless all are to come to an end."""
         if is_draining():
             return
         for gate in self._gates:
             if hasattr(gate, "gone"):
                 gate.gone(lane, fragments)
+
+    def ended(self, lane: int, fragments: int) -> None:
+        """A lane has given all its fragments, so many; others that have come later have not."""
+        for gate in self._gates:
+            if hasattr(gate, "ended"):
+                gate.ended(lane, fragments)
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""

@@ -265,7 +265,8 @@ class Rollout(RolloutLoop[Fragment]):
         environments = self.environments
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
-        if isinstance(gate, AllOf) and environments.has_fixed_lanes:
+        if isinstance(gate, AllOf):
+            self._prepare.ended = self._prepare.ended if environments.has_fixed_lanes else gate.ended
             self._prepare.gone = self._deal.gone = partial(gate.gone_unless, lambda: environments.is_draining)
         if isinstance(environments, RolloutsElsewhere):
             if isinstance(gate, FragmentCredits | AllOf):

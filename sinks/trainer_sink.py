@@ -28,7 +28,6 @@ from rollflow.stream.errors import GraphError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import (
     SESSION_BYTES,
-    Aside,
     Hello,
     Limits,
     Receipt,
@@ -272,7 +271,7 @@ class TrainerSink:
                 self._pass_over(item)
             else:
                 self._give(item)
-            self._tell_aside()
+            self._tell_of_lanes()
         self._has_ended = True
         self._link.finish()
         with anyio.move_on_after(self.linger):
@@ -289,14 +288,17 @@ class TrainerSink:
                 scope.cancel()
             gate.wanted = self._link.wanted or gate.wanted
             gate.done, gate.version = self._session.done, end.version
-            self._tell_aside()
+            self._tell_of_lanes()
             end.subscriber.look_again(has_left=self._has_left())
             gate.look_again()
             self._look_up()
 
-    def _tell_aside(self) -> None:
-        for lane, number in self._end.gate.newly_aside(self._session.given):
-            self._link.tell(Aside(lane, number))
+    def _tell_of_lanes(self) -> None:
+        lanes = self._end.lanes
+        for news in lanes.take(self._session.given):
+            self._link.tell(news)
+        if not self._end.rollout.environments.has_fixed_lanes:
+            lanes.forget(self._session.kept)
 
     def _look_up(self) -> None:
         """Have whoever waits look at what has changed."""
@@ -359,7 +361,7 @@ class TrainerSink:
             raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
         if isinstance(item, Fragment):
             message, steps = message_of_fragment(number, item, end.spaces), item.num_steps
-            end.gate.give(item.lane, item.sequence)
+            end.lanes.give(item.lane, item.sequence)
             self._give_receipt(item.lane, newest_version(item, None))
         else:
             message = message_of_batch(number, item, modules=end.ids, episodes=end.seen.take_episodes())
@@ -376,7 +378,7 @@ class TrainerSink:
     def _pass_over(self, item: Fragment | Batch) -> None:
         """An item that nobody wants, for the others' sake."""
         if isinstance(item, Fragment):
-            self._end.gate.give(item.lane, item.sequence)
+            self._end.lanes.give(item.lane, item.sequence)
             steps = item.num_steps
         else:
             steps = num_steps(batches_in(item, is_by_module=self._end.ids is not None))

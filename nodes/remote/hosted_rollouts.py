@@ -102,7 +102,7 @@ class HostedRollouts(RemoteLanes, RolloutsElsewhere):
         turns.fragment = None
         if record.state is State.GONE:
             self._leave(record)
-        elif self._is_ending:
+        elif self.is_draining:
             turns.is_set_aside = True
         else:
             self._wait_for(record)
@@ -182,7 +182,7 @@ class HostedRollouts(RemoteLanes, RolloutsElsewhere):
                 self._take_told(news)
             case Back():
                 self._equip(news.host)
-                if self._is_ending:
+                if self.is_draining:
                     self._cut(self._records_of(news.host))
             case Left():
                 self._equipped.pop(news.host.session.token, None)

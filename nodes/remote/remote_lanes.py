@@ -71,7 +71,7 @@ class RemoteLanes(LaneSource):
         self._lost: set[int] = set()  # lanes that begin anew some time
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacant_since: float | None = None
-        self._is_ending = False
+        self.is_draining = False
         self._gateway = Gateway(env, self.role)
         try:
             super().__init__(env, **options)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ class RemoteLanes(LaneSource):
             due.append(self._vacant_since + self._join_timeout - now)
         if self._patience.left is not None:
             due.append(self._patience.left)
-        if self._is_ending:
+        if self.is_draining:
             due.append(_LOOK_S)  # whether a host has been lost
         return max(0.0, min(due)) if due else None
 
@@ -130,12 +130,12 @@ class RemoteLanes(LaneSource):
                 self._lost.discard(record.lane.index)
                 yield from self._set_out(record)
         self._check_vacancy(now)
-        if self._is_ending:
+        if self.is_draining:
             yield from self._given_up()
 
     def hasten(self) -> None:
         """Have lanes come back that make no step: no more will be asked for."""
-        self._is_ending = True
+        self.is_draining = True
 
     def describe(self) -> str:
         """Lanes, slots and hosts, for `explain()`."""
@@ -250,7 +250,7 @@ class RemoteLanes(LaneSource):
 
     def _join(self, host: RemoteHost) -> Iterator[Any]:
         """Give a host that came later its lanes."""
-        if self._is_ending:
+        if self.is_draining:
             return
         is_first = self._vacant_since is not None
         if is_first:
@@ -338,7 +338,7 @@ class RemoteLanes(LaneSource):
         self._lost.discard(record.lane.index)
         is_last = all(each.has_left for each in self._records)
         if is_last:
-            if not self._is_ending:
+            if not self.is_draining:
                 logger.warning("no lane is left: hosts are waited for, %s", self._gateway.waited_for())
             self._vacant_since = monotonic()
             self.in_flight += 1  # hosts that may come

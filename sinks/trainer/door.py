@@ -10,10 +10,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic, sleep
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
-from rollflow.sinks.trainer.alike import MOST_ALIKE
 from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.newest_weights import NewestWeights, Published
-from rollflow.sinks.trainer.pace_gate import Wanted
 from rollflow.sinks.trainer.peer import Peer, peer_on
 from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
 from rollflow.sinks.trainer.source import Arrived, Source, check_shares, check_together, replace_lost
@@ -24,6 +22,7 @@ from rollflow.stream.wire import (
     Aside,
     Block,
     Broken,
+    Come,
     Done,
     Event,
     Finished,
@@ -145,7 +144,7 @@ class Door:
             self._windows.held = held
             for source in self.sources.values():
                 if source.connection is not None:
-                    source.session.window, source.needs = self._windows.of(source)
+                    self._windows.widen(source)
         self.wake()
 
     def told_of(self, source: Source) -> str:
@@ -266,15 +265,12 @@ class Door:
         source, connection = peer.source, peer.connection
         if source is None or source.connection is not connection or connection.phase is not Phase.RUNNING:
             return
-        told = source.told
-        if told.connection is not connection:
-            told.connection, told.version, told.done, told.window = connection, -1, (-1, -1), -1
-        if told.window != source.session.window:
-            told.window = source.session.window
+        told = source.told_through(connection)
+        if told.wanted != (wanted := (source.session.window, source.awaited)):
+            told.wanted = wanted
             compression = self._compression if self._compression in source.compressions else None
             version = 0 if self.weights.published is None else self.weights.published.version
-            wanted = Wanted(told.window or 1, self.ahead, version, compression, MOST_ALIKE, source.needs)
-            connection.tell(Settings(wanted.told()))
+            connection.tell(Settings(self._windows.wanted(source, version, compression).told()))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
         if connection.undelivered > _MUCH and not is_last:
             return
@@ -336,8 +332,10 @@ class Door:
             case Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True
-            case Receipt() | Aside():
+            case Receipt() | Come() | Aside():
                 source.take_news(event)
+                if isinstance(event, Come):
+                    self._windows.widen(source)
         self.bell.ring()
 
     def _take_in(self, peer: Peer, hello: Hello) -> None:

@@ -59,6 +59,8 @@ class Intake:
                     patience.restart()
                 present = self.door.present
                 if not self._taken:
+                    if self._supply.begin(present, self.door.weights.version):
+                        self.door.wake()
                     if not self._is_enough(present, patience):
                         return []
                     self._taken += self._supply.take(present)

@@ -1,6 +1,6 @@
 """How far a rollout may run ahead of its trainer."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rollflow.nodes.env_source import is_whole
@@ -9,6 +9,7 @@ from rollflow.nodes.rounds import Emitted
 from rollflow.sinks.trainer.batch_credits import BatchCredits
 from rollflow.sinks.trainer.compression import available
 from rollflow.sinks.trainer.kept import Kept
+from rollflow.sinks.trainer.lane_news import LaneNews
 from rollflow.sinks.trainer.subscribers import Subscriber
 from rollflow.stream.errors import WireError
 
@@ -22,6 +23,7 @@ class Wanted:
     ahead          fragments that a lane may have begun beyond that, or train batches that may have been; None: any
                    number, within the window
     version        of the newest weights that it has published: a rollout is to act with these, or newer ones
+    lanes          that may begin fragments: the others are to wait until the trainer waits for theirs; None: all
     compression    of observations; None: there is none
     series         how many items it takes as one
     needs          how many it has to have at a time before it is done with any
@@ -35,9 +37,11 @@ class Wanted:
         compression: str | None = None,
         series: int = 1,
         needs: int = 1,
+        lanes: Collection[int] | None = None,
     ) -> None:
         self.window, self.ahead, self.version = window, ahead, version
         self.compression, self.series, self.needs = compression, series, needs
+        self.lanes = None if lanes is None else frozenset(lanes)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> "Wanted":
@@ -50,12 +54,17 @@ class Wanted:
         compression = settings.get("compression")
         if compression not in (None, *available()):
             raise WireError(f"settings: compression is {compression!r:.100}, expected one of {available()}", "message")
-        return cls(**read, compression=compression)
+        lanes = settings.get("lanes")
+        if lanes is not None and not (isinstance(lanes, list) and all(map(is_whole, lanes))):
+            raise WireError(f"settings: lanes is {lanes!r:.100}, expected a list of whole numbers", "message")
+        return cls(**read, compression=compression, lanes=lanes)
 
     def told(self) -> dict[str, Any]:
         """As it goes over the wire."""
         names = "window", "ahead", "version", "series", "needs"
         told = {name: getattr(self, name) for name in names}
+        if self.lanes is not None:
+            told["lanes"] = sorted(self.lanes)
         return told if self.compression is None else told | {"compression": self.compression}
 
 
@@ -64,26 +73,23 @@ class PaceGate:
 
     kept        what has been given to the trainer
     trainer     that is waited for, unless others go on without it
-    ring        called when a lane is gone, of which nothing is under way
     name        of the trainer, in reports
+    lanes       takes down which there are
 
     credits   where train batches are given that are to be paced; None: others are, or fragments
-    aside     lanes that are set aside -> number of the last item behind which there is none of theirs
     done      number of the last item that it is done with
     wanted    None: it has not been there yet
     """
 
-    def __init__(self, kept: Kept, trainer: Subscriber, name: str, ring: Callable[[], None] = nobody) -> None:
+    def __init__(self, kept: Kept, trainer: Subscriber, name: str, lanes: LaneNews) -> None:
         self.credits: BatchCredits | None = None
         self.wanted: Wanted | None = None
-        self.aside: dict[int, int] = {}
         self.done = 0
         self.version = 0  # that the rollout acts with
-        self._kept, self._trainer, self._name, self._ring = kept, trainer, name, ring
+        self.lanes = lanes
+        self._kept, self._trainer, self._name = kept, trainer, name
         self._passed_over = 0  # items, without a number
-        self._given: dict[int, int] = {}  # lane -> its fragments that were given
         self._begun: dict[int, int] = {}  # lane -> its last fragment that was let through
-        self._gone: dict[int, int] = {}  # lane -> how many fragments it gives in all
         self._changed: Callable[[], None] = nobody
 
     @property
@@ -97,6 +103,8 @@ class PaceGate:
         """Whether the lane may take its next step."""
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
             return True
+        if self.credits is None:
+            self.lanes.see(lane.index)
         if not self._trainer.is_passed_over and not self._is_wanted(lane):
             return False
         self._begun[lane.index] = lane.sequence
@@ -117,27 +125,18 @@ class PaceGate:
             self._changed()
 
     def gone(self, lane: int, fragments: int) -> None:
-        """A lane is set aside, and gives so many fragments in all, of which some may be on their way."""
-        self._gone[lane] = fragments
-        self._ring()
+        """A lane is gone, and gives so many fragments in all, of which some may be on their way."""
+        self._begun.pop(lane, None)
+        self.lanes.gone(lane, fragments)
 
-    def newly_aside(self, number: int) -> list[tuple[int, int]]:
-        """Lanes that are gone, all of whose fragments are among the items up to a number, with that number."""
-        if not self._gone:
-            return []
-        found = [(lane, number) for lane, last in self._gone.items() if self._given.get(lane, 0) >= last]
-        for lane, _ in found:
-            del self._gone[lane]
-        self.aside = self.aside | dict(found)  # never changed in place: the link reads it in a thread of its own
-        return found
+    def ended(self, lane: int, fragments: int) -> None:
+        """A lane has given all its fragments, so many: a trainer that takes one of every lane waits for no more."""
+        if self.wanted is not None and self.wanted.ahead is not None:
+            self.gone(lane, fragments)
 
     def pass_over(self) -> None:
         """An item that has come is for nobody."""
         self._passed_over += 1
-
-    def give(self, lane: int, sequence: int) -> None:
-        """A lane's fragment has come to the sink, and is kept."""
-        self._given[lane] = sequence + 1
 
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when a lane that was refused might be admitted."""
@@ -154,7 +153,9 @@ class PaceGate:
             return False
         if wanted.ahead is None:
             return True
+        if wanted.lanes is not None and (lane.index if self.credits is None else 0) not in wanted.lanes:
+            return False
         if self.credits is not None:
             return self.credits.admits(self.done + self._passed_over, wanted.ahead)
-        under_way = lane.sequence - self._given.get(lane.index, 0)  # made and on their way to the sink
+        under_way = lane.sequence - self.lanes.given(lane.index)  # made and on their way to the sink
         return under_way + self._kept.count(lane.index, self.done) < wanted.ahead

@@ -8,6 +8,7 @@ import torch
 
 from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.remote.hosted_rollouts import HostedRollouts
 from rollflow.nodes.rollout import Rollout
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.nodes.weights_digest import digest_of
@@ -25,6 +26,7 @@ from rollflow.sinks.trainer.any_rollout import (
 )
 from rollflow.sinks.trainer.batch_credits import BatchCredits
 from rollflow.sinks.trainer.kept import Kept
+from rollflow.sinks.trainer.lane_news import LaneNews
 from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.seen import Seen
 from rollflow.sinks.trainer.subscribers import Subscriber
@@ -41,10 +43,11 @@ class RolloutEnd:
     shares     whether fragments are to lie where the trainer sees them
     look_up    called when another trainer of the rollout has left, or has come back
     trainer    its name, in reports
-    ring       called when a lane of the rollout is gone
+    ring       called when a lane of the rollout has come, or is gone
 
     subscriber    the trainer, as one of the rollout's
     gate          holds the rollout back
+    lanes         of the rollout, as a trainer that gets fragments is to know them
     seen          sees its fragments, where train batches are sent
     ids           modules whose weights the trainer publishes; None: there is one module
 
@@ -72,12 +75,14 @@ class RolloutEnd:
         self.rollout, self._sends = rollout, sends
         self.ids = claimed_ids(rollout)
         self.subscriber = Subscriber(rollout, look_up)
-        self.gate = PaceGate(kept, self.subscriber, trainer, ring)
+        self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else (), ring)
+        self.gate = PaceGate(kept, self.subscriber, trainer, self.lanes)
         self.seen = Seen(returns_for(rollout), self.ids, self.gate.see)
         rollout.hold_back(self.gate)
         if sends == "batches":
             rollout.watch(self.seen)
-        self._can_be_paced = sends == "fragments"
+        self._is_hosted = isinstance(rollout.environments, HostedRollouts)
+        self._can_be_paced = sends == "fragments" and not self._is_hosted
         self._converted: dict[int, bytes] = {}  # version -> digest of weights as the module has them, if otherwise
         if isinstance(rollout, Rollout):
             rollout.digest_loaded()
@@ -86,9 +91,17 @@ class RolloutEnd:
 
     def describe(self) -> Described:
         """Its part of a `Hello`."""
+        lanes = self.lanes.told  # before the others: one that comes meanwhile has its slots among them
         told = described(self.rollout, self.ids)
-        aside = [list(each) for each in self.gate.aside.items()]
-        return told._replace(metadata=told.metadata | {"can_be_paced": self._can_be_paced, "aside": aside})
+        aside = [[lane, number] for lane, number in lanes.items() if number is not None]
+        has_fixed_lanes = self.rollout.environments.has_fixed_lanes
+        # Of several trainers, one might have a lane that comes in another round than the others.
+        is_common = has_fixed_lanes or self._sends == "batches" or self.subscriber.is_alone
+        metadata = told.metadata | {"can_be_paced": self._can_be_paced and is_common, "aside": aside}
+        if has_fixed_lanes:
+            return told._replace(metadata=metadata)
+        slots = tuple(told.slots[lane] for lane in lanes) or told.slots[:1]
+        return told._replace(slots=slots, metadata=metadata | {"lanes": list(lanes)})
 
     def take_makers(self, sources: Sequence[Any], changed: Callable[[], None], *, drops: bool) -> None:
         """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
@@ -110,7 +123,8 @@ class RolloutEnd:
         if self.gate.credits is None and len(makers) == 1 and isinstance(makers[0], Gathering):
             self.gate.credits = BatchCredits(makers[0])
             makers[0].watch(changed)
-        self._can_be_paced = not drops and (self._sends == "fragments" or self.gate.credits is not None)
+        is_known = self._sends == "fragments" or self.gate.credits is not None
+        self._can_be_paced = is_known and not drops and not self._is_hosted
 
     @cached_property
     def spaces(self) -> list[Any]:

@@ -16,8 +16,8 @@ from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragmen
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
 from rollflow.stream.fragment import Fragment
-from rollflow.stream.wire import Aside, Hello, Receipt, TrainerConnection, TrainerSession
-from rollflow.stream.wire.handshake import MOST_NUMBER
+from rollflow.stream.wire import Aside, Come, Hello, Receipt, TrainerConnection, TrainerSession
+from rollflow.stream.wire.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.spaces import read_space
 
 logger = logging.getLogger(__name__)
@@ -86,11 +86,14 @@ class Source:
     has_finished         whether it has said that no more comes
     has_ended            whether that is so, or it has said goodbye, or did not come back
     is_lost              whether it did not come back, and had not finished
-    joined_at            policy version at the trainer when it was last taken in
+    joined_at            policy version at the trainer when it was last taken in, or rounds began to have lanes of it
     sends_batches        whether it sends train batches
     is_by_module         whether each of them is module id -> train batch
     can_be_paced         whether it knows which fragments go into which of them, and all that it makes comes
-    lanes                of its rollout, at the beginning
+    lanes                of its rollout that there are, and those that are gone of which it may want something again; of
+                         train batches there is one, 0
+    awaited              those of them that rounds are made of
+    has_fixed_lanes      whether no others come
     spaces               that observations may be in, as they come
     action_space         of the rollout
     told                 what it has been told through its connection
@@ -101,7 +104,7 @@ class Source:
     digest               of its weights, if they are a trainer's that it was told by this connection; None: nobody knows
     compressions         that it can compress by
     needs                items of it that the trainer has to have at a time, see `Window`
-    aside                lanes that are set aside -> number of the last item behind which there is none of theirs
+    aside                lanes that are gone -> number of the last item behind which there is none of theirs
     receipts             forward node -> what it last said to use
     beyond               numbers of items that were handed over, behind others that were not
     """
@@ -115,7 +118,8 @@ class Source:
         self.has_left = self.has_finished = self.has_ended = self.is_lost = False
         self.joined_at = 0
         self.sends_batches = self.is_by_module = self.can_be_paced = False
-        self.lanes = 1
+        self.lanes: set[int] = set()
+        self.awaited: frozenset[int] = frozenset()
         self.has_fixed_lanes = True
         self.spaces: list[gym.Space[Any]] = []
         self.action_space: gym.Space[Any] | None = None
@@ -135,11 +139,18 @@ class Source:
     @property
     def streams(self) -> int:
         """How many of its items go into one batch for the trainer."""
-        return 1 if self.sends_batches else max(1, self.lanes - sum(map(self.is_gone, self.aside)))
+        return max(1, len(self.lanes - self.gone))
 
-    def is_gone(self, lane: int) -> bool:
-        """Whether all has come that comes of a lane."""
-        return lane in self.aside and self.aside[lane] <= self.session.taken
+    @property
+    def unfinished(self) -> int:
+        """Of how many lanes there may be items that the trainer is not done with."""
+        done = self.session.done
+        return max(1, sum(lane not in self.aside or self.aside[lane] > done for lane in self.lanes))
+
+    @property
+    def gone(self) -> frozenset[int]:
+        """Lanes of which all has come that comes."""
+        return frozenset(lane for lane, number in self.aside.items() if number <= self.session.taken)
 
     @property
     def is_present(self) -> bool:
@@ -155,6 +166,12 @@ class Source:
     def waits_soon(self) -> bool:
         """Whether half of what it may send has been done with since it was told last."""
         return 2 * (self.session.done - self.told.done[0]) >= (self.session.window or 0)
+
+    def told_through(self, connection: TrainerConnection) -> "_Told":
+        """What it has been told through a connection; nothing where that is new."""
+        if self.told.connection is not connection:
+            self.told = _Told(connection)
+        return self.told
 
     def introduce(self, hello: Hello, where: str) -> None:
         """Take down what it says of itself. Raises WireError where it makes no sense."""
@@ -182,14 +199,8 @@ class Source:
         self.can_be_paced = told.get("can_be_paced", not self.sends_batches) is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
         self.action_space = read_space(hello.action_space, "hello.action_space")
-        self.lanes, self.version, self.digest = len(hello.slots), version, digest
-        aside = told.get("aside", [])
-        if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
-            raise WireError(f"hello.metadata: aside is {aside!r:.100}, expected pairs of lane and number", "message")
-        self.aside = {}
-        for lane, number in aside:
-            self._set_aside(lane, number)
-        self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
+        self.version, self.digest = version, digest
+        self._introduce_lanes(len(hello.slots), told)
         self.seed = seed
         self.is_stateful, self.module = _entry(told, "is_stateful", bool), _entry(told, "module", str)
         self.weights = {name: tuple(shape) for name, shape in weights.items()}
@@ -209,8 +220,8 @@ class Source:
                 raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
             finished = Finished.of(message.rest.get("episodes"), is_by_module=self.is_by_module)
             return Arrived(self, message.number, *batch_of_message(message), finished)
-        if self.has_fixed_lanes and message.lane >= self.lanes:
-            raise WireError(f"lane {message.lane}, expected one of {self.lanes}", "fragment")
+        if self.has_fixed_lanes and message.lane not in self.lanes:
+            raise WireError(f"lane {message.lane}, expected one of {len(self.lanes)}", "fragment")
         if message.number > self.aside.get(message.lane, message.number):
             last = self.aside[message.lane]
             told = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
@@ -224,17 +235,33 @@ class Source:
         what = "spaces", "action_space", "weights", "is_stateful", "is_by_module"
         return all(getattr(self, name) == getattr(other, name) for name in what)
 
-    def take_news(self, news: Receipt | Aside) -> None:
-        """Take down what a forward node uses, or that a lane is set aside.
+    def take_news(self, news: Receipt | Come | Aside) -> None:
+        """Take down what a forward node uses, or that a lane has come or is gone.
 
-        Raises WireError where there are more nodes than there may be, or no such lane.
+        Raises WireError where there are more nodes or lanes than there may be, or no such lane.
         """
         if isinstance(news, Aside):
             self._set_aside(news.lane, news.number)
             return
+        if isinstance(news, Come):
+            self._take_lane(news.lane)
+            return
         self.receipts[news.node] = news
         if len(self.receipts) > _MOST_NODES:
             raise WireError(f"receipts of more than {_MOST_NODES} nodes, expected one for each lane", "message")
+
+    def await_all(self, version: int) -> bool:
+        """Have rounds be made of all lanes that there are, when the newest policy version is this; whether that is new.
+
+        A lane begins nothing before: what it gives is as fresh as what others give.
+        """
+        lanes = frozenset(self.lanes - self.gone)
+        if lanes == self.awaited:
+            return False
+        if not self.awaited:
+            self.joined_at = version
+        self.awaited = lanes
+        return True
 
     def move_on(self, number: int) -> None:
         """Be done with an item, in whichever order they were handed over."""
@@ -248,10 +275,43 @@ class Source:
         """Never want again what is done."""
         self.session.kept = self.session.done
 
+    def _introduce_lanes(self, count: int, told: Mapping[str, Any]) -> None:
+        """Take down the lanes of a hello with so many. Raises WireError where it makes no sense."""
+        self.has_fixed_lanes = _entry(told, "has_fixed_lanes", bool)
+        lanes = list(range(count)) if self.has_fixed_lanes else _entry(told, "lanes", list)
+        if not all(is_whole(lane) and 0 <= lane < MOST_NUMBER for lane in lanes) or len(lanes) > count:
+            raise WireError(f"hello.metadata: lanes is {lanes!r:.100}, expected {count} whole numbers", "message")
+        aside = told.get("aside", [])
+        if not isinstance(aside, list) or not all(isinstance(each, list) and len(each) == 2 for each in aside):
+            raise WireError(f"hello.metadata: aside is {aside!r:.100}, expected pairs of lane and number", "message")
+        self.lanes, self.aside = {0} if self.sends_batches else set(lanes), {}
+        for lane, number in aside:
+            self._set_aside(lane, number)
+        # Where it had ended, others went on without it.
+        self.awaited = frozenset() if self.has_ended else self.awaited & self.lanes
+
+    def _take_lane(self, lane: int) -> None:
+        """Take down that a lane has come, unless a hello has said so. Raises WireError where none may."""
+        if self.sends_batches or lane in self.lanes:
+            return
+        if self.has_fixed_lanes:
+            raise WireError(f"lane {lane} has come, expected none but the {len(self.lanes)} of the hello", "message")
+        over = {each for each, number in self.aside.items() if number <= self.session.kept}
+        self.lanes -= over
+        self.awaited -= over
+        self.aside = {each: number for each, number in self.aside.items() if each not in over}
+        if len(self.lanes) >= MOST_LANES:
+            raise WireError(f"lane {lane} has come, expected at most {MOST_LANES}", "message")
+        self.lanes.add(lane)
+
     def _set_aside(self, lane: Any, number: Any) -> None:
         """Take down that no item behind this one is of a lane. Raises WireError where there is none of them."""
-        if not is_whole(lane) or not 0 <= lane < self.lanes:
-            raise WireError(f"lane {lane!r:.100} is set aside, expected one of {self.lanes}", "message")
+        if self.sends_batches:
+            return
+        if not is_whole(lane) or (self.has_fixed_lanes and lane not in self.lanes):
+            raise WireError(f"lane {lane!r:.100} is set aside, expected one of {len(self.lanes)}", "message")
+        if lane not in self.lanes:
+            return  # it has been forgotten
         if not is_whole(number) or not 0 <= number < MOST_NUMBER:
             raise WireError(f"lane {lane} is set aside behind {number!r:.100}, expected a number", "message")
         self.aside[lane] = number
@@ -304,8 +364,8 @@ class _Told:
 
     connection: TrainerConnection | None = None
     version: int = -1
-    done: tuple[int, int] = (0, 0)
-    window: int | None = None
+    done: tuple[int, int] = (-1, -1)
+    wanted: tuple[int | None, frozenset[int]] = (-1, frozenset())
 
 
 def _entry(told: Mapping[str, Any], name: str, kind: type) -> Any:

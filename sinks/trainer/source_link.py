@@ -31,6 +31,7 @@ from rollflow.stream.wire import (
     Address,
     Aside,
     Broken,
+    Come,
     Done,
     Event,
     Finished,
@@ -101,7 +102,7 @@ class SourceLink:
         self.address, self._hello, self._session, self._kept = address, hello, session, kept
         self._publish, self._secret, self._tls, self._limits = publish, secret, tls, limits
         self._lender = lender
-        self._news: deque[Receipt | Aside] = deque()
+        self._news: deque[Receipt | Come | Aside] = deque()
         self._wake = Bell()
         self._poll = select.poll()
         self._poll.register(self._wake.fileno(), select.POLLIN)
@@ -122,7 +123,7 @@ class SourceLink:
         """Have a look at what is kept."""
         self._wake.ring()
 
-    def tell(self, news: Receipt | Aside) -> None:
+    def tell(self, news: Receipt | Come | Aside) -> None:
         """Have something said beside what is kept."""
         self._news.append(news)
         self._wake.ring()

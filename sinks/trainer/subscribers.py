@@ -23,6 +23,11 @@ class Subscriber:
         self._all.add(self)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the rollout has no other trainers."""
+        return len(self._all) == 1
+
+    @property
     def is_passed_over(self) -> bool:
         """Whether it has left, and others are still there that are not to wait for it."""
         return self.has_left and not all(each.has_left for each in self._all)

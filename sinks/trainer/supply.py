@@ -17,6 +17,10 @@ class FirstCome:
         self._waiting: deque[Arrived] = deque()
         self._counts: Counter[Source] = Counter()  # of those that wait, by whose they are
 
+    def begin(self, present: Sequence[Source], version: int) -> bool:
+        """Nobody waits to be let in."""
+        return False
+
     def add(self, arrived: Arrived) -> None:
         """Take an item in."""
         self._waiting.append(arrived)
@@ -40,22 +44,37 @@ class FirstCome:
 
 
 class Rounds:
-    """One fragment of every lane at a time, each lane's next, or one train batch of every rollout."""
+    """One fragment of every lane at a time, each lane's next, or one train batch of every rollout.
+
+    Of which lanes a round is to be is said when it begins: lanes that come meanwhile are in the next one, and one that
+    is gone is in those for which it has given fragments.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[tuple[bytes, int], deque[Arrived]] = {}
+        self._has_begun = False
+
+    def begin(self, present: Sequence[Source], version: int) -> bool:
+        """Have the next round be of all lanes that there are now, unless one is waited for; whether these are others.
+
+        version    the newest policy version, when the trainer has nothing in its hands that it may publish for
+        """
+        if self._has_begun and any(source.awaited - source.gone for source in present):
+            return False
+        return any([source.await_all(version) for source in present])
 
     def add(self, arrived: Arrived) -> None:
-        """Take an item in."""
+        """Take an item in; one that was handed over before a restart belongs to a round that is over."""
+        if arrived.number in arrived.source.beyond:
+            return
         self._waiting.setdefault((arrived.source.session.token, arrived.lane), deque()).append(arrived)
 
     def take(self, present: Sequence[Source]) -> list[Arrived]:
         """The next round; none where it is not whole and others may come from those that are `present`."""
-        for source in present:
-            token = source.session.token
-            lanes = sum(each == token and not source.is_gone(lane) for each, lane in self._waiting)
-            if lanes < source.streams:
-                return []
+        awaited = {(source.session.token, lane) for source in present for lane in source.awaited - source.gone}
+        self._has_begun = not awaited <= self._waiting.keys()
+        if self._has_begun:
+            return []
         taken = [items.popleft() for items in self._waiting.values()]
         self._waiting = {key: items for key, items in self._waiting.items() if items}
         return taken

@@ -14,6 +14,7 @@ from rollflow.stream.wire.handshake import Challenge, Hello, LaneGrant, Proof, W
 from rollflow.stream.wire.running import (
     Aside,
     Block,
+    Come,
     Credit,
     Cut,
     Done,
@@ -60,6 +61,7 @@ Running = (
     | States
     | Done
     | Finished
+    | Come
     | Aside
     | Receipt
     | Metrics
@@ -76,7 +78,7 @@ KINDS: dict[str, type[Message]] = {
     for kind in (
         *(Hello, Challenge, Proof, Welcome),
         *(Reset, Step, Rows, AgentRows, Failed),
-        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Aside, Receipt, Metrics),
+        *(Turn, Cut, Fragment, Settings, Weights, States, Done, Finished, Come, Aside, Receipt, Metrics),
         *(Block, Lent, Series, Forget, Free),
         *(Credit, Ping, Pong, Goodbye, Refused),
     )

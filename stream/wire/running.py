@@ -286,8 +286,16 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Come:
+    """Source to trainer: a lane has come, and is ready to begin its first fragment."""
+
+    kind: ClassVar[str] = "come"
+    lane: LaneId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Aside:
-    """Source to trainer: a lane is set aside, and none of the fragments behind that with this number is of it.
+    """Source to trainer: a lane is gone, and none of the fragments behind that with this number is of it.
 
     number    0: none has been
     """

@@ -13,6 +13,7 @@ from rollflow.stream.wire.message import Message
 from rollflow.stream.wire.running import (
     Aside,
     Block,
+    Come,
     Done,
     Finished,
     Forget,
@@ -76,7 +77,7 @@ class SourceConnection(HostEnd):
         self._send(fragment)
         self.next = last + 1
 
-    def tell(self, news: Receipt | Aside | Finished | Block | Forget) -> None:
+    def tell(self, news: Receipt | Come | Aside | Finished | Block | Forget) -> None:
         """Say something beside the fragments. Raises WireError where the connection is not running."""
         self._check_running(news.kind)
         self._send(news)

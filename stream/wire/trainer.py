@@ -9,6 +9,7 @@ from rollflow.stream.wire.message import Message
 from rollflow.stream.wire.running import (
     Aside,
     Block,
+    Come,
     Done,
     Finished,
     Forget,
@@ -68,8 +69,8 @@ class TrainerConnection(GatewayEnd):
     """A trainer's end.
 
     Events: Hello, once the source has proved itself, which is to be answered with `welcome` or `refuse`; then every
-    Fragment, Lent or Series of the stream once, in their order, Receipt, Aside, Finished, Block and Forget; Goodbye;
-    Broken.
+    Fragment, Lent or Series of the stream once, in their order, Receipt, Come, Aside, Finished, Block and Forget;
+    Goodbye; Broken.
     """
 
     roles = "trainer", "rollout"
@@ -104,6 +105,6 @@ class TrainerConnection(GatewayEnd):
             self._session.take(message.number, may_skip=self._is_first, count=count)
             self._is_first = False
             return [message]
-        if isinstance(message, Receipt | Aside | Finished | Block | Forget):
+        if isinstance(message, Receipt | Come | Aside | Finished | Block | Forget):
             return [message]
         raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

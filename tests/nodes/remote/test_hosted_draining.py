@@ -42,7 +42,7 @@ def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
 def drained(rollout: Rollout, meanwhile: Callable[[], None] = lambda: None) -> list[Fragment]:
     """Have a rollout that runs in a thread end, do something once it knows; the fragments that it still gives."""
     rollout.drain()
-    await_that(lambda: rollout.environments._is_ending)
+    await_that(lambda: rollout.environments.is_draining)
     meanwhile()
     return list(rollout.fragments())
 

@@ -187,7 +187,7 @@ def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) 
 def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
     supply = FirstCome(None)
     large, small = Source(TrainerSession(bytes(16))), Source(TrainerSession(bytes(range(16))))
-    large.lanes, small.lanes = 8, 1
+    large.lanes, small.lanes = set(range(8)), {0}
     large.has_ended = True
     one, other = Arrived(large, 1, {}, None), Arrived(small, 1, {}, None)
     for source in (large, small):

@@ -1,8 +1,9 @@
 """A lane whose environments are lost again and again is set aside: a trainer that takes rounds waits for it no more."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from trainers import TrainerChild, check_whole, records_of
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.sinks.trainer import source_link
-from rollflow.sinks.trainer.pace_gate import PaceGate
+from rollflow.sinks.trainer.lane_news import LaneNews
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.supply import Rounds
 from rollflow.stream import Columns, Fragment, Graph, WireError, wire
-from rollflow.stream.wire import Aside, Limits, SourceConnection, TrainerSession
+from rollflow.stream.wire import Aside, Come, Limits, SourceConnection, TrainerSession
 
 
 class OfLane(Fragment):
@@ -35,7 +36,7 @@ class OfLane(Fragment):
 
 def source_of(lanes: int) -> Source:
     source = Source(TrainerSession(bytes(16)))
-    source.lanes = lanes
+    source.lanes = set(range(lanes))
     source.connection = object()  # type: ignore[assignment]
     return source
 
@@ -49,6 +50,7 @@ def test_a_round_is_whole_without_a_lane_once_all_of_that_has_come() -> None:
             rounds.add(items[place])
             source.session.taken = items[place].number
 
+    assert rounds.begin([source], 0)
     come(0, 1)
     source.take_news(Aside(2, 3))  # its last is on the way
     assert rounds.take([source]) == []
@@ -84,16 +86,20 @@ def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
 
 def test_a_lane_is_told_of_once_its_last_fragment_has_been_given() -> None:
     rung: list[None] = []
-    gate = PaceGate(None, None, "it", lambda: rung.append(None))  # type: ignore[arg-type]
-    gate.give(1, 0)
-    gate.gone(1, 2)
-    gate.gone(0, 0)
+    lanes = LaneNews(range(2), lambda: rung.append(None))
+    lanes.give(1, 0)
+    lanes.gone(1, 2)
+    lanes.gone(0, 0)
     assert len(rung) == 2
-    assert gate.newly_aside(5) == [(0, 5)]
-    gate.give(1, 1)
-    assert gate.newly_aside(6) == [(1, 6)]
-    assert gate.newly_aside(7) == []
-    assert gate.aside == {0: 5, 1: 6}
+    assert told(lanes.take(5)) == [(0, 5)]
+    lanes.give(1, 1)
+    assert told(lanes.take(6)) == [(1, 6)]
+    assert told(lanes.take(7)) == []
+    assert lanes.told == {0: 5, 1: 6}
+
+
+def told(news: Sequence[Come | Aside]) -> list[Any]:
+    return [(each.lane, each.number) if isinstance(each, Aside) else each.lane for each in news]
 
 
 Make = Callable[[int, Path], Any]
@@ -295,20 +301,14 @@ def test_of_a_rollout_that_is_drained_no_lane_is_set_aside() -> None:
             assert source.aside == {}
 
 
-def test_where_lanes_come_and_go_nothing_is_told_of_those_that_go() -> None:
-    """A lane that has come later is not one of those that the trainer was told of at first."""
+def test_where_lanes_come_and_go_a_batch_is_of_as_many_fragments_as_there_are() -> None:
     envs = listening()
     with hosting(envs.addresses[0], [partial(NumberedEnv, 0)]):
         rollout = Rollout(envs, module=NumberedModule(), fragment_length=8)
-        stream = TrainerStream("tcp://127.0.0.1:0", limits=SHORT, join_timeout=60.0, yields="fragments")
+        stream = TrainerStream("tcp://127.0.0.1:0", limits=SHORT, join_timeout=60.0)
         with stream, running(*graph_over(rollout, stream.address)):
-            fragments = iter(stream)
-            assert next(fragments).lane == 0
-            with hosting(envs.addresses[0], [partial(NumberedEnv, 1)]):
-                while next(fragments).lane == 0:
-                    pass
-            for _ in range(16):
-                next(fragments)
-            [source] = stream._door.sources.values()
-            assert source.is_present
-            assert source.aside == {}
+            batches = iter(stream)
+            for count in (1, 2, 1):
+                with hosting(envs.addresses[0], [partial(NumberedEnv, 1)]) if count == 2 else nullcontext():
+                    while next(batches) is None or len(stream.handed) != count:
+                        pass

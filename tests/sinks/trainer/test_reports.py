@@ -14,6 +14,7 @@ from remote_rollouts import await_that
 from rollflow.nodes import Rollout
 from rollflow.nodes.pace import AllOf, FragmentCredits
 from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow.sinks.trainer.patience import Patience
 from rollflow.stream import Fragment, Graph, RunError
 from rollflow.stream.report import Report
 
@@ -72,7 +73,7 @@ def test_a_trainer_that_waits_for_a_stage_as_well_is_not_what_holds_the_rollout_
         graph.connect("slow", "trainer")
         with running(graph, rollout, sink) as fed:
             stream._begin_next()
-            assert came.wait(60)
+            await_that(lambda: stream._intake.try_take(Patience(None)) or came.is_set())
             waited = waited_for(fed, stream)
             await_that(lambda: fed.held_back_by() == "slow")
             assert waited_for(fed, stream) == waited
