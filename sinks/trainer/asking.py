@@ -2,6 +2,7 @@
 
 import pickle
 import socket
+from contextlib import suppress
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Self
@@ -9,12 +10,14 @@ from typing import Any, Self
 from rollflow.nodes.backoff import pause_s
 from rollflow.nodes.remote.dial import problem_of, reach
 from rollflow.sinks.trainer import parcel
-from rollflow.sinks.trainer.dataset_server import ASK, HELLO, MOVE_ON, SAID, TAKE_UP, Given, Setup
+from rollflow.sinks.trainer.dataset_server import ASK, GIVE_BACK, HELLO, MOVE_ON, SAID, TAKE_UP, Given, Setup
 from rollflow.sinks.trainer.told import Handed
 from rollflow.stream.errors import RunError
 from rollflow.stream.wire import UnixAddress
 
 _LONGEST_PAUSE_S = 1.0
+_LONGEST_ANSWER_S = 10.0
+_MOST_READ = 1 << 16
 
 
 class Asking:
@@ -72,6 +75,15 @@ class Asking:
             self._sock.sendall(SAID.pack(MOVE_ON, share, 0))
         except OSError:
             return
+
+    def give_back(self, share: int) -> None:
+        """Say that the loop was not given what was taken up last, and end once that is known: an answer may be cut."""
+        with suppress(OSError):
+            self._sock.settimeout(_LONGEST_ANSWER_S)
+            self._sock.sendall(SAID.pack(GIVE_BACK, share, 0))
+            self._sock.shutdown(socket.SHUT_WR)
+            while self._sock.recv(_MOST_READ):
+                pass
 
     def _asked(self, kind: int, first: int, second: int) -> Any:
         if self._is_over:

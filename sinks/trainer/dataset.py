@@ -124,7 +124,11 @@ class TrainerDataset(IterableDataset[Any]):
     def _told(self, asking: Asking, items: Iterator[Tagged]) -> Iterator[Any]:
         """The items, of which the stream is told when the loop is given one, and when it asks for the next."""
         for item, share, is_last in items:
-            self._handed = asking.take_up(share, is_last=is_last)
+            try:
+                self._handed = asking.take_up(share, is_last=is_last)
+            except BaseException:  # also a signal's: torch raises where it hears that a worker is gone
+                asking.give_back(share)
+                raise
             yield item
             if is_last:
                 asking.move_on(share)

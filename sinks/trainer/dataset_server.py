@@ -45,6 +45,8 @@ ASK = 0
 TAKE_UP = 1
 # The loop has moved on from a share: its number, and 0. There is no answer.
 MOVE_ON = 2
+# The loop was not given after all what was taken up for it last: a share's number, and 0. There is no answer.
+GIVE_BACK = 3
 _SLOWEST_S = 60.0  # that a process may take to read what it has asked for
 
 
@@ -91,6 +93,7 @@ class _Client:
 
     worker   -1: it is the loop itself
     waits    whether it has asked and was not answered
+    taken    number of the share that it has taken up last
     known    tokens of rollouts that it has been introduced to
     version  of the weights that it has
     """
@@ -99,6 +102,7 @@ class _Client:
     rank: int = -1
     worker: int = -1
     waits: bool = False
+    taken: int = 0
     known: set[bytes] = field(default_factory=set)
     version: int = -1
 
@@ -234,8 +238,12 @@ class DatasetServer:
         hand = self._deal.hands[client.rank]
         if kind == MOVE_ON:
             hand.move_on(first)
+        elif kind == GIVE_BACK:
+            if client.taken == first:  # it may be another loop's
+                hand.give_back(first)
         elif kind == TAKE_UP:
             share = hand.take_up(first, is_last=bool(second))
+            client.taken = first
             told = [handed(arrived, self._door.weights.version) for arrived in share.items]
             if not client.rank:
                 self._tell(told)

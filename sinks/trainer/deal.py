@@ -144,12 +144,21 @@ class Hand:
             share, self._current = self._current, None
             self._moved_on(share)
 
+    def give_back(self, number: int) -> None:
+        """The loop was not given what was taken up for it: that is for the next one."""
+        if self._current is not None and self._current.number == number:
+            share, self._current = self._current, None
+            share.is_taken = False
+            self._put_back([share])
+
     def leave(self, worker: int) -> None:
         """A worker is gone: what it had is for others, unless the loop has ended."""
         lap = self._laps[worker]
-        left = [*lap.own, *(() if self.has_ended else lap.held)]
-        self._undealt = deque(sorted([*left, *self._undealt], key=lambda share: share.number))
+        self._put_back([*lap.own, *(() if self.has_ended else lap.held)])
         self._laps[worker] = _Lap(held=lap.held) if self.has_ended else _Lap()
+
+    def _put_back(self, shares: Sequence[Share]) -> None:
+        self._undealt = deque(sorted([*shares, *self._undealt], key=lambda share: share.number))
 
     def finish(self) -> None:
         """The loop has moved on from all that it was given, where it has ended and is not followed."""

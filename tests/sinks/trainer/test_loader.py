@@ -1,5 +1,6 @@
 """A loader over a trainer's stream knows what its loop was given: nothing comes twice, also after a restart."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,6 +14,7 @@ import torch
 from feeding import feeding, trainer
 
 from rollflow.sinks import TrainerDataset, TrainerStream
+from rollflow.sinks.trainer.asking import Asking
 from rollflow.sinks.trainer.told import Handed
 
 pytestmark = [
@@ -188,6 +190,37 @@ def test_a_worker_that_is_killed_is_an_error_and_nothing_comes_twice() -> None:
                 if len(seen) == 5:
                     os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)  # type: ignore[arg-type]
         rest = sequences(dataset.loader(**options_of(2)))
+    assert seen + rest == list(range(12))
+    assert feed.sink.lost == {}
+
+
+@pytest.mark.parametrize("is_counted", [True, False], ids=["counted", "not counted"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_the_loop_is_not_given_after_all_is_for_the_next_one(
+    workers: int, is_counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_up, calls = Asking.take_up, itertools.count(1)
+
+    def interrupted(asking: Asking, share: int, *, is_last: bool) -> list[Handed]:
+        """As by a signal, while the stream is told or its answer is read."""
+        if (number := next(calls)) == 5 and not is_counted:
+            raise KeyboardInterrupt
+        told = take_up(asking, share, is_last=is_last)
+        if number == 5:
+            raise KeyboardInterrupt
+        return told
+
+    monkeypatch.setattr(Asking, "take_up", interrupted)
+    with trainer(yields="fragments") as stream, feeding(stream.address, **FED) as feed:
+        dataset = stream.dataset()
+        dataset._is_alone = False  # asks, as those of other ranks do
+        seen: list[int] = []
+        with pytest.raises(KeyboardInterrupt):
+            seen.extend(fragment.sequence for fragment in dataset.loader(**options_of(workers)))
+        (told,) = stream.state_dict()["sources"].values()
+        assert told["done"] == 4
+        rest = sequences(dataset.loader(**options_of(workers)))
+    assert seen == list(range(4))
     assert seen + rest == list(range(12))
     assert feed.sink.lost == {}
 
