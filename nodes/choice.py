@@ -37,12 +37,14 @@ class Measured:
     env      a step of so many environments, in one thread: slots -> seconds
     waits    the share of that in which the processor is free
     rest     connectors, forward pass and recording, of so many slots: slots -> seconds
+    start_s  for one environment to be made and to be reset for the first time
     """
 
     slots: int
     env: Callable[[int], float]
     waits: float
     rest: Callable[[int], float]
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

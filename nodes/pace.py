@@ -101,12 +101,6 @@ class AllOf:
             if hasattr(gate, "gone"):
                 gate.gone(lane, fragments)
 
-    def ended(self, lane: int, fragments: int) -> None:
-        """A lane has given all its fragments, so many; others that have come later have not."""
-        for gate in self._gates:
-            if hasattr(gate, "ended"):
-                gate.ended(lane, fragments)
-
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when one of them has changed."""
         for gate in self._gates:

@@ -85,7 +85,7 @@ def _chosen(env: EnvSource, num_envs: int | None, asked: Asked, trial: Trial) ->
     ruled_out = refusals(asked) | ruled_out
     choices = expected(measured, asked, cores, ruled_out)
     seen, tried = {"expected steps/s": choices}, close(choices)
-    if is_worth_while(tried, measured.slots):
+    if is_worth_while(tried, measured):
         passes: dict[str, Any] = {name: getattr(asked, name) for name in ("max_batch", "max_wait", "forward_in_thread")}
         whole = partial(trial, env, num_envs=num_envs, prefetch=asked.prefetch, **passes)
         made, failed = race(tried, whole, measured.slots, asked)

@@ -71,10 +71,13 @@ def probe(env: EnvSource, num_envs: int | None, trial: Trial, *, parts: int, dev
 
 def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> Probed:
     """By one environment, and as many as are wanted that only play what it gave."""
+    began = time.perf_counter()
     made: Any = maker.make()
     opened.callback(made.close)
     [env] = made.envs
-    first, steps = _recorded(env)
+    first = copy.deepcopy(env.reset(seed=0))
+    start_s = time.perf_counter() - began
+    steps = _recorded(env)
 
     def played(slots: int) -> Any:
         return [lambda at=at: Played(env, first, steps, at) for at in range(slots)]
@@ -82,19 +85,22 @@ def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, 
     of_env, *rest = _in_turns([_OneEnv(env), *(_Trial(played(slots), trial, opened) for slots in sizes)])
     ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
     line = _line(sizes, [took.least for took in rest])
-    return Probed(Measured(sizes[-1], lambda slots: slots * of_env.seconds, of_env.waits, line), ruled_out)
+    measured = Measured(sizes[-1], lambda slots: slots * of_env.seconds, of_env.waits, line, start_s)
+    return Probed(measured, ruled_out)
 
 
 def _probe_vectorized(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> Probed:
     """By vector environments of several sizes, alone and with all else of a vector step."""
+    began = time.perf_counter()
     envs = [opened.enter_context(closing(LaneMaker(slots, spec=maker.spec).make())) for slots in sizes]
+    start_s = (time.perf_counter() - began) / sum(sizes)
     parts: list[_Part] = [*map(_OneVectorEnv, envs), *(_Trial(env, trial, opened) for env in envs)]
     took = _in_turns(parts)
     of_envs, whole = took[: len(sizes)], took[len(sizes) :]
     rest = [max(0.0, both.least - alone.least) for alone, both in zip(of_envs, whole, strict=True)]
     line = _line(sizes, [each.seconds for each in of_envs])
     ruled_out = _ruled_out(maker, [], trial(envs[0], fragment_length=1), device)
-    return Probed(Measured(sizes[-1], line, of_envs[-1].waits, _line(sizes, rest)), ruled_out)
+    return Probed(Measured(sizes[-1], line, of_envs[-1].waits, _line(sizes, rest), start_s), ruled_out)
 
 
 class _Part(Protocol):
@@ -197,9 +203,9 @@ def _queued_s() -> float:
         return 0.0
 
 
-def _recorded(env: gym.Env[Any, Any]) -> tuple[Any, list[Any]]:
-    """What a reset gives, and some steps."""
-    first, actions = copy.deepcopy(env.reset(seed=0)), _actions(env.action_space)
+def _recorded(env: gym.Env[Any, Any]) -> list[Any]:
+    """Some steps after a reset."""
+    actions = _actions(env.action_space)
     steps: list[Any] = []
     until = time.perf_counter() + _KEPT_S
     while not steps or (len(steps) < _KEPT_STEPS and time.perf_counter() < until):
@@ -207,7 +213,7 @@ def _recorded(env: gym.Env[Any, Any]) -> tuple[Any, list[Any]]:
         steps.append((copy.deepcopy(observation), reward, terminated, truncated, dict(info)))
         if terminated or truncated:
             env.reset()
-    return first, steps
+    return steps
 
 
 def _actions(space: gym.Space[Any]) -> Iterator[Any]:

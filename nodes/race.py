@@ -1,5 +1,6 @@
 """Places that are expected to be about as fast, tried for a moment each: what they make is what counts."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -7,10 +8,13 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, NamedTuple
 
-from rollflow.nodes.choice import Asked, Choice
+from rollflow.nodes.choice import Asked, Choice, Measured
+
+logger = logging.getLogger(__name__)
 
 _ROUNDS, _ROUND_S = 3, 0.2
 _FRAGMENT_S = 0.05  # what a fragment is to take at most
+_LONGEST_START_S = 5.0  # that environments may take to be made, those of all places
 _SLOW_S = 0.1  # steps that take longer are not tried: what is expected of them is true enough
 
 
@@ -25,16 +29,29 @@ class Race(NamedTuple):
     failed: dict[str, str]
 
 
-def is_worth_while(choices: Sequence[Choice], slots: int) -> bool:
-    """Whether there are several, and a vector step is short enough to make some of them in a moment."""
-    return len(choices) > 1 and all(_turn_s(choice, slots) < _SLOW_S for choice in choices)
+def is_worth_while(choices: Sequence[Choice], measured: Measured) -> bool:
+    """Whether there are several, and environments are made, and vector steps done, in a moment."""
+    if len(choices) < 2 or len(choices) * measured.slots * measured.start_s > _LONGEST_START_S:
+        return False
+    return all(_turn_s(choice, measured.slots) < _SLOW_S for choice in choices)
 
 
 def race(choices: Sequence[Choice], make: Callable[..., Any], slots: int, asked: Asked) -> Race:
-    """Run each of them in turn, several times, and take the median.
+    """Run each of them in turn, several times, and take the median. One that fails has another try, by itself.
 
     make    (where, lanes, workers, fragment_length) -> a Rollout of all slots, run as it is to be run
     """
+    found, failed = _run(choices, make, slots, asked)
+    for choice in [choice for choice in choices if choice.where in failed]:
+        alone, again = _run([choice], make, slots, asked)  # what it needs may be there only once
+        found += alone
+        if not again:
+            del failed[choice.where]
+    places = [choice.where for choice in choices]
+    return Race(sorted(found, key=lambda choice: places.index(choice.where)), failed)
+
+
+def _run(choices: Sequence[Choice], make: Callable[..., Any], slots: int, asked: Asked) -> Race:
     runners: list[_Runner] = []
     failed: dict[str, str] = {}
     with ExitStack() as opened:
@@ -42,12 +59,26 @@ def race(choices: Sequence[Choice], make: Callable[..., Any], slots: int, asked:
             with _failing(choice, failed):
                 length = max(1, min(asked.fragment_length, int(_FRAGMENT_S / _turn_s(choice, slots))))
                 rollout = make(where=choice.where, lanes=choice.lanes, workers=choice.workers, fragment_length=length)
-                runners.append(_Runner(choice, opened.enter_context(rollout), asked.prefetch))
+                opened.enter_context(_running(rollout))
+                runners.append(_Runner(choice, rollout, asked.prefetch))
         for runner in _ROUNDS * runners:
             if runner.choice.where not in failed:
                 with _failing(runner.choice, failed):
                     runner.run()
     return Race([runner.found() for runner in runners if runner.choice.where not in failed], failed)
+
+
+@contextmanager
+def _running(rollout: Any) -> Iterator[None]:
+    """Entered, and left; an error in closing environments says nothing of how fast they were."""
+    rollout.__enter__()
+    try:
+        yield
+    finally:
+        try:
+            rollout.__exit__(None, None, None)
+        except Exception as error:
+            logger.warning("closing what had been tried raised %s: %s", type(error).__name__, error)
 
 
 @contextmanager

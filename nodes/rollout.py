@@ -60,7 +60,7 @@ class Rollout(RolloutLoop[Fragment]):
                                    for those that are costly; forward passes stay here. "rollouts": each lane's whole
                                    rollout in a worker process, with connectors and a copy of the module: for policies
                                    that run on CPUs. "auto": where it goes fastest, measured for a moment and, where
-                                   that leaves several places, by a try of seconds: environments more are made, and
+                                   that leaves several, by trying each for a second: its environments are made there,
                                    copies of the module and of what connector functions give. `explain()` says why
         workers                    worker processes; None: one for each core
         step_timeout,              seconds after which environments in threads, in processes or on hosts are taken for
@@ -181,15 +181,7 @@ class Rollout(RolloutLoop[Fragment]):
                 device=device,
             )
             asked = Asked(
-                lanes=lanes,
-                workers=workers,
-                max_batch=max_batch,
-                max_wait=max_wait,
-                forward_in_thread=forward_in_thread,
-                prefetch=prefetch,
-                fragment_length=fragment_length,
-                metrics=metrics,
-                device=device,
+                lanes, workers, max_batch, forward_in_thread, max_wait, prefetch, fragment_length, metrics, device
             )
             where, lanes, workers, self.placement = placed(env, num_envs, asked, trial)
         if where == "rollouts" or isinstance(env, RemoteRollouts):
@@ -266,8 +258,9 @@ class Rollout(RolloutLoop[Fragment]):
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
         if isinstance(gate, AllOf):
-            self._prepare.ended = self._prepare.ended if environments.has_fixed_lanes else gate.ended
             self._prepare.gone = self._deal.gone = partial(gate.gone_unless, lambda: environments.is_draining)
+            if not environments.has_fixed_lanes:
+                self._prepare.ended = self._prepare.gone  # others, which have come later, go on
         if isinstance(environments, RolloutsElsewhere):
             if isinstance(gate, FragmentCredits | AllOf):
                 self._deal.leave = gate.leave

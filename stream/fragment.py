@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.buffer import LookbackBuffer
+from rollflow.stream.chunk_index import ChunkIndex
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import REWARD_SPACE, SingleAgentEpisode
@@ -69,20 +70,6 @@ class Loss:
     slots: NDArray[np.int64]  # i64[K]
     cut: NDArray[np.int64]  # i64[C]  those of them that had made a step in the fragment: it is marked as truncated
     reason: str
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ChunkIndex:
-    """Where the chunks of a fragment lie: slot by slot, within a slot by time. C chunks, none empty."""
-
-    slot: NDArray[np.int64]  # i64[C]
-    number: NDArray[np.int64]  # i64[C]  how many episodes the slot had before this one
-    start: NDArray[np.int64]  # i64[C]  row of the first transition
-    stop: NDArray[np.int64]  # i64[C]  row after the last transition
-    t_started: NDArray[np.int64]  # i64[C]  episode steps before `start`
-    lookback: NDArray[np.int64]  # i64[C]  rows before `start` that belong to the same episode, at most H
-    terminated: NDArray[np.bool_]  # bool[C]
-    truncated: NDArray[np.bool_]  # bool[C]
 
 
 class Fragment:

@@ -311,13 +311,16 @@ class DatasetServer:
     def _take_more(self) -> bool:
         """Whether there was more, or no more comes."""
         self._begin()
-        taken = self._intake.try_take(self._patience)
+        deal = self._deal
+        if not deal.is_done and not deal.is_forming and self._intake.has_newcomers:
+            return False  # they are let in when no rank has anything in its hands
+        taken = self._intake.try_take(self._patience, may_begin=deal.is_done)
         if taken is None:
             self._has_ended = True
-            for items in self._deal.left_over():
+            for items in deal.left_over():
                 self._age.lost["uneven"] += sum(arrived.num_steps for arrived in items)
         elif taken:
-            self._deal.add(taken, self._intake.forget(taken))
+            deal.add(taken, self._intake.forget(taken))
         return taken != []
 
     def _give(self, client: _Client, share: Share) -> None:

@@ -183,6 +183,16 @@ class Deal:
         self._rounds: list[_Round] = []  # that are not done with
         self._number = 0
 
+    @property
+    def is_forming(self) -> bool:
+        """Whether some ranks are to get something of which others would not have as much."""
+        return bool(self._forming)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all ranks have moved on from all that has been taken in."""
+        return not (self._forming or self._rounds)
+
     def add(self, items: Sequence[Arrived], left_out: Sequence[Arrived] = ()) -> None:
         """Take in what one rank is to get; it is dealt when there is as much for every other.
 

@@ -44,8 +44,16 @@ class Intake:
         self._awaited, self._acks, self._where = sources, acks, where
         self._has_begun = self._expects_no_more = False
 
-    def try_take(self, patience: Patience) -> list[Arrived] | None:
+    @property
+    def has_newcomers(self) -> bool:
+        """Whether somebody waits to be let in when the trainer has nothing in its hands."""
+        with self.door.lock:
+            return self._supply.has_newcomers(self.door.present)
+
+    def try_take(self, patience: Patience, *, may_begin: bool = True) -> list[Arrived] | None:
         """What is handed over next, until it is forgotten; nothing where it is waited for, None where none comes.
+
+        may_begin    whether the trainer has nothing in its hands: then those who wait for that are let in
 
         Raises RunError where nobody comes.
         """
@@ -59,7 +67,7 @@ class Intake:
                     patience.restart()
                 present = self.door.present
                 if not self._taken:
-                    if self._supply.begin(present, self.door.weights.version):
+                    if may_begin and self._supply.begin(present, self.door.weights.version):
                         self.door.wake()
                     if not self._is_enough(present, patience):
                         return []

@@ -8,15 +8,16 @@ from rollflow.stream.wire import Aside, Come
 class LaneNews:
     """Takes down which lanes come and go, and says so once.
 
-    lanes    that are there at the beginning
+    lanes    that are there at the beginning; None: nobody is to know of any
     ring     called when there is something new, in the thread that the graph runs in
 
     told     lanes that there are -> None; those that are gone -> number of the last item behind which there is none of
              theirs. Never changed in place: hellos are made in a thread of their own
     """
 
-    def __init__(self, lanes: Iterable[int], ring: Callable[[], None]) -> None:
-        self.told: dict[int, int | None] = dict.fromkeys(lanes)
+    def __init__(self, lanes: Iterable[int] | None, ring: Callable[[], None]) -> None:
+        self.told: dict[int, int | None] = dict.fromkeys(lanes or ())
+        self._is_told = lanes is not None
         self._ring = ring
         self._come: list[int] = []
         self._gone: dict[int, int] = {}  # lane -> how many fragments it gives in all
@@ -24,7 +25,7 @@ class LaneNews:
 
     def see(self, lane: int) -> None:
         """A lane is ready to begin a fragment."""
-        if lane not in self.told:
+        if self._is_told and lane not in self.told:
             self.told = self.told | {lane: None}
             self._come.append(lane)
             self._ring()

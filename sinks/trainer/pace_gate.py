@@ -103,8 +103,7 @@ class PaceGate:
         """Whether the lane may take its next step."""
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:
             return True
-        if self.credits is None:
-            self.lanes.see(lane.index)
+        self.lanes.see(lane.index)
         if not self._trainer.is_passed_over and not self._is_wanted(lane):
             return False
         self._begun[lane.index] = lane.sequence
@@ -125,14 +124,9 @@ class PaceGate:
             self._changed()
 
     def gone(self, lane: int, fragments: int) -> None:
-        """A lane is gone, and gives so many fragments in all, of which some may be on their way."""
+        """A lane is gone, or has ended, and gives so many fragments in all, of which some may be on their way."""
         self._begun.pop(lane, None)
         self.lanes.gone(lane, fragments)
-
-    def ended(self, lane: int, fragments: int) -> None:
-        """A lane has given all its fragments, so many: a trainer that takes one of every lane waits for no more."""
-        if self.wanted is not None and self.wanted.ahead is not None:
-            self.gone(lane, fragments)
 
     def pass_over(self) -> None:
         """An item that has come is for nobody."""

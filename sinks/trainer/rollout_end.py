@@ -75,7 +75,7 @@ class RolloutEnd:
         self.rollout, self._sends = rollout, sends
         self.ids = claimed_ids(rollout)
         self.subscriber = Subscriber(rollout, look_up)
-        self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else (), ring)
+        self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else None, ring)
         self.gate = PaceGate(kept, self.subscriber, trainer, self.lanes)
         self.seen = Seen(returns_for(rollout), self.ids, self.gate.see)
         rollout.hold_back(self.gate)

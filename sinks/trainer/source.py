@@ -139,13 +139,13 @@ class Source:
     @property
     def streams(self) -> int:
         """How many of its items go into one batch for the trainer."""
-        return max(1, len(self.lanes - self.gone))
+        return max(1, len(self.lanes) - len(self.gone))
 
     @property
     def unfinished(self) -> int:
         """Of how many lanes there may be items that the trainer is not done with."""
         done = self.session.done
-        return max(1, sum(lane not in self.aside or self.aside[lane] > done for lane in self.lanes))
+        return max(1, len(self.lanes) - sum(number <= done for number in self.aside.values()))
 
     @property
     def gone(self) -> frozenset[int]:
@@ -301,7 +301,8 @@ class Source:
         self.awaited -= over
         self.aside = {each: number for each, number in self.aside.items() if each not in over}
         if len(self.lanes) >= MOST_LANES:
-            raise WireError(f"lane {lane} has come, expected at most {MOST_LANES}", "message")
+            told = f"at most {MOST_LANES}, those among them that are gone and not acknowledged in full"
+            raise WireError(f"lane {lane} has come, expected {told}", "message")
         self.lanes.add(lane)
 
     def _set_aside(self, lane: Any, number: Any) -> None:

@@ -17,8 +17,12 @@ class FirstCome:
         self._waiting: deque[Arrived] = deque()
         self._counts: Counter[Source] = Counter()  # of those that wait, by whose they are
 
-    def begin(self, present: Sequence[Source], version: int) -> bool:
+    def has_newcomers(self, present: Sequence[Source]) -> bool:
         """Nobody waits to be let in."""
+        return False
+
+    def begin(self, present: Sequence[Source], version: int) -> bool:
+        """Nobody is let in."""
         return False
 
     def add(self, arrived: Arrived) -> None:
@@ -53,6 +57,10 @@ class Rounds:
     def __init__(self) -> None:
         self._waiting: dict[tuple[bytes, int], deque[Arrived]] = {}
         self._has_begun = False
+
+    def has_newcomers(self, present: Sequence[Source]) -> bool:
+        """Whether there are lanes that no round has had yet."""
+        return any(source.lanes - source.gone - source.awaited for source in present)
 
     def begin(self, present: Sequence[Source], version: int) -> bool:
         """Have the next round be of all lanes that there are now, unless one is waited for; whether these are others.

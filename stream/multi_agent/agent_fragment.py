@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.stream.agent_share import PendingAction
+from rollflow.stream.chunk_index import ChunkIndex
 from rollflow.stream.column import Column
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
-from rollflow.stream.fragment import ChunkIndex, Final, Fragment
+from rollflow.stream.fragment import Final, Fragment
 from rollflow.stream.infos import SlotInfos
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.tree import Tree, map_tree

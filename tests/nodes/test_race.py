@@ -1,6 +1,8 @@
 """Places that may be about as fast are tried, with what was asked for; what they make decides."""
 
+import multiprocessing
 import threading
+import time
 from typing import Any
 
 import gymnasium as gym
@@ -10,7 +12,7 @@ import torch
 from numbered import NumberedModule
 
 from rollflow.nodes import Rollout, race
-from rollflow.nodes.choice import Asked, Choice
+from rollflow.nodes.choice import Asked, Choice, Measured
 from rollflow.nodes.race import is_worth_while
 
 THREADS, PROCESSES = Choice("threads", 2, None, 2_000.0), Choice("processes", 2, 1, 4_000.0)
@@ -80,10 +82,92 @@ def test_what_fails_where_it_is_tried_is_not_chosen_and_it_says_why() -> None:
     assert failed["threads"].startswith("tried, it raised OSError: no window here")
 
 
-def test_slow_steps_and_single_places_are_not_tried() -> None:
-    assert is_worth_while([THREADS, PROCESSES], 4)
-    assert not is_worth_while([THREADS], 4)
-    assert not is_worth_while([Choice("threads", 4, None, 30.0), PROCESSES], 4)
+class OnlyOnce(Given):
+    """Holds what there is once, until it is closed."""
+
+    held = 0
+
+    def __init__(self) -> None:
+        if OnlyOnce.held == 4:  # one for each slot
+            raise OSError("address already in use")
+        OnlyOnce.held += 1
+
+    def close(self) -> None:
+        OnlyOnce.held -= 1
+
+
+class ClosesBadly(Given):
+    def close(self) -> None:
+        raise OSError("closed already")
+
+
+INLINE = Choice("inline", None, None, 1_000.0)
+
+
+@pytest.mark.usefixtures("_short")
+def test_what_can_not_be_beside_another_place_is_tried_by_itself() -> None:
+    make, made = running(OnlyOnce)
+    found, failed = race.race([INLINE, THREADS], make, 4, Asked())
+    assert [choice.where for choice in found] == ["inline", "threads"]
+    assert not failed
+    assert [how["where"] for how in made] == ["inline", "threads", "threads"]
+    assert OnlyOnce.held == 0
+
+
+@pytest.mark.usefixtures("_short")
+def test_an_error_in_closing_is_logged_and_what_was_made_counts(caplog: pytest.LogCaptureFixture) -> None:
+    make, _ = running(ClosesBadly)
+    found, failed = race.race([INLINE, THREADS], make, 4, Asked())
+    assert [choice.where for choice in found] == ["inline", "threads"]
+    assert not failed
+    assert "closing what had been tried raised OSError: closed already" in caplog.text
+
+
+@pytest.mark.usefixtures("_short")
+def test_an_interrupt_ends_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(race.time, "sleep", interrupted)
+    make, _ = running(Given)
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        race.race([THREADS, PROCESSES], make, 4, Asked())
+    assert threading.active_count() == before
+    assert not multiprocessing.active_children()
+
+
+def test_slow_steps_slow_starts_and_single_places_are_not_tried() -> None:
+    def measured(start_s: float) -> Measured:
+        return Measured(4, lambda slots: 1e-3, 0.0, lambda slots: 1e-3, start_s)
+
+    assert is_worth_while([THREADS, PROCESSES], measured(0.1))
+    assert not is_worth_while([THREADS, PROCESSES], measured(1.0))
+    assert not is_worth_while([THREADS], measured(0.1))
+    assert not is_worth_while([Choice("threads", 4, None, 30.0), PROCESSES], measured(0.1))
+
+
+def test_how_long_an_environment_takes_to_be_made_and_reset_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Given):
+        def __init__(self) -> None:
+            clock[0] += 3.0
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            clock[0] += 4.0
+            return super().reset()
+
+    clock, told = [0.0], list[Measured]()
+    perf_counter = time.perf_counter
+    monkeypatch.setattr("rollflow.nodes.probe.time.perf_counter", lambda: perf_counter() + clock[0])
+
+    def asked(choices: Any, measured: Measured) -> bool:
+        told.append(measured)
+        return False
+
+    monkeypatch.setattr("rollflow.nodes.placement.is_worth_while", asked)
+    rollout = Rollout(Slow, num_envs=2, module=NumberedModule(), where="auto")
+    rollout.environments.close()
+    assert told[0].start_s >= 7.0
 
 
 @pytest.mark.parametrize(
@@ -93,16 +177,20 @@ def test_slow_steps_and_single_places_are_not_tried() -> None:
 )
 def test_what_is_made_decides(made: dict[str, float], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Choice] = []
+    given: dict[str, Any] = {}
+    how: dict[str, Any] = {"num_envs": 4, "prefetch": 3, "step_timeout": 9.0}
 
     def told(choices: Any, make: Any, slots: int, asked: Asked) -> race.Race:
         tried.extend(choices)
+        given.update(make.keywords)
         found = [Choice(place, 2, 1 if place == "processes" else None, rate) for place, rate in made.items()]
         return race.Race(found, {"rollouts": "tried, it raised OSError: no"})
 
     monkeypatch.setattr("rollflow.nodes.placement.race", told)
     monkeypatch.setattr("rollflow.nodes.choice._CLOSE", 0.0)
-    rollout = Rollout(Given, num_envs=4, module=NumberedModule(), where="auto")
+    rollout = Rollout(Given, module=NumberedModule(), where="auto", **how)
     rollout.environments.close()
+    assert given.items() >= how.items() | {"max_batch": None, "max_wait": 0.0, "forward_in_thread": False}.items()
     assert [choice.where for choice in tried] == ["inline", "threads", "processes", "rollouts"]
     assert rollout.placement.startswith(f"where='{where}': a step of 4 environments takes ")
     assert "not where='rollouts': tried, it raised OSError: no" in rollout.placement

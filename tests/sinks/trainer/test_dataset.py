@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import signal
 import stat
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -337,6 +339,39 @@ def test_ranks_under_pace_are_exactly_on_policy(tmp_path: Path) -> None:
             mine.append(set(batch["policy_version"].tolist()))
             stream.publish(feeder.rollout.module.state_dict())
         assert mine == other.result() == [{version} for version in range(6)]
+
+
+@pytest.mark.parametrize("asks_first", [True, False])
+def test_a_rollout_that_comes_while_ranks_are_at_their_batches_is_as_fresh(tmp_path: Path, asks_first: bool) -> None:
+    address, has_come = f"unix:{tmp_path}/ranks", threading.Event()
+    feed: Any = {"lanes": 2, "fragment_length": 4, "num_fragments": 16}
+    others: list[set[int]] = []
+
+    def rank_1() -> None:
+        for batch in TrainerDataset.connect(address, rank=1):
+            others.append(set(batch["policy_version"].tolist()))
+            if len(others) == 3 and not asks_first:
+                has_come.wait()
+
+    mine, lanes = [], []
+    with ExitStack() as later, fed(max_lag=0, on_excess="pace", feed=feed) as (stream, feeder):
+        first, other = stream.dataset(world_size=2, address=address), later.enter_context(ThreadPoolExecutor())
+        done = other.submit(rank_1)
+        for batch in first:
+            mine.append(set(batch["policy_version"].tolist()))
+            lanes.append(len(stream.handed))
+            if len(mine) == 3:
+                while len(others) < 3:  # this one has nothing to wait for: the other is at its batch, or behind it
+                    time.sleep(0)
+                come = later.enter_context(feeding(stream.address, (10, 11), seed=1, **feed))
+                while come.sink._end.gate.wanted is None:
+                    time.sleep(0)
+                has_come.set()
+            stream.publish(feeder.rollout.module.state_dict())
+        done.result()
+    assert mine == others == [{version} for version in range(len(mine))]
+    assert lanes[:3] == [2, 2, 2]
+    assert max(lanes) == 4
 
 
 def test_a_rank_that_there_is_not_is_refused(tmp_path: Path) -> None:

@@ -203,6 +203,32 @@ def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(
     assert rounds.steps == rollout.num_steps == 2 * 20 * 8
 
 
+def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(tmp_path: Path) -> None:
+    envs, address = listening(limits=HASTY), f"unix:{tmp_path}/trainer"
+    with ExitStack() as hosts:
+        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
+        rollout = rollout_over(envs, num_fragments=6)
+        with running(*graph_over(rollout, address)) as feed:
+            unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT, "join_timeout": 60.0}
+            with pytest.raises(ZeroDivisionError), TrainerStream(address, **unpaced) as stream:
+                stream.publish(weights(1.0))
+                for fragment in stream:
+                    saved = stream.state_dict()
+                    if (fragment.lane, fragment.sequence) == (0, 2):
+                        hosts.enter_context(hosting(envs.addresses[0], makers(1)))
+                        await_that(lambda: rollout.environments.num_lanes == 2)
+                    if (fragment.lane, fragment.sequence) == (0, 5):
+                        break
+                raise ZeroDivisionError
+            with TrainerStream(address, **Rounds(0).settings(), yields="fragments") as another:
+                another.load_state_dict(saved)
+                another.publish(weights(another.version + 1.0))
+                for fragment in another:
+                    assert fragment.lane == 1
+                    another.publish(weights(another.version + 1.0))
+    assert feed.sink.lost == {}
+
+
 def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(tmp_path: Path) -> None:
     envs = listening(limits=HASTY)
     with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **Rounds(0).settings()) as stream:
