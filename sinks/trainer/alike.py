@@ -89,7 +89,6 @@ def go_together(lent: Lent, other: Lent) -> bool:
         and lent.lane == other.lane
         and len(lent.blocks) == len(other.blocks) > 0
         and not lent.rest.get("forms")
-        and not other.rest.get("forms")
         and all(other.rest.get(name) == lent.rest.get(name) for name in _SHARED_BY_FRAGMENTS)
         and len(lent.rest) == len(other.rest) == len(_SHARED_BY_FRAGMENTS) + len(_OWN_OF_FRAGMENT)
     )

@@ -10,6 +10,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from idle_env import Given
 from numbered import NumberedModule
 
 from rollflow.nodes import (
@@ -23,17 +24,6 @@ from rollflow.nodes import (
 )
 from rollflow.nodes.choice import Choice, fastest
 from rollflow.stream import EnvError, ModuleError
-
-
-class Given(gym.Env[Any, Any]):
-    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
-    action_space = gym.spaces.Discrete(7)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(3, np.float32), 0.0, False, False, {}
 
 
 class Waits(Given):

@@ -5,10 +5,10 @@ import threading
 import time
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
+from idle_env import Given
 from numbered import NumberedModule
 
 from rollflow.nodes import Rollout, race
@@ -16,17 +16,6 @@ from rollflow.nodes.choice import Asked, Choice, Measured
 from rollflow.nodes.race import is_worth_while
 
 THREADS, PROCESSES = Choice("threads", 2, None, 2_000.0), Choice("processes", 2, 1, 4_000.0)
-
-
-class Given(gym.Env[Any, Any]):
-    observation_space = gym.spaces.Box(-1, 1, (3,), np.float32)
-    action_space = gym.spaces.Discrete(7)
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        return np.zeros(3, np.float32), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return np.zeros(3, np.float32), 0.0, False, False, {}
 
 
 class OnlyInMainThread(Given):
