@@ -79,6 +79,11 @@ class AllOf:
         """The name of whoever holds the gate that refused last."""
         return getattr(self._refused, "holder", None)
 
+    @property
+    def wants_newest(self) -> bool:
+        """Whether what is begun is to begin with the newest weights: one of the gates says so."""
+        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
+
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step."""
         for gate in self._gates:

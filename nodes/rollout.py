@@ -250,7 +250,7 @@ class Rollout(RolloutLoop[Fragment]):
 
     def explain(self) -> str:
         """How it runs: what is chained into one task, how much each edge holds, and why it goes where it goes."""
-        told = self._ring(self._credits).explain()
+        told = self._ring(AllOf(self._gates) if self._gates else self._credits).explain()
         return f"{told}\n{self.placement}" if self.placement else told
 
     def _ring(self, gate: Gate | None) -> Graph:
@@ -260,8 +260,10 @@ class Rollout(RolloutLoop[Fragment]):
         if isinstance(gate, AllOf):
             self._prepare.gone = self._deal.gone = partial(gate.gone_unless, lambda: environments.is_draining)
             if not environments.has_fixed_lanes:
-                self._prepare.ended = self._prepare.gone  # others, which have come later, go on
+                self._prepare.ended = self._deal.ended = self._prepare.gone  # others, which have come later, go on
         if isinstance(environments, RolloutsElsewhere):
+            if isinstance(gate, AllOf):
+                environments.wants_newest = lambda: gate.wants_newest
             if isinstance(gate, FragmentCredits | AllOf):
                 self._deal.leave = gate.leave
             return ring_of_turns(environments, self._deal, gate)
@@ -279,10 +281,10 @@ class Rollout(RolloutLoop[Fragment]):
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """The same under a version that somebody else has counted; False: they are not newer, and are passed over."""
-        is_newer = self._weights.publish_as(version, weights)
-        if is_newer and isinstance(self.environments, RolloutsElsewhere):
-            self.environments.broadcast(version, weights)
-        return is_newer
+        if version > self._weights.version and isinstance(self.environments, RolloutsElsewhere):
+            self._weights.check(weights)
+            self.environments.broadcast(version, weights)  # first: a turn may begin once the version is there
+        return self._weights.publish_as(version, weights)
 
     @property
     def policy_version(self) -> int:

@@ -39,6 +39,8 @@ class RolloutsElsewhere(Environments):
     replica    what is needed there beside environments and that: asked for whenever a lane is begun
     heard      told of what connectors have learnt and logged, and of what has been loaded: (lane, message)
     digests    whether weights are digested there when they have been loaded
+
+    wants_newest    whether a turn is to begin with the newest weights there are, however many others are on their way
     """
 
     def __init__(self, env: Any, **options: Any) -> None:
@@ -46,6 +48,7 @@ class RolloutsElsewhere(Environments):
         self.replica: Callable[[], dict[str, Any]] = dict
         self.heard: Callable[[int, Mapping[str, Any]], None] = lambda lane, told: None
         self.digests = False
+        self.wants_newest: Callable[[], bool] = lambda: False
         super().__init__(env, **options)
 
     def broadcast(self, version: int, weights: Mapping[str, Any]) -> None:
@@ -97,12 +100,14 @@ class Deal:
     num_fragments    after so many fragments a lane stops; None: it never does
 
     leave            called with a lane whose turn has given no fragment, and never will
-    gone             called with a lane that has been set aside, and how many fragments it gives in all
+    gone, ended      called with a lane that has been set aside, or has given all its fragments, and how many it gives
+                     in all
     """
 
     def __init__(self, num_lanes: int, num_fragments: int | None) -> None:
         self.leave: Callable[[int], None] = _ignored
         self.gone: Callable[[int, int], None] = nobody_knows
+        self.ended: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
         self._num_fragments = num_fragments
 
@@ -114,6 +119,8 @@ class Deal:
             self.leave(lane.index)
         if lane.is_set_aside:
             self.gone(lane.index, lane.sequence)
+        elif is_last:
+            self.ended(lane.index, lane.sequence)
         if lane.is_set_aside or is_last:
             self._going -= 1
             return Dealt(None, fragment)

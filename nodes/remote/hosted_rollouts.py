@@ -283,15 +283,18 @@ class HostedRollouts(RemoteLanes, RolloutsElsewhere):
 
     def _turn(self, record: Record) -> None:
         index = record.lane.index
-        self._equip(record.host)
+        self._equip(record.host, is_urgent=self.wants_newest())
         count = self._counts[index]
         count.seen, count.is_in_vain = count.pulse, False
         self._ask(record, Turn(index, self._gateway.next_number(index)))
         if record.failures or not count.reported:  # environments are to be made, or reset
             self._patience.begin(index, resets=True)
 
-    def _equip(self, host: RemoteHost) -> None:
-        """Tell a host whatever of settings, states and weights it does not have yet."""
+    def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
+        """Tell a host whatever of settings, states and weights it does not have yet.
+
+        is_urgent    also while much is still on its way to it
+        """
         token, connection = host.session.token, host.connection
         known = self._equipped.get(token)
         if known is None or known.connection is not connection:
@@ -300,7 +303,7 @@ class HostedRollouts(RemoteLanes, RolloutsElsewhere):
             self._settings = self._make_settings()
         if not known.has_settings:
             known.has_settings = self._gateway.tell(host, self._settings, connection)
-        elif self._gateway.is_behind(host):
+        elif self._gateway.is_behind(host) and not is_urgent:
             return  # it has some to go on with, and gets the newest once those have arrived
         states, weights = self._states, self._weights
         if states is not known.states and states is not None and self._gateway.tell(host, states, connection):

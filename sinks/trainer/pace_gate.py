@@ -99,6 +99,11 @@ class PaceGate:
         is_awaited = wanted is None or self.version < wanted.version or self._kept.last > self.done
         return self._name if is_awaited else None
 
+    @property
+    def wants_newest(self) -> bool:
+        """Whether what is begun is to begin with the newest weights: the trainer takes nothing that is too old."""
+        return self.wanted is not None and self.wanted.ahead is not None
+
     def admits(self, lane: Paced) -> bool:
         """Whether the lane may take its next step."""
         if not lane.at_start or self._begun.get(lane.index) == lane.sequence:

@@ -8,7 +8,6 @@ import torch
 
 from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
-from rollflow.nodes.remote.hosted_rollouts import HostedRollouts
 from rollflow.nodes.rollout import Rollout
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.nodes.weights_digest import digest_of
@@ -81,8 +80,7 @@ class RolloutEnd:
         rollout.hold_back(self.gate)
         if sends == "batches":
             rollout.watch(self.seen)
-        self._is_hosted = isinstance(rollout.environments, HostedRollouts)
-        self._can_be_paced = sends == "fragments" and not self._is_hosted
+        self._can_be_paced = sends == "fragments"
         self._converted: dict[int, bytes] = {}  # version -> digest of weights as the module has them, if otherwise
         if isinstance(rollout, Rollout):
             rollout.digest_loaded()
@@ -123,8 +121,7 @@ class RolloutEnd:
         if self.gate.credits is None and len(makers) == 1 and isinstance(makers[0], Gathering):
             self.gate.credits = BatchCredits(makers[0])
             makers[0].watch(changed)
-        is_known = self._sends == "fragments" or self.gate.credits is not None
-        self._can_be_paced = is_known and not drops and not self._is_hosted
+        self._can_be_paced = not drops and (self._sends == "fragments" or self.gate.credits is not None)
 
     @cached_property
     def spaces(self) -> list[Any]:

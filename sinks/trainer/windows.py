@@ -57,8 +57,8 @@ class Windows:
         if not source.can_be_paced:
             raise WireError(
                 "the trainer holds rollouts back by on_excess='pace', and nobody knows which of this one's fragments "
-                "come, or go into which train batch or round: expected no edge that drops, no RemoteRollouts, no other "
-                "trainers of RemoteEnvs, and a LearnerPipeline alone between the rollout and a sink that sends "
+                "come, or go into which train batch or round: expected no edge that drops, no other trainers of "
+                "RemoteEnvs or RemoteRollouts, and a LearnerPipeline alone between the rollout and a sink that sends "
                 "batches, or another on_excess",
                 "pace",
             )

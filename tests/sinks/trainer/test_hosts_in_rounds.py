@@ -1,87 +1,61 @@
 """Under pace, rounds are of the lanes that there are, whatever hosts come, leave or are lost: as fresh as ever."""
 
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from feeding import SHORT, feeding, graph_over, running, trainer, weights
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
-from remote_rollouts import HASTY, await_that, makers, rollout_over, told
+from remote_rollouts import HASTY, await_that, makers, rollout_over, rollouts_on, told
+from rounds import Rounds
 
+from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RolloutHost
+from rollflow.nodes.remote.host import Host
 from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.stream import Columns, Graph, WireError
 
 
-class Rounds:
-    """What trainers of one rollout were handed, each a round at a time, after which they publish.
+class Remote:
+    """Where hosts of a kind come in, and those hosts: they step environments, or do whole rollouts."""
 
-    lanes    of each round
-    slots    of the environments in the last one
-    """
+    def __init__(self, kind: type[Host]) -> None:
+        self._kind = kind
+        self.envs: Any = listening(RemoteRollouts if kind is RolloutHost else RemoteEnvs, limits=HASTY)
 
-    def __init__(self, max_lag: int) -> None:
-        self.lanes: list[set[int]] = []
-        self.slots: set[int] = set()
-        self.steps = 0
-        self._max_lag = max_lag
-        self._next: dict[int, int] = {}  # lane -> the number that its next fragment has
+    def host(self, *slots: int, **options: Any) -> Any:
+        """One in a thread, until it is left."""
+        on = rollouts_on if self._kind is RolloutHost else hosting
+        return on(self.envs.addresses[0], makers(*slots), **options)
 
-    def settings(self) -> dict[str, Any]:
-        return {"max_lag": self._max_lag, "on_excess": "pace", "limits": SHORT, "join_timeout": 60.0}
+    def process(self, *slots: int) -> HostProcess:
+        """One in a process of its own."""
+        return HostProcess(self.envs.addresses[0], told(*slots), kind=self._kind)
 
-    def until(self, stream: TrainerStream, is_so: Callable[[], bool], state: bool = False) -> dict[str, Any]:
-        """Take rounds until something holds behind one: what is to be saved then."""
-        for batch in stream:
-            self._take(stream, batch)
-            saved = stream.state_dict()
-            if is_so():
-                return saved
-            stream.publish(weights(stream.version + 1.0))
-        raise AssertionError("no more came")
 
-    def rest(self, stream: TrainerStream) -> None:
-        """Take rounds until no more come."""
-        for batch in stream:
-            self._take(stream, batch)
-            stream.publish(weights(stream.version + 1.0))
-
-    def are_of(self, *lanes: int, times: int = 3) -> Callable[[], bool]:
-        """Whether the last few rounds were of these lanes."""
-        begun = len(self.lanes)
-        return lambda: len(self.lanes) >= begun + times and self.lanes[-times:] == [set(lanes)] * times
-
-    def _take(self, stream: TrainerStream, batch: Any) -> None:
-        assert len(self.lanes) < 3000
-        versions = np.asarray(batch[Columns.POLICY_VERSION])
-        assert int(versions.min()) >= stream.version - self._max_lag
-        np.testing.assert_array_equal(batch["weight"], versions)
-        self.lanes.append({each.lane for each in stream.handed})
-        assert len(stream.handed) == len(self.lanes[-1])
-        self.slots = set(batch["obs"][:, 0].tolist())
-        self.steps += len(versions)
-        for each in stream.handed:
-            assert each.sequence == self._next.get(each.lane, 0)
-            self._next[each.lane] = each.sequence + 1
+@pytest.fixture(params=[EnvHost, RolloutHost], ids=["environments", "rollouts"])
+def remote(request: pytest.FixtureRequest) -> Remote:
+    """Hosts of either kind."""
+    return Remote(request.param)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(max_lag: int) -> None:
-    envs, rounds = listening(limits=HASTY), Rounds(max_lag)
+def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(
+    max_lag: int, remote: Remote
+) -> None:
+    rounds = Rounds(max_lag)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        first = hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs)
+        first = hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs)
         stream.publish(weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             rounds.until(stream, rounds.are_of(0))
-            with hosting(envs.addresses[0], makers(1, 2), lanes=2):
+            with remote.host(1, 2, lanes=2):
                 rounds.until(stream, rounds.are_of(0, 1, 2))
             rounds.until(stream, rounds.are_of(0))
             first.stop()
-            hosts.enter_context(hosting(envs.addresses[0], makers(3)))  # no host is left, until this one comes
+            hosts.enter_context(remote.host(3))  # no host is left, until this one comes
             rounds.until(stream, rounds.are_of(3))
             feed.drain()
             rounds.rest(stream)
@@ -90,12 +64,14 @@ def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_w
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(max_lag: int, tmp_path: Path) -> None:
-    envs, rounds, address = listening(limits=HASTY), Rounds(max_lag), f"unix:{tmp_path}/trainer"
+def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
+    max_lag: int, remote: Remote, tmp_path: Path
+) -> None:
+    rounds, address = Rounds(max_lag), f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs)
-        second = hosts.enter_context(hosting(envs.addresses[0], makers(1)))
+        hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs)
+        second = hosts.enter_context(remote.host(1))
         saved: dict[str, Any] | None = None
         with running(*graph_over(rollout, address)) as feed:
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **rounds.settings()) as stream:
@@ -104,7 +80,7 @@ def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(max_lag: in
                 raise ZeroDivisionError
             # While no trainer is there, a host leaves and another one comes.
             second.stop()
-            hosts.enter_context(hosting(envs.addresses[0], makers(2)))
+            hosts.enter_context(remote.host(2))
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **rounds.settings()) as another:
                 another.load_state_dict(saved)
                 another.publish(weights(another.version + 1.0))
@@ -122,18 +98,18 @@ def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(max_lag: in
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int) -> None:
-    envs, rounds = listening(limits=HASTY), Rounds(max_lag)
+def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: Remote) -> None:
+    rounds = Rounds(max_lag)
     lengths = iter([4000, 9000, 3000, 15000, 6000, 5000, 2500])
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         wire = BrokenWire(stream.address, lambda: next(lengths, None))
         hosts.callback(wire.close)
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs)
+        hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs)
         stream.publish(weights(1.0))
         with running(*graph_over(rollout, wire.address)) as feed:
             for slot in range(1, 20):
-                with hosting(envs.addresses[0], makers(slot)):
+                with remote.host(slot):
                     rounds.until(stream, rounds.are_of(0, slot, times=1))
                 if next(lengths, None) is None:
                     break
@@ -146,21 +122,18 @@ def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_next_round(max_lag: int) -> None:
-    envs, rounds = listening(limits=HASTY), Rounds(max_lag)
+def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_next_round(
+    max_lag: int, remote: Remote
+) -> None:
+    rounds = Rounds(max_lag)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-
-        def process(slot: int) -> HostProcess:
-            started = HostProcess(envs.addresses[0], told(slot))
-            hosts.callback(started.end)
-            return started
-
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs)
+        hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs)
         stream.publish(weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             for lane in (1, 2):
-                host = process(lane)
+                host = remote.process(lane)
+                hosts.callback(host.end)
                 rounds.until(stream, rounds.are_of(0, lane))
                 host.signal(signal.SIGKILL)
                 rounds.until(stream, rounds.are_of(0))
@@ -172,15 +145,15 @@ def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_nex
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int) -> None:
-    envs, rounds = listening(limits=HASTY), Rounds(max_lag)
+def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remote: Remote) -> None:
+    rounds = Rounds(max_lag)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs)
+        hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs)
         stream.publish(weights(1.0))
         with running(*graph_over(rollout, stream.address, sends="batches", fragments_per_batch=2)) as feed:
             for slot in (1, 2):
-                with hosting(envs.addresses[0], makers(slot)):
+                with remote.host(slot):
                     rounds.until(stream, lambda slot=slot: slot in rounds.slots)  # type: ignore[misc]
                 rounds.until(stream, lambda: rounds.slots == {0})
             feed.drain()
@@ -189,25 +162,25 @@ def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int) -> N
     assert stream.lost == {}
 
 
-def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more() -> None:
-    envs, rounds = listening(limits=HASTY), Rounds(0)
+def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(remote: Remote) -> None:
+    rounds = Rounds(0)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs, num_fragments=20)
+        hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs, num_fragments=20)
         stream.publish(weights(1.0))
         with running(*graph_over(rollout, stream.address)):
             rounds.until(stream, rounds.are_of(0))
-            hosts.enter_context(hosting(envs.addresses[0], makers(1)))
+            hosts.enter_context(remote.host(1))
             rounds.rest(stream)
     assert rounds.lanes[-1] == {1}
     assert rounds.steps == rollout.num_steps == 2 * 20 * 8
 
 
-def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(tmp_path: Path) -> None:
-    envs, address = listening(limits=HASTY), f"unix:{tmp_path}/trainer"
+def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Remote, tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs, num_fragments=6)
+        hosts.enter_context(remote.host(0))
+        rollout = rollout_over(remote.envs, num_fragments=6)
         with running(*graph_over(rollout, address)) as feed:
             unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT, "join_timeout": 60.0}
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **unpaced) as stream:
@@ -215,7 +188,7 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(tmp_path: 
                 for fragment in stream:
                     saved = stream.state_dict()
                     if (fragment.lane, fragment.sequence) == (0, 2):
-                        hosts.enter_context(hosting(envs.addresses[0], makers(1)))
+                        hosts.enter_context(remote.host(1))
                         await_that(lambda: rollout.environments.num_lanes == 2)
                     if (fragment.lane, fragment.sequence) == (0, 5):
                         break
@@ -229,15 +202,16 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(tmp_path: 
     assert feed.sink.lost == {}
 
 
-def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(tmp_path: Path) -> None:
-    envs = listening(limits=HASTY)
+def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(
+    remote: Remote, tmp_path: Path
+) -> None:
     with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **Rounds(0).settings()) as stream:
-        hosts.enter_context(hosting(envs.addresses[0], makers(0)))
-        rollout, graph = rollout_over(envs), Graph("two")
+        hosts.enter_context(remote.host(0))
+        rollout, graph = rollout_over(remote.envs), Graph("two")
         sinks = [TrainerSink(f"unix:{tmp_path}/{name}", limits=SHORT) for name in ("one", "other")]
         for sink in sinks:
             graph.connect(rollout.fragments, sink, capacity=1)
-        with pytest.raises(WireError, match="no other trainers of RemoteEnvs"):
+        with pytest.raises(WireError, match="no other trainers of RemoteEnvs or RemoteRollouts"):
             with running(graph, rollout, sinks[0]) as feed:
                 stream._begin_next()
                 feed.ended.result(60)

@@ -13,9 +13,9 @@ import trustme
 from feeding import HASTY, feeding, graph_of, graph_over, running, trainer
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
-from remote_rollouts import await_that, makers, rollouts_on
+from remote_rollouts import await_that, makers
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
 from rollflow.stream import Graph
 from rollflow.stream.errors import RunError, WireError
@@ -144,20 +144,6 @@ def test_hosts_are_no_rollouts_and_a_trainer_is_no_gateway() -> None:
                 for _ in other.fragments():
                     if feed.ended.done():
                         break
-
-
-def test_whole_rollouts_on_hosts_are_not_held_back_lane_by_lane() -> None:
-    envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0)), trainer(max_lag=0, on_excess="pace", join_timeout=2.0) as stream:
-        rollout = Rollout(envs, module=NumberedModule(), fragment_length=8, num_fragments=2)
-        with (
-            pytest.raises(
-                WireError, match=r"holds rollouts back by on_excess='pace', .* expected .* no RemoteRollouts"
-            ),
-            running(*graph_over(rollout, stream.address)) as feed,
-        ):
-            refused_by(stream, "no RemoteRollouts")
-            feed.ended.result(60)
 
 
 def test_where_a_trainer_has_several_ranks_lanes_that_come_and_go_are_not_held_back(tmp_path: Path) -> None:
