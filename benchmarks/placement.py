@@ -1,19 +1,21 @@
 """The place that `where="auto"` chooses, beside the best of a few settings by hand, for whatever it may matter to.
 
-All of them are measured in turn; what is left to rollflow is measured and chosen anew every time. `--quick` has one
-number of slots for each workload.
+Those by hand are measured in turn first; the best of them is measured once more then, in pairs with `auto`, so that
+`auto` is not compared with what was the best by chance. What is left to rollflow is measured and chosen anew every
+time. `--quick` has one number of slots for each workload.
 
     python -m benchmarks.placement [--quick]
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 from benchmarks.command import run
 from benchmarks.envs import PLAIN_CARTPOLE, CountingEnv, PixelEnv, SleepEnv
-from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, record
+from benchmarks.pairs import QUICK, Record, Sizes, in_steady_state, in_turns, record
 from benchmarks.policies import Mlp, NatureCnn, Zeros
 from rollflow.nodes import Rollout
 
@@ -52,26 +54,30 @@ def _measured(
     sizes: Sizes, workload: str, env: Any, policy: Any, slots: int, length: int, ways: Sequence[str]
 ) -> Record:
     chosen: Counter[str] = Counter()
-    rates: dict[str, list[float]] = {way: [] for way in ("auto", *ways)}
-    for number in range(max(1, sizes.rounds // 2)):
-        for way in list(rates)[:: -1 if number % 2 else 1]:
-            with Rollout(
-                env,
-                module=policy(),
-                num_envs=slots,
-                **WAYS[way],
-                fragment_length=length,
-                prefetch=1,
-                flat_forward=True,
-                seed=0,
-            ) as rollout:
-                rates[way].append(in_steady_state(rollout, 2 * sizes.seconds))
-                if way == "auto":
-                    chosen[rollout.placement.split("'")[1]] += 1
-    best = max(ways, key=lambda way: median(rates[way]))
-    pairs = list(zip(rates["auto"], rates[best], strict=True))
-    by_hand = {way: round(median(rates[way])) for way in ways}
-    told = {"where": chosen.most_common(1)[0][0], "chosen": dict(chosen), "beside_name": best, "by_hand": by_hand}
+
+    def rate(way: str) -> float:
+        with Rollout(
+            env,
+            module=policy(),
+            num_envs=slots,
+            **WAYS[way],
+            fragment_length=length,
+            prefetch=1,
+            flat_forward=True,
+            seed=0,
+        ) as rollout:
+            if way == "auto":
+                chosen[rollout.placement.split("'")[1]] += 1
+            return in_steady_state(rollout, 2 * sizes.seconds)
+
+    by_hand: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(max(1, sizes.rounds // 4)):
+        for way in ways[:: -1 if number % 2 else 1]:
+            by_hand[way].append(rate(way))
+    best = max(ways, key=lambda way: median(by_hand[way]))
+    pairs = in_turns(partial(rate, "auto"), partial(rate, best), max(1, sizes.rounds * 2 // 3))
+    made = {way: round(median(rates)) for way, rates in by_hand.items()}
+    told = {"where": chosen.most_common(1)[0][0], "chosen": dict(chosen), "beside_name": best, "by_hand": made}
     return record(f"auto: {workload}", slots, pairs, aim=0.95, **told)
 
 
