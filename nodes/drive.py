@@ -21,6 +21,8 @@ from rollflow.stream.report import Report
 
 logger = logging.getLogger(__name__)
 
+_NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for worker processes
+
 
 class Drive(Protocol):
     """Runs a rollout's ring; told of fragments that are done with, it may go on."""
@@ -95,6 +97,7 @@ class ThreadDrive:
         self._commands: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
         self._is_closed = False
+        self._has_stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
         self._thread.start()
 
@@ -138,11 +141,12 @@ class ThreadDrive:
         self._is_closed = True
         self._run.interrupt()
         self._bell.ring()
-        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._has_stopped.wait(CLOSE_TIMEOUT_S):
+            self._thread.join(_NODES_CLOSE_S)
         if self._thread.is_alive():
             logger.warning(
                 "the rollout's thread is left behind: an environment or the module has not come to an end for %g s",
-                CLOSE_TIMEOUT_S,
+                CLOSE_TIMEOUT_S + (_NODES_CLOSE_S if self._has_stopped.is_set() else 0.0),
             )
             return
         self._bell.close()
@@ -162,14 +166,22 @@ class ThreadDrive:
     def _work(self) -> None:
         try:
             with self._run as run:
-                while not (self._is_closed or run.has_ended):
-                    while self._commands:
-                        self._commands.popleft()()
-                    for _, fragment in run.next_outputs_unmetered():
-                        self._fragments.put(fragment)
+                self._go_on(run)
         except BaseException as error:
             self._error = error
+        self._has_stopped.set()
         self._fragments.put(None)
+
+    def _go_on(self, run: InlineRun) -> None:
+        """Make fragments until told to stop, or no more come."""
+        try:
+            while not (self._is_closed or run.has_ended):
+                while self._commands:
+                    self._commands.popleft()()
+                for _, fragment in run.next_outputs_unmetered():
+                    self._fragments.put(fragment)
+        finally:
+            self._has_stopped.set()
 
 
 class PortalDrive:

@@ -564,6 +564,26 @@ def test_leaving_waits_for_no_environment_that_hangs(
     assert envs[0].closed
 
 
+def test_leaving_waits_for_nodes_that_take_their_time_to_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many worker processes do."""
+    monkeypatch.setattr("rollflow.nodes.drive.CLOSE_TIMEOUT_S", 0.1)
+    released = threading.Event()
+
+    class Slow(NumberedEnv):
+        def close(self) -> None:
+            threading.Timer(0.5, released.set).start()
+            released.wait()
+            super().close()
+
+    envs = [Slow(0)]
+    with Rollout([lambda: envs[0]], module=NumberedModule(), fragment_length=5, seed=0, prefetch=1) as rollout:
+        next(iter(rollout.batches()))
+    assert envs[0].closed
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"forward_in_thread": True}])
 def test_an_interrupt_that_is_caught_in_the_block_does_not_keep_it_from_being_left(options: dict[str, Any]) -> None:
     class Interrupts(NumberedEnv):
