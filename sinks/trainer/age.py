@@ -41,11 +41,13 @@ class AgeBound:
 
         Raises LagError where none may be older, RunError where nothing younger would ever come.
         """
+        if self.max_lag is None:
+            return True
         lag = lag_of(arrived, version)
         if lag is not None and self._is_paced_and_masked(arrived.source):
             newest = newest_version(batches_in(arrived.batch, is_by_module=True))
             lag = None if newest is None else version - newest
-        if self.max_lag is None or lag is None or lag <= self.max_lag or self.on_excess == "mask":
+        if lag is None or lag <= self.max_lag or self.on_excess == "mask":
             return True
         if not has_published:
             raise RunError(

@@ -325,10 +325,9 @@ class Door:
             case Block() | Forget():
                 checked(peer.borrower, event).take(event)
             case Fragment() | Lent() | Series():
-                for fragment in fragments_in(event, peer.borrower):
-                    arrived = source.read(fragment)
-                    self.weights.raise_to(arrived.policy_version or 0)
-                    self.arrived.append(arrived)
+                arrived = source.read(fragments_in(event, peer.borrower))
+                self.weights.raise_to(max(each.policy_version or 0 for each in arrived))
+                self.arrived += arrived
             case Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True

@@ -54,14 +54,18 @@ class HandingOver:
         fragments = [arrived.item for arrived in taken if isinstance(arrived.item, Fragment)]
         if fragments and len(fragments) < len(taken):
             raise RunError("some rollouts send fragments and some train batches, expected all to send the same")
-        batch = self._batch(fragments, taken) if self._yields == "batches" else None  # if it fails, nothing is counted
+        made: Iterator[HandedOver]
+        if self._yields == "batches":
+            made = iter((HandedOver(self._batch(fragments, taken), taken, True),))  # if it fails, nothing is counted
+        else:
+            made = self._one_by_one(taken, fragments)
         for arrived, fragment in zip(taken, fragments, strict=False):
             self.returns.add(fragment, arrived.source.session.token)
-        if batch is not None:
-            for arrived in taken:
-                self.returns.take_finished(arrived.finished)
-            yield HandedOver(batch, taken, True)
-            return
+        for arrived in taken:
+            self.returns.take_finished(arrived.finished)
+        return made
+
+    def _one_by_one(self, taken: Sequence[Arrived], fragments: Sequence[Fragment]) -> Iterator[HandedOver]:
         for arrived, fragment in zip(taken, fragments, strict=True):
             items = [fragment] if self._yields == "fragments" else list(fragment.episodes())
             for item in items:

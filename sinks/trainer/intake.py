@@ -39,6 +39,7 @@ class Intake:
     ) -> None:
         self.door, self.age = door, age
         self._supply, self._is_gathered = supply, is_gathered
+        self._sets: deque[list[Arrived]] = deque()  # to be handed over after `_taken`
         self._taken: deque[Arrived] = deque()  # together, and not handed over yet
         self._left_out: list[Arrived] = []  # of them
         self._awaited, self._acks, self._where = sources, acks, where
@@ -57,25 +58,20 @@ class Intake:
 
         Raises RunError where nobody comes.
         """
-        self.door.bell.silence()
-        while True:
-            with self.door.lock:
-                if self.door.error is not None:
-                    raise self.door.error
-                while self.door.arrived:
-                    self._supply.add(self.door.arrived.popleft())
-                    patience.restart()
-                present = self.door.present
-                if not self._taken:
-                    if may_begin and self._supply.begin(present, self.door.weights.version):
-                        self.door.wake()
-                    if not self._is_enough(present, patience):
+        while (error := self.door.error) is None:
+            if not (self._taken or self._sets):
+                self.door.bell.silence()
+                with self.door.lock:
+                    present = self.door.present
+                    if not self._has_looked(present, patience, may_begin=may_begin):
                         return []
-                    self._taken += self._supply.take(present)
-                if not self._taken:
-                    return self._none_or_not_yet(present, patience)
-                if admitted := self._admitted():
-                    return admitted
+                    if not self._sets:
+                        return self._none_or_not_yet(present, patience)
+            if not self._taken:
+                self._taken += self._sets.popleft()
+            if admitted := self._admitted():
+                return admitted
+        raise error
 
     def forget(self, items: Sequence[Arrived]) -> list[Arrived]:
         """Go on behind these, which were taken last; what was left out between them, and is done with when they are."""
@@ -109,6 +105,18 @@ class Intake:
             for source in self.door.sources.values():
                 source.keep()
         self.door.wake()
+
+    def _has_looked(self, present: Sequence[Source], patience: Patience, *, may_begin: bool) -> bool:
+        """Gather what has come; False: not as many rollouts have come as are waited for."""
+        while self.door.arrived:
+            self._supply.add(self.door.arrived.popleft())
+            patience.restart()
+        if may_begin and self._supply.begin(present, self.door.weights.version):
+            self.door.wake()
+        if not self._is_enough(present, patience):
+            return False
+        self._sets += self._supply.take(present)
+        return True
 
     def _admitted(self) -> list[Arrived]:
         """All of what was taken for a batch, or the first of it, but for what is too old or for nobody."""

@@ -75,24 +75,29 @@ def message_of_batch(
     return wire.Fragment(0, number, columns, rest)
 
 
-def batch_of_message(message: wire.Fragment) -> tuple[Batch, int | None, int]:
-    """The train batch in a message, tensors over the memory that they came in, its oldest policy version, its steps.
-
-    Raises WireError where it is none.
-    """
+def told_of_batch(message: wire.Fragment) -> tuple[int | None, int]:
+    """Oldest policy version and steps of a train batch. Raises WireError where a message says no such thing."""
     oldest, steps = message.rest.get("policy_version"), message.rest.get("steps", 0)
     if oldest is not None and not is_whole(oldest):
         raise WireError(f"policy_version is {told_of(oldest)}, expected a whole number, or nil", "fragment")
     check_whole("steps", steps, 0, MOST)
+    return oldest, steps
+
+
+def batch_of_message(message: wire.Fragment) -> Batch:
+    """The train batch in a message, tensors over the memory that they came in. Raises WireError where it is none."""
     try:
-        return tensors_of(message.columns), oldest, steps
+        return tensors_of(message.columns)
     except (TypeError, ValueError) as error:
         raise WireError(f"it is no train batch: {error}", "fragment") from error
 
 
 def tensors_of(columns: Mapping[str, Any]) -> Batch:
     """A train batch over the memory of trees of arrays."""
-    return {name: map_tree(torch.from_numpy, tree) for name, tree in columns.items()}
+    return {
+        name: torch.from_numpy(tree) if isinstance(tree, np.ndarray) else map_tree(torch.from_numpy, tree)
+        for name, tree in columns.items()
+    }
 
 
 def arrays_of(batch: Mapping[str, Any]) -> dict[str, Any]:

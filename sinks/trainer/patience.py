@@ -13,8 +13,7 @@ class Patience:
 
     def __init__(self, limit: float | None) -> None:
         self.limit = limit
-        self.restart()
-        self._told = monotonic()
+        self._since = self._told = monotonic()
 
     def restart(self) -> None:
         """Wait as long again."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 
@@ -12,7 +12,7 @@ from rollflow.nodes.remote.lines import quoted
 from rollflow.sinks.trainer.by_module import is_by_module
 from rollflow.sinks.trainer.compression import decompressed
 from rollflow.sinks.trainer.finished import NONE, Finished
-from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragment_of_message, is_batch
+from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragment_of_message, is_batch, told_of_batch
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
 from rollflow.stream.fragment import Fragment
@@ -25,8 +25,7 @@ logger = logging.getLogger(__name__)
 _MOST_SPACES, _MOST_NODES = 64, 4096
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Arrived:
+class Arrived(NamedTuple):
     """An item that has come.
 
     number            in the source's stream
@@ -207,19 +206,36 @@ class Source:
         self.called = hello.name
         self.name = f"{quoted(hello.name)} ({where})"
 
-    def read(self, message: wire.Fragment) -> Arrived:
-        """What is in a message. Raises WireError where it is nothing for a trainer."""
-        assert self.action_space is not None
-        message = decompressed(message)
-        if is_batch(message) != self.sends_batches:
-            raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
-        if self.sends_batches:
-            if (message.rest.get("by_module") is True) != self.is_by_module:
-                raise WireError("a train batch of one module among others, or the other way round", "fragment")
+    def read(self, messages: Sequence[wire.Fragment]) -> list[Arrived]:
+        """What is in messages that came together. Raises WireError where one is nothing for a trainer."""
+        messages = [decompressed(message) for message in messages]
+        if not self.sends_batches:
+            return [self._read_fragment(message) for message in messages]
+        arrived, rest = list[Arrived](), None
+        told: tuple[int | None, int, Finished] = (None, 0, NONE)
+        for message in messages:
+            if message.rest is not rest:  # of most that came together it is the same
+                rest, told = message.rest, self._told_of_batch(message)
             if self.is_by_module and not is_by_module(message.columns):
                 raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
-            finished = Finished.of(message.rest.get("episodes"), is_by_module=self.is_by_module)
-            return Arrived(self, message.number, *batch_of_message(message), finished)
+            arrived.append(Arrived(self, message.number, batch_of_message(message), *told))
+        return arrived
+
+    def _told_of_batch(self, message: wire.Fragment) -> tuple[int | None, int, Finished]:
+        """Oldest policy version, steps, and finished episodes of a train batch. Raises WireError where it is none."""
+        self._check_kind(message)
+        if (message.rest.get("by_module") is True) != self.is_by_module:
+            raise WireError("a train batch of one module among others, or the other way round", "fragment")
+        finished = Finished.of(message.rest.get("episodes"), is_by_module=self.is_by_module)
+        return *told_of_batch(message), finished
+
+    def _check_kind(self, message: wire.Fragment) -> None:
+        if is_batch(message) != self.sends_batches:
+            raise WireError("a train batch among fragments, or the other way round, expected one of them", "fragment")
+
+    def _read_fragment(self, message: wire.Fragment) -> Arrived:
+        assert self.action_space is not None
+        self._check_kind(message)
         if self.has_fixed_lanes and message.lane not in self.lanes:
             raise WireError(f"lane {message.lane}, expected one of {len(self.lanes)}", "fragment")
         if message.number > self.aside.get(message.lane, message.number):
@@ -265,8 +281,11 @@ class Source:
 
     def move_on(self, number: int) -> None:
         """Be done with an item, in whichever order they were handed over."""
-        self.beyond.add(number)
         session = self.session
+        if number == session.done + 1 and not self.beyond:
+            session.done = number
+            return
+        self.beyond.add(number)
         while session.done + 1 in self.beyond:
             session.done += 1
             self.beyond.remove(session.done)

@@ -17,7 +17,7 @@ from rollflow.nodes.remote.lines import Line, Lines, quoted
 from rollflow.nodes.remote.transport import Transport, transport_for
 from rollflow.nodes.weights_codec import Arrays, from_arrays
 from rollflow.nodes.weights_digest import digest_of
-from rollflow.sinks.trainer.alike import MOST_ALIKE, MOST_BYTES, Alike, alike
+from rollflow.sinks.trainer.alike import MOST_ALIKE, MOST_BYTES, MOST_LENT, Alike, alike
 from rollflow.sinks.trainer.compression import compressed
 from rollflow.sinks.trainer.item_message import is_batch, nbytes_of
 from rollflow.sinks.trainer.kept import Kept
@@ -264,7 +264,7 @@ class SourceLink:
             return
         end = min(self._session.given, self._session.done + wanted.window, begin + wanted.series - 1) + 1
         others = map(self._kept.get, range(begin + 1, min(end, begin + MOST_ALIKE)))
-        most = min(MOST_BYTES, connection.peer_max_frame // 2)
+        most = min(MOST_BYTES if self._lender is None else MOST_LENT, connection.peer_max_frame // 2)
         if self._lender is not None and not is_batch(message):
             behind = max(0, most // max(1, nbytes_of(message)) - 1)
             self._lender.send([message, *islice(others, behind)])

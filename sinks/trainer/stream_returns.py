@@ -1,7 +1,7 @@
 """Returns and lengths of finished episodes, as a trainer knows them of all its rollouts."""
 
 from rollflow.nodes.episode_returns import EpisodeReturns
-from rollflow.sinks.trainer.finished import Finished
+from rollflow.sinks.trainer.finished import NONE, Finished
 
 _MOST_MODULES = 1024
 
@@ -19,6 +19,8 @@ class StreamReturns(EpisodeReturns):
 
     def take_finished(self, finished: Finished) -> None:
         """Add the episodes that a train batch tells of."""
+        if finished is NONE:
+            return
         self.take(finished.count, finished.returns, finished.lengths)
         for module_id, part in finished.by_module.items():
             returns = self.by_module.pop(module_id, None) or EpisodeReturns()

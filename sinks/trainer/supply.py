@@ -30,17 +30,18 @@ class FirstCome:
         self._waiting.append(arrived)
         self._counts[arrived.source] += 1
 
-    def take(self, present: Sequence[Source]) -> list[Arrived]:
-        """The next items; none where they are not all there and others may come from those that are `present`."""
+    def take(self, present: Sequence[Source]) -> list[list[Arrived]]:
+        """The next sets; none where they are not all there and others may come from those that are `present`."""
         count = self._count or max(1, sum(map(self._share, {*present, *self._counts})))
-        if len(self._waiting) < count and present:
-            return []
-        taken = [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
-        for arrived in taken:
-            self._counts[arrived.source] -= 1
-            if not self._counts[arrived.source]:
-                del self._counts[arrived.source]
-        return taken
+        sets = len(self._waiting) // count if present else min(1, len(self._waiting))
+        return [[self._taken() for _ in range(min(count, len(self._waiting)))] for _ in range(sets)]
+
+    def _taken(self) -> Arrived:
+        arrived = self._waiting.popleft()
+        self._counts[arrived.source] -= 1
+        if not self._counts[arrived.source]:
+            del self._counts[arrived.source]
+        return arrived
 
     def _share(self, source: Source) -> int:
         """How many items of a rollout belong to a set."""
@@ -77,12 +78,12 @@ class Rounds:
             return
         self._waiting.setdefault((arrived.source.session.token, arrived.lane), deque()).append(arrived)
 
-    def take(self, present: Sequence[Source]) -> list[Arrived]:
-        """The next round; none where it is not whole and others may come from those that are `present`."""
+    def take(self, present: Sequence[Source]) -> list[list[Arrived]]:
+        """The next round, alone; none where it is not whole and others may come from those that are `present`."""
         awaited = {(source.session.token, lane) for source in present for lane in source.awaited - source.gone}
         self._has_begun = not awaited <= self._waiting.keys()
         if self._has_begun:
             return []
         taken = [items.popleft() for items in self._waiting.values()]
         self._waiting = {key: items for key, items in self._waiting.items() if items}
-        return taken
+        return [taken] if taken else []

@@ -110,8 +110,9 @@ class FrameDecoder:
         self._lent.release()
         if self._total:
             if self._filled == len(self._large):
-                size = self._total if self._total < 3 * self._filled else 2 * self._filled
-                self._large += bytes(size - self._filled)
+                memory = bytearray(self._total if self._total < 3 * self._filled else 2 * self._filled)
+                memory[: self._filled] = self._large
+                self._large = memory
             self._lent = memoryview(self._large)[self._filled : self._total]
         else:
             if self._begin:
@@ -172,12 +173,11 @@ class FrameDecoder:
         self._total = total
 
     def _found(self, total: int) -> bytearray | None:
-        """Spare memory for a frame, not much larger; what is of no use for it is given back."""
-        while self._spare:
-            memory = self._spare.popleft()
-            if total <= len(memory) <= 2 * total:
-                return memory
-        return None
+        """Spare memory for a frame, not much larger: what was used last. Where none fits, the oldest is given back."""
+        spare = [self._spare.pop() for _ in range(len(self._spare))]  # more may come meanwhile
+        found = next((memory for memory in spare if total <= len(memory) <= 2 * total), None)
+        self._spare.extendleft(memory for memory in spare[: None if found is not None else -1] if memory is not found)
+        return found
 
     def _whole(self) -> NDArray[np.uint8]:
         """The large frame, whose memory is spare once nobody refers to it."""

@@ -195,7 +195,21 @@ def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> N
     supply.add(one)
     assert supply.take([small]) == []
     supply.add(other)
-    assert supply.take([small]) == [one, other]
+    assert supply.take([small]) == [[one, other]]
+
+
+def test_as_many_sets_are_taken_as_are_whole() -> None:
+    supply, source = FirstCome(2), Source(TrainerSession(bytes(16)))
+    source.lanes = {0}
+    items = [Arrived(source, number, {}, None) for number in range(1, 8)]
+    for item in items[:5]:
+        supply.add(item)
+    assert supply.take([source]) == [items[:2], items[2:4]]
+    assert supply.take([source]) == []
+    for item in items[5:]:
+        supply.add(item)
+    assert supply.take([source]) == [items[4:6]]
+    assert [supply.take([]), supply.take([])] == [[items[6:]], []]  # nothing more comes
 
 
 # Rollouts that are lost for good

@@ -160,7 +160,7 @@ class Trainer:
             self.source.move_on(arrived.number)
             self.source.keep()
         self.rounds.begin([self.source], self.version)
-        self.holds, self.has_published = self.rounds.take([self.source]), False
+        self.holds, self.has_published = next(iter(self.rounds.take([self.source])), []), False
         return self.holds
 
     def saved(self) -> tuple[int, set[int], int]:

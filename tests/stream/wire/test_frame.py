@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollflow.stream.blocks import address_of
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import FrameDecoder
 from rollflow.stream.wire.frame import frame_of, taken_apart
@@ -99,6 +100,21 @@ def test_a_large_frame_is_received_straight_into_its_own_memory() -> None:
     (received_frame,) = decoder.filled(1000)
     assert bytes(received_frame)[-1000:] == b"x" * 1000
     assert len(received_frame) == len(frame)
+
+
+def test_memory_of_large_frames_is_used_again_whatever_their_order() -> None:
+    def whole(size: int) -> Any:
+        (frame,) = decoder.feed(bytes_of(b"h", [bytes(size)]))
+        return frame
+
+    decoder = FrameDecoder(1 << 24)
+    small, large = whole(1 << 18), whole(1 << 20)
+    before = [address_of(small), address_of(large)]
+    del small, large
+    large, small = whole((1 << 20) - 8), whole(1 << 18)
+    assert [address_of(small), address_of(large)] == before
+    other = whole(1 << 20)  # while both are in use
+    assert address_of(other) not in before
 
 
 def test_a_claim_of_2_gb_and_silence_cost_nothing() -> None:
