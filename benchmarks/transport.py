@@ -6,8 +6,9 @@ from a source to a `TrainerStream`, acknowledged one by one. Through shared memo
 fragment lies where its environments wrote it. Beside it stands a bare ring in shared memory, with two semaphores, that
 the same arrays are copied into; beside the sockets, a blocking one of the same kind that is received from into arrays
 that are ready. Lines that stand for themselves: a copy in one process with its sum; the ring with new tensors over each
-batch and word of when they are gone, as anything needs whose batches may be kept; `multiprocessing.Queue`, tensors
-through torch's, and Ray's object store where Ray is installed. Four are under way at most, or 2 MiB, wherever they go.
+batch and word of when they are gone, as anything needs whose batches may be kept; `multiprocessing.Queue` and tensors
+through torch's, of a fragment its columns alone; Ray's object store where Ray is installed. Four are under way at most,
+or 2 MiB, wherever they go.
 
     python -m benchmarks.transport [--quick]
 """
@@ -50,6 +51,11 @@ class Load(NamedTuple):
     size: int
 
     @property
+    def what(self) -> str:
+        """What they are called."""
+        return "fragments" if self.is_fragment else "batches"
+
+    @property
     def depth(self) -> int:
         """How many are under way at most."""
         return max(LEAST_DEPTH, UNDER_WAY // self.size)
@@ -73,10 +79,10 @@ def measure(sizes: Sizes, payloads: Mapping[str, int] = SIZES) -> list[Record]:
     for name, size in payloads.items():
         for load in (Load(False, size), Load(True, size)):
             records += [_ours(scheme, name, load, sizes) for scheme in AIMS]
-        load = Load(False, size)
-        records += [_alone(way, make, name, load, sizes) for way, make in _ALONE.items()]
+            ways = _QUEUES if load.is_fragment else _ALONE
+            records += [_alone(way, make, name, load, sizes) for way, make in ways.items()]
         if _RAY_IS_HERE:
-            records.append(_alone("Ray's store", _ray_store, name, load, sizes))
+            records.append(_alone("Ray's store", _ray_store, name, Load(False, size), sizes))
     if not _RAY_IS_HERE:
         print("Ray's object store: left out, Ray is not installed here", file=sys.stderr)
     return records
@@ -91,8 +97,7 @@ def _ours(scheme: str, name: str, load: Load, sizes: Sizes) -> Record:
             rate()  # warm up
         pairs = in_turns(*rates, sizes.rounds)
     told = {"beside_name": {"shm": "a bare ring"}.get(scheme, "a bare socket"), "where": scheme}
-    what = "fragments" if load.is_fragment else "batches"
-    made = record(f"to a trainer, {name} ({what}/s)", 1, pairs, aim=AIMS[scheme], **told)
+    made = record(f"to a trainer, {name} ({load.what}/s)", 1, pairs, aim=AIMS[scheme], **told)
     return made | {"mb_per_s": round(made["steps_per_s"] * load.size / 1e6)}
 
 
@@ -102,7 +107,7 @@ def _alone(way: str, make: Callable[[Load], Any], name: str, load: Load, sizes: 
         steps_per_s(take, sizes.seconds / 2)
         rates = [steps_per_s(take, sizes.seconds) for _ in range(sizes.rounds)]
     told: dict[str, Any] = {"where": way, "beside": None, "ratio": None}
-    made = record(f"beside, {name} (batches/s)", 1, [(rate, rate) for rate in rates], aim=None, **told)
+    made = record(f"beside, {name} ({load.what}/s)", 1, [(rate, rate) for rate in rates], aim=None, **told)
     return made | {"mb_per_s": round(made["steps_per_s"] * load.size / 1e6)}
 
 
@@ -328,12 +333,8 @@ def _ray_store(load: Load) -> Iterator[Iterator[Any]]:
         yield taken
 
 
-_ALONE = {
-    "copied here": _copied,
-    "ring, new tensors": _ring_of_tensors,
-    "mp.Queue": _queue,
-    "torch's queue": _torch_queue,
-}
+_QUEUES = {"mp.Queue": _queue, "torch's queue": _torch_queue}
+_ALONE = {"copied here": _copied, "ring, new tensors": _ring_of_tensors} | _QUEUES
 
 
 if __name__ == "__main__":
