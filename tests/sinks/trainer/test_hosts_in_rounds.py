@@ -2,11 +2,13 @@
 
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from feeding import SHORT, feeding, graph_over, running, trainer, weights
+from held import Held, let_go
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from remote_rollouts import HASTY, await_that, makers, rollout_over, rollouts_on, told
 from rounds import Rounds
@@ -26,8 +28,12 @@ class Remote:
 
     def host(self, *slots: int, **options: Any) -> Any:
         """One in a thread, until it is left."""
+        return self.host_of(makers(*slots), **options)
+
+    def host_of(self, envs: list[Any], **options: Any) -> Any:
+        """The same of environments."""
         on = rollouts_on if self._kind is RolloutHost else hosting
-        return on(self.envs.addresses[0], makers(*slots), **options)
+        return on(self.envs.addresses[0], envs, **options)
 
     def process(self, *slots: int) -> HostProcess:
         """One in a process of its own."""
@@ -179,7 +185,9 @@ def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(
 def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Remote, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:
-        hosts.enter_context(remote.host(0))
+        held = [partial(Held, 0, tmp_path, steps=[4 * 8])]  # until another lane is there
+        hosts.enter_context(remote.host_of(held))
+        hosts.callback(let_go, tmp_path, 0)
         rollout = rollout_over(remote.envs, num_fragments=6)
         with running(*graph_over(rollout, address)) as feed:
             unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT, "join_timeout": 60.0}
@@ -190,6 +198,7 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Re
                     if (fragment.lane, fragment.sequence) == (0, 2):
                         hosts.enter_context(remote.host(1))
                         await_that(lambda: rollout.environments.num_lanes == 2)
+                        let_go(tmp_path, 0)
                     if (fragment.lane, fragment.sequence) == (0, 5):
                         break
                 raise ZeroDivisionError
