@@ -67,13 +67,18 @@ def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space
     first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
     check_whole("sequence", rest["sequence"], 0, MOST)
     _check_indices("episode_start", rest["episode_start"], -MOST, first + 1, slots)
-    _check_indices("episode_number", rest["episode_number"], 0, MOST, slots)
+    numbers, least = rest["episode_number"], np.zeros(slots, np.int64)
+    _check_indices("episode_number", numbers, -1, MOST, slots)
     for row, lost, cut, reason in rest.get("losses", ()):
         check_whole("losses: row", row, first, last)
         _check_indices("losses: slots", lost, 0, slots - 1)
         _check_indices("losses: cut", cut, 0, slots - 1)
         if not isinstance(reason, str):
             raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
+        if row == first:
+            least[lost] = -1  # what was lost before it may have been nothing
+    if np.count_nonzero(numbers < least):
+        raise _wrong(f"episode_number is {told_of(numbers)}, expected numbers from 0 to {MOST}")
     for slot, number, data in rest.get("custom_data", ()):
         check_whole("custom_data: slot", slot, 0, slots - 1)
         check_whole("custom_data: episode", number, -1, MOST)

@@ -93,6 +93,10 @@ NONSENSE: dict[str, tuple[Change, str]] = {
         r"episode_start is array.*, expected numbers from -\d+ to 2",
     ),
     "episodes without numbers": (rest(episode_number=np.array([np.nan, 0.0])), "episode_number is"),
+    "an episode before the first, where nothing was lost": (
+        rest(episode_number=np.array([-1, 0])),
+        r"episode_number is array\(\[-1,  0\]\), expected numbers from 0",
+    ),
     "finals of nonsense": (
         rest(finals={"rows": [0], "counts": [5], "slots": 3}),
         "finals: row is 0, expected .* 1 to 8",

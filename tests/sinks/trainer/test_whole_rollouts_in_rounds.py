@@ -70,11 +70,12 @@ def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int) -> N
 
 
 @pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("step", [16, 21], ids=["in its first step", "later"])
 def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_are_waited_for_no_more(
-    tmp_path: Path,
+    step: int, tmp_path: Path
 ) -> None:
     envs, rounds = listening(RemoteRollouts), Rounds(0)
-    given = [partial(NumberedEnv, 0), partial(Doomed, 1, tmp_path, "raise", 21, 1), partial(NeverReset, 2)]
+    given = [partial(NumberedEnv, 0), partial(Doomed, 1, tmp_path, "raise", step, 1), partial(NeverReset, 2)]
     with trainer(**rounds.settings()) as stream, rollouts_on(envs.addresses[0], given, lanes=3):
         rollout = rollout_over(envs)
         stream.publish(weights(1.0))
