@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from queue import SimpleQueue
+from time import monotonic
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -138,16 +139,14 @@ class ThreadDrive:
         """
         if self._is_closed:
             return
-        self._is_closed = True
+        self._is_closed, began = True, monotonic()
         self._run.interrupt()
         self._bell.ring()
         if self._has_stopped.wait(CLOSE_TIMEOUT_S):
             self._thread.join(_NODES_CLOSE_S)
         if self._thread.is_alive():
-            logger.warning(
-                "the rollout's thread is left behind: an environment or the module has not come to an end for %g s",
-                CLOSE_TIMEOUT_S + (_NODES_CLOSE_S if self._has_stopped.is_set() else 0.0),
-            )
+            what = "a node has not closed" if self._has_stopped.is_set() else "an environment or the module hangs"
+            logger.warning("the rollout's thread is left behind: %s after %.1f s", what, monotonic() - began)
             return
         self._bell.close()
         if error is None:

@@ -35,7 +35,7 @@ class LagBound:
         """Versions published since the oldest that an action of the fragment was computed with."""
         assert self._weights is not None
         version: int = fragment.policy_version
-        return self._weights.version - version
+        return max(0, self._weights.version - version)  # another place may know of a version a moment sooner
 
     def admits(self, fragment: Any) -> bool:
         """Whether a learner may have the fragment; one it may not have is counted. Raises LagError under "pace"."""

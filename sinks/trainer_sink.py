@@ -78,9 +78,9 @@ class TrainerSink:
     With 'shm:', for a trainer on this host, fragments are not sent: the rollout's lanes have them in memory that the
     trainer sees, in which nothing is written again before the trainer has moved on from a fragment and has no array of
     it any more. What lies elsewhere is copied there once: train batches, fragments that came from other hosts, and in a
-    lane's first one what no worker process writes; small train batches that are ready together are copied to one place,
-    which is written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` of
-    what it got is sent copies through the socket, as with 'unix:', until it lets go of some.
+    lane's first one what no worker process writes; train batches that are ready together are copied to one place, 1 MiB
+    or four batches at most, which is written again once the trainer has let go of all of them. A trainer that keeps
+    more than `max_bytes` of what it got is sent copies through the socket, as with 'unix:', until it lets go of some.
 
     `stream.returns` and `stream.weights_in_use()` know of train batches as well: the sink sees the fragments
     themselves as they leave the rollout, whatever makes batches of them. A batch tells of the episodes that have

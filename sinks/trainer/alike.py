@@ -16,8 +16,8 @@ from rollflow.sinks.trainer.layout import Kind, Layout, laid_out, packed
 from rollflow.stream.wire import EACH, Fragment, Joined, Lent, Series, bytes_of
 
 MOST_ALIKE = 16  # so that those behind do not wait long for the first
-MOST_BYTES = 1 << 20  # of them, through a socket: larger ones gain nothing
-MOST_LENT = 1 << 22  # of them, in shared memory
+MOST_BYTES = 1 << 20  # of them: whoever keeps one in shared memory keeps all
+MOST_LENT = 1 << 22  # of those that are larger each, in shared memory; through a socket they gain nothing
 _MOST_TOLD = 1 << 14  # returns of episodes in them: a header takes no end of values
 _ALIGNMENT = 8  # as in a frame
 _OWN = ("episodes",)  # entries of a train batch's rest in which it may differ

@@ -82,7 +82,7 @@ class Door:
     ) -> None:
         self.lock = threading.RLock()
         self.sources: dict[bytes, Source] = {}
-        self.arrived: deque[Arrived] = deque()
+        self.arrived: list[Arrived] = []
         self.bell = Bell()
         self.error: Exception | None = None
         self.come: set[bytes] = set()
@@ -325,9 +325,9 @@ class Door:
             case Block() | Forget():
                 checked(peer.borrower, event).take(event)
             case Fragment() | Lent() | Series():
-                arrived = source.read(fragments_in(event, peer.borrower))
-                self.weights.raise_to(max(each.policy_version or 0 for each in arrived))
-                self.arrived += arrived
+                for arrived in source.read(fragments_in(event, peer.borrower)):
+                    self.weights.raise_to(arrived.policy_version or 0)
+                    self.arrived.append(arrived)
             case Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True

@@ -39,7 +39,7 @@ class Intake:
     ) -> None:
         self.door, self.age = door, age
         self._supply, self._is_gathered = supply, is_gathered
-        self._sets: deque[list[Arrived]] = deque()  # to be handed over after `_taken`
+        self._sets: list[list[Arrived]] = []  # to be handed over after `_taken`
         self._taken: deque[Arrived] = deque()  # together, and not handed over yet
         self._left_out: list[Arrived] = []  # of them
         self._awaited, self._acks, self._where = sources, acks, where
@@ -68,7 +68,7 @@ class Intake:
                     if not self._sets:
                         return self._none_or_not_yet(present, patience)
             if not self._taken:
-                self._taken += self._sets.popleft()
+                self._taken, self._sets = deque(self._sets[0]), self._sets[1:]
             if admitted := self._admitted():
                 return admitted
         raise error
@@ -108,14 +108,15 @@ class Intake:
 
     def _has_looked(self, present: Sequence[Source], patience: Patience, *, may_begin: bool) -> bool:
         """Gather what has come; False: not as many rollouts have come as are waited for."""
-        while self.door.arrived:
-            self._supply.add(self.door.arrived.popleft())
+        if self.door.arrived:
+            joined = self._supply.joined(self.door.arrived)
+            self._supply.waiting, self.door.arrived = joined, []
             patience.restart()
         if may_begin and self._supply.begin(present, self.door.weights.version):
             self.door.wake()
         if not self._is_enough(present, patience):
             return False
-        self._sets += self._supply.take(present)
+        self._sets, self._supply.waiting = self._supply.take(present)
         return True
 
     def _admitted(self) -> list[Arrived]:

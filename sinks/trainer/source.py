@@ -1,7 +1,7 @@
 """A rollout that feeds a trainer, as the trainer knows it."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -206,20 +206,19 @@ class Source:
         self.called = hello.name
         self.name = f"{quoted(hello.name)} ({where})"
 
-    def read(self, messages: Sequence[wire.Fragment]) -> list[Arrived]:
-        """What is in messages that came together. Raises WireError where one is nothing for a trainer."""
-        messages = [decompressed(message) for message in messages]
-        if not self.sends_batches:
-            return [self._read_fragment(message) for message in messages]
-        arrived, rest = list[Arrived](), None
+    def read(self, messages: Iterable[wire.Fragment]) -> Iterator[Arrived]:
+        """What is in messages that came together. Raises WireError at one that is nothing for a trainer."""
+        rest: Mapping[str, Any] | None = None
         told: tuple[int | None, int, Finished] = (None, 0, NONE)
-        for message in messages:
+        for message in map(decompressed, messages):
+            if not self.sends_batches:
+                yield self._read_fragment(message)
+                continue
             if message.rest is not rest:  # of most that came together it is the same
                 rest, told = message.rest, self._told_of_batch(message)
             if self.is_by_module and not is_by_module(message.columns):
                 raise WireError("it is no train batch by module: expected module id -> columns", "fragment")
-            arrived.append(Arrived(self, message.number, batch_of_message(message), *told))
-        return arrived
+            yield Arrived(self, message.number, batch_of_message(message), *told)
 
     def _told_of_batch(self, message: wire.Fragment) -> tuple[int | None, int, Finished]:
         """Oldest policy version, steps, and finished episodes of a train batch. Raises WireError where it is none."""

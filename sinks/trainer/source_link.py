@@ -264,7 +264,8 @@ class SourceLink:
             return
         end = min(self._session.given, self._session.done + wanted.window, begin + wanted.series - 1) + 1
         others = map(self._kept.get, range(begin + 1, min(end, begin + MOST_ALIKE)))
-        most = min(MOST_BYTES if self._lender is None else MOST_LENT, connection.peer_max_frame // 2)
+        is_lent_large = self._lender is not None and is_batch(message) and nbytes_of(message) >= MOST_BYTES
+        most = min(MOST_LENT if is_lent_large else MOST_BYTES, connection.peer_max_frame // 2)
         if self._lender is not None and not is_batch(message):
             behind = max(0, most // max(1, nbytes_of(message)) - 1)
             self._lender.send([message, *islice(others, behind)])

@@ -1,21 +1,28 @@
-"""Which of the items that have come are handed over together."""
+"""Which of the items that have come are handed over together.
 
-from collections import Counter, deque
-from collections.abc import Sequence
+What waits is never changed in place: it is exchanged together with what was taken of it, or was added to it, by one
+assignment, so that a signal whose handler raises loses nothing.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from rollflow.sinks.trainer.source import Arrived, Source
+
+_ByLane = dict[tuple[bytes, int], tuple[Arrived, ...]]
 
 
 class FirstCome:
     """So many items at a time, in the order in which they came.
 
     count    None: one for every lane of the rollouts that are there, and what there is left of others
+
+    waiting    items that have come, oldest first
     """
 
     def __init__(self, count: int | None) -> None:
+        self.waiting: list[Arrived] = []
         self._count = count
-        self._waiting: deque[Arrived] = deque()
-        self._counts: Counter[Source] = Counter()  # of those that wait, by whose they are
 
     def has_newcomers(self, present: Sequence[Source]) -> bool:
         """Nobody waits to be let in."""
@@ -25,38 +32,41 @@ class FirstCome:
         """Nobody is let in."""
         return False
 
-    def add(self, arrived: Arrived) -> None:
-        """Take an item in."""
-        self._waiting.append(arrived)
-        self._counts[arrived.source] += 1
+    def joined(self, arrived: Iterable[Arrived]) -> list[Arrived]:
+        """What waits, when these have come as well."""
+        return [*self.waiting, *arrived]
 
-    def take(self, present: Sequence[Source]) -> list[list[Arrived]]:
-        """The next sets; none where they are not all there and others may come from those that are `present`."""
-        count = self._count or max(1, sum(map(self._share, {*present, *self._counts})))
-        sets = len(self._waiting) // count if present else min(1, len(self._waiting))
-        return [[self._taken() for _ in range(min(count, len(self._waiting)))] for _ in range(sets)]
+    def take(self, present: Sequence[Source]) -> tuple[list[list[Arrived]], list[Arrived]]:
+        """The next sets, and what waits then; none where they are not whole and more may come of some `present`."""
+        count, waiting = self._size(present), self.waiting
+        whole = len(waiting) // count if present else min(1, len(waiting))
+        if self._count is None:
+            whole = min(1, whole)  # the next may be of another size
+        sets = [waiting[begin : begin + count] for begin in range(0, whole * count, count)]
+        return sets, waiting[whole * count :]
 
-    def _taken(self) -> Arrived:
-        arrived = self._waiting.popleft()
-        self._counts[arrived.source] -= 1
-        if not self._counts[arrived.source]:
-            del self._counts[arrived.source]
-        return arrived
-
-    def _share(self, source: Source) -> int:
-        """How many items of a rollout belong to a set."""
-        return source.streams if source.is_present else min(source.streams, self._counts[source])
+    def _size(self, present: Sequence[Source]) -> int:
+        """How many items are a set."""
+        if self._count is not None:
+            return self._count
+        size = sum(source.streams for source in present)
+        if len(self.waiting) >= size:
+            left = Counter(arrived.source for arrived in self.waiting if not arrived.source.is_present)
+            size += sum(min(source.streams, count) for source, count in left.items())
+        return max(1, size)
 
 
 class Rounds:
     """One fragment of every lane at a time, each lane's next, or one train batch of every rollout.
+
+    waiting    (token, lane) -> items that have come
 
     Of which lanes a round is to be is said when it begins: lanes that come meanwhile are in the next one, and one that
     is gone is in those for which it has given fragments.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[bytes, int], deque[Arrived]] = {}
+        self.waiting: _ByLane = {}
         self._has_begun = False
 
     def has_newcomers(self, present: Sequence[Source]) -> bool:
@@ -72,18 +82,20 @@ class Rounds:
             return False
         return any([source.await_all(version) for source in present])
 
-    def add(self, arrived: Arrived) -> None:
-        """Take an item in; one that was handed over before a restart belongs to a round that is over."""
-        if arrived.number in arrived.source.beyond:
-            return
-        self._waiting.setdefault((arrived.source.session.token, arrived.lane), deque()).append(arrived)
+    def joined(self, arrived: Iterable[Arrived]) -> _ByLane:
+        """What waits, when these have come as well; one that was handed over before a restart is of a round before."""
+        waiting = dict(self.waiting)
+        for each in arrived:
+            if each.number not in each.source.beyond:
+                key = each.source.session.token, each.lane
+                waiting[key] = (*waiting.get(key, ()), each)
+        return waiting
 
-    def take(self, present: Sequence[Source]) -> list[list[Arrived]]:
-        """The next round, alone; none where it is not whole and others may come from those that are `present`."""
+    def take(self, present: Sequence[Source]) -> tuple[list[list[Arrived]], _ByLane]:
+        """The next round, alone, and what waits then; none where it is not whole and others may come of `present`."""
         awaited = {(source.session.token, lane) for source in present for lane in source.awaited - source.gone}
-        self._has_begun = not awaited <= self._waiting.keys()
-        if self._has_begun:
-            return []
-        taken = [items.popleft() for items in self._waiting.values()]
-        self._waiting = {key: items for key, items in self._waiting.items() if items}
-        return [taken] if taken else []
+        self._has_begun = not awaited <= self.waiting.keys()
+        if self._has_begun or not self.waiting:
+            return [], self.waiting
+        taken = [items[0] for items in self.waiting.values()]
+        return [taken], {key: items[1:] for key, items in self.waiting.items() if len(items) > 1}

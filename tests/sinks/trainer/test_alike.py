@@ -144,12 +144,15 @@ def test_more_than_may_be_lent_comes_as_copies() -> None:
 
 
 class BatchFeed:
-    """A source of numbered batches, in a thread of its own."""
+    """A source of numbered batches of so many numbers each, in a thread of its own.
 
-    def __init__(self, address: Any, count: int) -> None:
+    is_ready    whether all are there before the first is sent
+    """
+
+    def __init__(self, address: Any, count: int, size: int = 100, *, is_ready: bool = False) -> None:
         target = parse_trainer_address(str(address))
         self.session, self.kept = SourceSession(secrets.token_bytes(SESSION_BYTES)), Kept(1 << 30)
-        self._count = count
+        self._count, self._size, self._is_ready = count, size, is_ready
         shares = isinstance(target, SharedAddress)
         told = METADATA | {"shares_memory": shares}
         self.link = SourceLink(
@@ -167,7 +170,7 @@ class BatchFeed:
             secret=None,
             tls=None,
             limits=HASTY,
-            lender=Lender(1 << 22) if shares else None,
+            lender=Lender(1 << 26) if shares else None,
         )
         self._thread = threading.Thread(target=self._run)
         self._has_left = False
@@ -175,16 +178,22 @@ class BatchFeed:
     def _run(self) -> None:
         poll = select.poll()
         poll.register(self.link.bell.fileno(), select.POLLIN)
-        for number in range(1, self._count + 1):
-            self.kept.add(message(number, big=numbers(number, 100)), 1, 1)
-            self.session.given = number
-            self.link.wake()
-        self.link.finish()
+        if not self._is_ready:
+            self._give()
         while self.session.done < self._count and not self._has_left:
             poll.poll(100)
             self.link.bell.silence()
 
+    def _give(self) -> None:
+        for number in range(1, self._count + 1):
+            self.kept.add(message(number, big=numbers(number, self._size)), 1, 1)
+            self.session.given = number
+            self.link.wake()
+        self.link.finish()
+
     def __enter__(self) -> "BatchFeed":
+        if self._is_ready:
+            self._give()
         self.link.start()
         self._thread.start()
         return self
@@ -212,7 +221,9 @@ def test_connections_that_are_cut_lose_nothing_and_double_nothing(cuts: list[int
     assert len(taken) == 200
 
 
-def test_several_come_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many came as one, again and again."""
     counts: list[int] = []
 
     def counted(message: Any, borrower: Any) -> list[Fragment]:
@@ -221,6 +232,10 @@ def test_several_come_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
         return fragments
 
     monkeypatch.setattr("rollflow.sinks.trainer.door.fragments_in", counted)
+    return counts
+
+
+def test_several_come_as_one(counts: list[int]) -> None:
     with shared_address() as address, TrainerStream(address, prefetch=30, limits=HASTY) as stream:
         with BatchFeed(address, 200):
             taken = list(stream)
@@ -229,6 +244,25 @@ def test_several_come_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sum(counts), len(taken)) == (200, 200)
     assert max(counts) > 1
     assert max(counts) <= MOST_ALIKE
+
+
+LARGE = MOST_BYTES // numbers(0, 1).nbytes  # numbers of a batch that is as large as small ones may be together
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "size", "most"),
+    [(True, LARGE // 5, 4), (True, LARGE, 3), (False, LARGE // 5, 4), (False, LARGE, 1)],
+)
+def test_larger_ones_come_as_one_through_shared_memory(
+    counts: list[int], is_shared: bool, size: int, most: int
+) -> None:
+    with shared_address() as shared:
+        address = shared if is_shared else "tcp://127.0.0.1:0"
+        with TrainerStream(address, prefetch=11, limits=HASTY) as stream:
+            with BatchFeed(stream.address, 12, size, is_ready=True):
+                taken = [came["big"][0].item() for came in stream]
+    assert taken == [numbers(number, 1)[0] for number in range(1, 13)]
+    assert max(counts) == most
 
 
 # What is refused

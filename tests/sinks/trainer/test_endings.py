@@ -15,11 +15,9 @@ from remote_rollouts import await_that
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream
 from rollflow.sinks.trainer import source_link
-from rollflow.sinks.trainer.source import Arrived, Source
-from rollflow.sinks.trainer.supply import FirstCome
 from rollflow.stream import LagError, RunError
 from rollflow.stream.errors import WireError
-from rollflow.stream.wire import Goodbye, Limits, TrainerSession, encode
+from rollflow.stream.wire import Goodbye, Limits, encode
 
 STATE = {"version": 5, "sources": {}}
 
@@ -182,34 +180,6 @@ def test_fragments_without_a_transition_hold_nobody_up(options: dict[str, Any]) 
                 steps += len(batch["obs"])
                 stream.publish(rollout.module.state_dict())
     assert steps == rollout.num_steps < 2 * 120  # some rows only reset
-
-
-def test_what_is_left_of_a_rollout_that_has_gone_is_not_waited_to_be_more() -> None:
-    supply = FirstCome(None)
-    large, small = Source(TrainerSession(bytes(16))), Source(TrainerSession(bytes(range(16))))
-    large.lanes, small.lanes = set(range(8)), {0}
-    large.has_ended = True
-    one, other = Arrived(large, 1, {}, None), Arrived(small, 1, {}, None)
-    for source in (large, small):
-        source.connection = object()  # type: ignore[assignment]
-    supply.add(one)
-    assert supply.take([small]) == []
-    supply.add(other)
-    assert supply.take([small]) == [[one, other]]
-
-
-def test_as_many_sets_are_taken_as_are_whole() -> None:
-    supply, source = FirstCome(2), Source(TrainerSession(bytes(16)))
-    source.lanes = {0}
-    items = [Arrived(source, number, {}, None) for number in range(1, 8)]
-    for item in items[:5]:
-        supply.add(item)
-    assert supply.take([source]) == [items[:2], items[2:4]]
-    assert supply.take([source]) == []
-    for item in items[5:]:
-        supply.add(item)
-    assert supply.take([source]) == [items[4:6]]
-    assert [supply.take([]), supply.take([])] == [[items[6:]], []]  # nothing more comes
 
 
 # Rollouts that are lost for good

@@ -15,6 +15,7 @@ from feeding import SHORT, graph_over, running, weights
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that
+from supplies import taken_of
 from trainers import TrainerChild, check_whole, records_of
 
 from rollflow.nodes import Rollout
@@ -47,19 +48,19 @@ def test_a_round_is_whole_without_a_lane_once_all_of_that_has_come() -> None:
 
     def come(*places: int) -> None:
         for place in places:
-            rounds.add(items[place])
+            rounds.waiting = rounds.joined([items[place]])
             source.session.taken = items[place].number
 
     assert rounds.begin([source], 0)
     come(0, 1)
     source.take_news(Aside(2, 3))  # its last is on the way
-    assert rounds.take([source]) == []
+    assert taken_of(rounds, [source]) == []
     come(2)
-    assert rounds.take([source]) == [items[:3]]
+    assert taken_of(rounds, [source]) == [items[:3]]
     come(3)
-    assert rounds.take([source]) == []
+    assert taken_of(rounds, [source]) == []
     come(4)
-    assert rounds.take([source]) == [items[3:]]
+    assert taken_of(rounds, [source]) == [items[3:]]
     assert source.streams == 2
 
 
@@ -81,7 +82,7 @@ def test_what_comes_of_a_lane_that_is_gone_is_refused() -> None:
     source.action_space = gym.spaces.Discrete(2)
     source.take_news(Aside(1, 4))
     with pytest.raises(WireError, match="fragment 5 of lane 1, which is set aside behind 4, expected another lane"):
-        source.read([wire.Fragment(1, 5, {}, {})])
+        next(source.read([wire.Fragment(1, 5, {}, {})]))
 
 
 def test_a_lane_is_told_of_once_its_last_fragment_has_been_given() -> None:

@@ -270,7 +270,7 @@ def test_batches_that_go_as_one_keep_their_own() -> None:
     assert [each.rest for each in came] == [each.rest for each in sent]
     returns = StreamReturns()
     for each in came:
-        returns.take_finished(source(is_by_module=True).read([each])[0].finished)
+        returns.take_finished(next(source(is_by_module=True).read([each])).finished)
     assert told_of(returns) == (3, [0.0, 1.0, 7.0], [0, 1, 0], {"a": (4, [0.0, 0.0, 1.0, 2.0], [0, 0, 1, 2], {})})
 
 
@@ -280,7 +280,7 @@ def test_too_many_do_not_go_as_one() -> None:
     assert alike(sent[0], sent[1:], MOST_BYTES) is None
     came = decode(bytearray(b"".join(encode(sent[0]))))
     assert isinstance(came, Fragment)
-    assert len(source(is_by_module=True).read([came])[0].finished.by_module) == MOST_MODULES
+    assert len(next(source(is_by_module=True).read([came])).finished.by_module) == MOST_MODULES
 
 
 @pytest.mark.parametrize(
@@ -322,15 +322,22 @@ def test_a_series_that_does_not_say_it_of_each_is_refused(each: Any, expected: s
 )
 def test_what_is_malformed_is_refused(episodes: Any, expected: str) -> None:
     with pytest.raises(WireError, match=expected):
-        source(is_by_module=True).read([message(1, episodes=episodes)])
+        next(source(is_by_module=True).read([message(1, episodes=episodes)]))
+
+
+def test_those_before_one_that_is_malformed_are_taken() -> None:
+    came = source(is_by_module=True).read([message(1), message(2), message(3, episodes=told(1) | {"count": -1})])
+    assert [next(came).number, next(came).number] == [1, 2]
+    with pytest.raises(WireError, match=r"episodes.count is -1"):
+        next(came)
 
 
 def test_returns_by_module_of_one_module_are_refused() -> None:
     batch = message_of_batch(1, {"rewards": np.zeros(3)}, episodes=told(1, a=told(1)))
     with pytest.raises(WireError, match=r"episodes.by_module of a rollout with one module, expected none"):
-        source().read([batch])
+        next(source().read([batch]))
     with pytest.raises(WireError, match="episodes is 7, expected a map"):
-        source().read([message_of_batch(1, {"rewards": np.zeros(3)}, episodes=7)])  # type: ignore[arg-type]
+        next(source().read([message_of_batch(1, {"rewards": np.zeros(3)}, episodes=7)]))  # type: ignore[arg-type]
 
 
 def test_more_episodes_than_are_told_one_by_one_are_counted() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from supplies import taken_of
 
 from rollflow.sinks.trainer.age import AgeBound
 from rollflow.sinks.trainer.kept import Kept
@@ -145,7 +146,7 @@ class Trainer:
             number, piece = message
             self.source.session.take(number, may_skip=self.is_first)
             self.is_first = False
-            self.rounds.add(Arrived(self.source, number, piece, piece.version))
+            self.rounds.waiting = self.rounds.joined([Arrived(self.source, number, piece, piece.version)])
         else:
             self.source.take_news(message)
             self.windows.widen(self.source)
@@ -160,7 +161,7 @@ class Trainer:
             self.source.move_on(arrived.number)
             self.source.keep()
         self.rounds.begin([self.source], self.version)
-        self.holds, self.has_published = next(iter(self.rounds.take([self.source])), []), False
+        self.holds, self.has_published = next(iter(taken_of(self.rounds, [self.source])), []), False
         return self.holds
 
     def saved(self) -> tuple[int, set[int], int]:

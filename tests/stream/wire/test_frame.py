@@ -1,5 +1,6 @@
 """Frames, out of bytes that come in any pieces."""
 
+import weakref
 from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.stream.blocks import address_of
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import FrameDecoder
 from rollflow.stream.wire.frame import frame_of, taken_apart
@@ -102,19 +102,35 @@ def test_a_large_frame_is_received_straight_into_its_own_memory() -> None:
     assert len(received_frame) == len(frame)
 
 
-def test_memory_of_large_frames_is_used_again_whatever_their_order() -> None:
+def test_memory_of_large_frames_is_used_again_whatever_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, kept = list[int](), weakref.WeakSet[Any]()
+
+    class Memory(bytearray):
+        __hash__ = object.__hash__
+
+        def __init__(self, size: int = 0) -> None:
+            super().__init__(size)
+            if size:
+                made.append(size)
+                kept.add(self)
+
     def whole(size: int) -> Any:
         (frame,) = decoder.feed(bytes_of(b"h", [bytes(size)]))
         return frame
 
     decoder = FrameDecoder(1 << 24)
+    monkeypatch.setattr("rollflow.stream.wire.frame.bytearray", Memory, raising=False)
     small, large = whole(1 << 18), whole(1 << 20)
-    before = [address_of(small), address_of(large)]
+    before = list(made)
     del small, large
     large, small = whole((1 << 20) - 8), whole(1 << 18)
-    assert [address_of(small), address_of(large)] == before
+    assert made == before
     other = whole(1 << 20)  # while both are in use
-    assert address_of(other) not in before
+    assert len(made) > len(before)
+    del large, small, other
+    assert len(kept) == 3
+    others = [whole(1 << 22) for _ in range(3)]  # nothing fits: each has the oldest given back
+    assert {len(memory) for memory in kept} == {len(others[0])}
 
 
 def test_a_claim_of_2_gb_and_silence_cost_nothing() -> None:
