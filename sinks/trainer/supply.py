@@ -50,9 +50,9 @@ class FirstCome:
         if self._count is not None:
             return self._count
         size = sum(source.streams for source in present)
-        if len(self.waiting) >= size:
-            left = Counter(arrived.source for arrived in self.waiting if not arrived.source.is_present)
-            size += sum(min(source.streams, count) for source, count in left.items())
+        if len(self.waiting) >= size and (left := {arrived.source for arrived in self.waiting}.difference(present)):
+            counts = Counter(arrived.source for arrived in self.waiting)
+            size += sum(min(source.streams, counts[source]) for source in left)
         return max(1, size)
 
 
