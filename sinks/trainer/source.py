@@ -280,11 +280,8 @@ class Source:
 
     def move_on(self, number: int) -> None:
         """Be done with an item, in whichever order they were handed over."""
-        session = self.session
-        if number == session.done + 1 and not self.beyond:
-            session.done = number
-            return
         self.beyond.add(number)
+        session = self.session
         while session.done + 1 in self.beyond:
             session.done += 1
             self.beyond.remove(session.done)
