@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from doomed import lives_of, rewards_by_slot
 from held import LONGEST_S, Held, let_go
+from lane_clock import LaneClock
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import RawHost, hosting, listening
 
 from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow.nodes.remote.lane_record import State
 from rollflow.stream import Fragment
 from rollflow.stream.wire import Broken, Limits, Reset, Turn, Welcome
 from rollflow.stream.wire import Fragment as Answer
@@ -94,6 +96,16 @@ def await_that(is_so: Callable[[], Any]) -> None:
         if time.monotonic() > until:
             raise TimeoutError("it has not come to that")
         time.sleep(0.002)
+
+
+def await_late(rollout: Rollout, clock: LaneClock, step_timeout: float = 0.3) -> None:
+    """Have lane 0 be late, whose host has said how far it is and makes nothing more."""
+    environments = rollout.environments
+    count, [record, *_] = environments._counts[0], environments._records
+    clock.go_on(rollout, step_timeout + 0.1)
+    await_that(lambda: count.seen == count.pulse)  # it had made something since it was last looked at
+    clock.go_on(rollout, step_timeout + 0.1)
+    await_that(lambda: record.state is State.LATE)
 
 
 def check_counts(fragments: list[Fragment], rollout: Rollout) -> None:

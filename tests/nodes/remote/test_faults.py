@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doomed import Doomed, rewards_by_slot
+from lane_clock import LaneClock
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
 from remote_rollouts import HASTY, check_laws, makers, rollout_over, slots_of, taken_until, told
@@ -118,7 +119,8 @@ def test_a_gateway_that_is_killed_and_started_again_gets_its_hosts_back() -> Non
         assert steps == list(range(steps[0], steps[0] + 32))
 
 
-def test_a_hung_simulator_is_named_and_its_episode_ended() -> None:
+def test_a_hung_simulator_is_named_and_its_episode_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LaneClock(monkeypatch)
     hangs, go_on = threading.Event(), threading.Event()
 
     class Hanging(NumberedEnv):
@@ -129,6 +131,8 @@ def test_a_hung_simulator_is_named_and_its_episode_ended() -> None:
             return super().step(action)
 
     def release(rollout: Rollout) -> None:
+        hangs.wait()
+        clock.go_on(rollout, 0.4)
         while not rollout.lost:
             time.sleep(0.01)  # until the step is given up
         go_on.set()
@@ -142,14 +146,14 @@ def test_a_hung_simulator_is_named_and_its_episode_ended() -> None:
         releasing = threading.Thread(target=release, args=(rollout,))
         releasing.start()
         fragments = iter(rollout.fragments())
-        taken = taken_until(fragments, lambda taken: hangs.is_set() and len(taken) > 12)
+        taken = taken_until(fragments, lambda taken: bool(rollout.lost) and len(taken) > 12)
         rollout.drain()
         taken += list(fragments)
     releasing.join()
     lost = [chunk.custom_data["lost"] for f in taken for chunk in f.episodes() if "lost" in chunk.custom_data]
-    assert lost
-    assert "host sim (tcp://127.0.0.1:" in lost[0]
-    assert "lane 0, slot 0: no answer to a step within 0.3 s" in lost[0]
+    [told] = [reason for reason in lost if "slot 0" in reason]
+    assert "host sim (tcp://127.0.0.1:" in told
+    assert "lane 0, slot 0: no answer to a step within 0.3 s" in told
     others = [f for f in taken if slots_of([f]) <= {1}]
     check_laws(others, rollout.lost, slots_lost=2)
 

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 from doomed import lives_of, rewards_by_slot
 from held import LONGEST_S, Held, await_held, let_go
+from lane_clock import LaneClock
 from remote_hosts import BrokenWire, HostProcess, listening
 from remote_rollouts import (
     HASTY,
+    await_late,
     await_that,
     check_counts,
     check_laws,
@@ -204,17 +206,18 @@ def test_a_first_reset_is_not_waited_for(tmp_path: Path) -> None:
     assert {fragment.lane for fragment in taken} <= {1}
 
 
-def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lane_that_is_late_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LaneClock(monkeypatch)
     envs = listening(RemoteRollouts)
     try:
         with (
             rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=[5])]),
-            rollout_over(envs, step_timeout=0.3, reset_timeout=0.3, prefetch=1, fragment_length=4) as rollout,
+            rollout_over(envs, step_timeout=0.3, prefetch=1, fragment_length=4) as rollout,
         ):
             fragments = iter(rollout.fragments())
             taken = [next(fragments)]
-            rollout.environments._patience.reset_timeout = None  # of what is late
-            await_that(lambda: "is late" in caplog.text)
+            await_that(lambda: rollout.num_steps == 5)
+            await_late(rollout, clock)
             taken += drained(rollout)
             let_go(tmp_path, 0)
     finally:

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from doomed import Doomed, lives_of, rewards_by_slot
 from held import Held, await_held, let_go, times_made
+from lane_clock import LaneClock
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, listening
 from remote_rollouts import (
     HASTY,
+    await_late,
     await_that,
     check_counts,
     check_laws,
@@ -23,6 +25,7 @@ from remote_rollouts import (
 )
 
 from rollflow.nodes import RemoteRollouts, Rollout
+from rollflow.nodes.remote.lane_record import State
 from rollflow.stream import EnvError, Fragment
 
 
@@ -227,14 +230,22 @@ def test_between_two_failures_there_is_time(tmp_path: Path, monkeypatch: pytest.
 # Environments that hang
 
 
-def test_one_that_is_late_is_named_and_waited_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> LaneClock:
+    return LaneClock(monkeypatch)
+
+
+def test_one_that_is_late_is_named_and_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+) -> None:
     envs = listening(RemoteRollouts)
     held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
     with (
         rollouts_on(envs.addresses[0], [*makers(3), *held], lanes=2, name="sim"),
         rollout_over(envs, step_timeout=0.3, prefetch=6, num_fragments=3) as rollout,  # room for all there are
     ):
-        await_that(lambda: "is late" in caplog.text)
+        await_that(lambda: rollout.num_steps == 2 * (12 + 24))
+        await_late(rollout, clock)
         let_go(tmp_path, 0)
         taken = list(rollout.fragments())
         assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
@@ -249,7 +260,7 @@ def test_one_that_is_late_is_named_and_waited_for(tmp_path: Path, caplog: pytest
 
 
 def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
     envs = listening(RemoteRollouts)
     held = partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))
@@ -258,8 +269,17 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             rollouts_on(envs.addresses[0], [held, *makers(1)], lanes=2, name="sim"),
             rollout_over(envs, step_timeout=0.3, reset_timeout=0.3, prefetch=1) as rollout,
         ):
-            fragments = iter(rollout.fragments())
-            taken = taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})
+            fragments, records = iter(rollout.fragments()), rollout.environments._records
+            count = rollout.environments._counts[0]
+            taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
+            clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda _: count.seen == count.pulse)
+            taken += taken_until(fragments, lambda _: records[1].state is not State.LATE)
+            clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda _: records[0].state is State.LATE)
+            taken += taken_until(fragments, lambda _: records[1].state is not State.LATE)  # it may have been by chance
+            clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})
             assert rollout.lost == {"workers": 4 + 1}
             let_go(tmp_path, 0)  # its answer comes after all, and is nobody's any more, nor what it goes on to tell
             host = next(iter(rollout.environments._gateway.hosts.values()))
@@ -277,11 +297,8 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
 
 
 def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
 ) -> None:
-    """The clock is the test's own: each step takes longer than half the time that there is for one."""
-    now = [0.0]
-    monkeypatch.setattr("rollflow.nodes.workers.deadlines.monotonic", lambda: now[0])
     envs = listening(RemoteRollouts)
     steps = [4, 5, 6, 7]
     with (
@@ -291,8 +308,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
         for times, step in enumerate(steps):
             await_held(tmp_path, 0, times)
             await_that(lambda step=step: rollout.num_steps == step)  # as it has said
-            now[0] += 11.0
-            rollout.environments._gateway.wake()
+            clock.go_on(rollout, 11.0)
             await_that(lambda: rollout.environments._patience.left not in (None, 0.0))
             let_go(tmp_path, 0, times)
         [fragment] = rollout.fragments()
@@ -302,7 +318,7 @@ def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
 
 
 def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, clock: LaneClock
 ) -> None:
     monkeypatch.setattr("rollflow.nodes.backoff.FIRST_S", 0.01)
     monkeypatch.setattr("rollflow.nodes.remote.host._LONGEST_RETRY_S", 0.05)
@@ -311,15 +327,18 @@ def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
     try:
         with (
             rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]),
-            rollout_over(envs, step_timeout=0.3, prefetch=1) as rollout,
+            rollout_over(envs, step_timeout=0.3, reset_timeout=60.0, prefetch=1) as rollout,
         ):
             rollout.environments._join_timeout = 0.2
             patience, gateway = rollout.environments._patience, rollout.environments._gateway
-            await_that(lambda: "is late" in caplog.text)
+            await_that(lambda: rollout.num_steps == 12)
+            await_late(rollout, clock)
+            clock.go_on(rollout, 5.0)
             wire.go_down()
             await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
-            patience.reset_timeout = 0.1  # from now on
             wire.is_down = False
+            await_that(lambda: patience.left == 60.0)
+            clock.go_on(rollout, 60.0)
             with pytest.raises(
                 EnvError,
                 match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a step within 0.3 s",

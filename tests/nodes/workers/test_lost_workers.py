@@ -180,8 +180,8 @@ def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypa
             return super().step(action)
 
     makers = [partial(Hangs, slot) for slot in range(2)]
-    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, step_timeout=0.3)
-    with pytest.raises(EnvError, match=r"lane 1, vector step 0: no answer to a step within 0\.3 s"), rollout:
+    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, step_timeout=1.0)
+    with pytest.raises(EnvError, match=r"lane 1, vector step 0: no answer to a step within 1\.0 s"), rollout:
         next(iter(rollout.fragments()))
     assert "the environments of lanes [1] hang" in caplog.text
     release.append(True)

@@ -18,6 +18,7 @@ from agent_logs import steps_of
 from doomed_agents import DoomedAgents, logs_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from lane_clock import LaneClock
 from lost_agents import check_laws, not_emitted
 from numbered_agents import NumberedAgents
 from remote_agents import HASTY, makers, reasons_of, rollout_over, slots_of, taken_until, told
@@ -153,11 +154,17 @@ def test_infos_that_can_not_be_sent_are_named(caplog: pytest.LogCaptureFixture) 
 
 
 @contextmanager
-def released_once_lost(rollout: MultiAgentRollout, go: Path) -> Iterator[threading.Thread]:
-    """A thread that lets a simulator go on once its step is given up; also where the test fails before that."""
-    is_over = threading.Event()
+def released_once_lost(rollout: MultiAgentRollout, folder: Path, clock: LaneClock) -> Iterator[threading.Thread]:
+    """A thread that has time go on when the simulator 0 is held, and lets it go once its step is given up.
+
+    It does so too where the test fails before that.
+    """
+    is_over, go = threading.Event(), folder / "go 0"
 
     def release() -> None:
+        while not ((folder / "held 0").exists() or is_over.wait(0.01)):
+            pass
+        clock.go_on(rollout, 0.4)
         while not rollout.lost and not is_over.wait(0.01):
             pass
         go.touch()
@@ -171,13 +178,14 @@ def released_once_lost(rollout: MultiAgentRollout, go: Path) -> Iterator[threadi
         releasing.join()
 
 
-def test_a_hung_simulator_is_named_and_its_episodes_ended(tmp_path: Path) -> None:
+def test_a_hung_simulator_is_named_and_its_episodes_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = LaneClock(monkeypatch)
     envs = listening()
     hangs = makers(tmp_path, 0, fate="hold", step=20, lives=1, length=50)
     with (
         hosting(envs.addresses[0], [*hangs, *makers(tmp_path, 1)], lanes=2, name="sim"),
         rollout_over(envs, step_timeout=0.3) as rollout,
-        released_once_lost(rollout, tmp_path / "go 0") as releasing,
+        released_once_lost(rollout, tmp_path, clock) as releasing,
     ):
         fragments = iter(rollout.fragments())
         taken = taken_until(fragments, lambda taken: bool(rollout.lost) and any(f.losses for f in taken))
