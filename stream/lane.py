@@ -11,7 +11,6 @@ that row is known, the action of that row is what is being worked out. A vector 
 Observations that pieces rewrite may change the type of the `obs` column: see `commit`.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,25 +23,23 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment import Final, Fragment, FragmentLayout, Loss
 from rollflow.stream.infos import copied
-from rollflow.stream.lane_columns import LaneColumns, LaneMemory, SharedRows
+from rollflow.stream.lane_columns import LaneMemory
+from rollflow.stream.lane_rows import LaneRows
 from rollflow.stream.live_episode import EndedEpisodes, LaneEpisodes
 from rollflow.stream.tree import Tree, map_tree, stack_trees
 
 
-class Lane:
+class Lane(LaneRows):
     """The slots of one lane and the fragment in the making.
 
-        index            number of this lane
-        row              row of the current observation, H … H+T
         batch            what flows between the stages: column name -> tree of arrays `any[N, ...]`, or a part of what
                          one forward pass gave for several lanes
         shared_data      what connector pieces tell each other, from env-to-module to module-to-env
-        policy_version   of the weights that the last forward pass used
         num_steps        transitions recorded since the first reset
         vector_steps     vector steps since the first reset
-        memory           where columns lie that somebody else writes to; None: this lane alone does
-        is_shared        whether other processes may look at the columns, from the first step on: see `share`
         is_set_aside     whether its environments are gone for good: it makes no further step
+
+    What it is made with, and where its slots stand, is as in `LaneRows`.
 
     Raises ColumnError whenever an array does not fit its column.
     """
@@ -56,24 +53,15 @@ class Lane:
         *,
         is_shared: bool = False,
     ) -> None:
-        self.index = index
-        self.layout = layout
-        self.memory = memory
+        super().__init__(index, layout, observation_space, memory, is_shared=is_shared)
         self.batch: Any = {}
         self.shared_data: dict[str, Any] = {}
-        self.policy_version = self._version_written = 0
         self.num_steps = 0
         self.vector_steps = 0
         self.is_set_aside = False
         self.episodes = LaneEpisodes(self)
         # Spaces that the observation may have where pieces rewrite it, the environment's first.
         self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
-        self.row = self._first_row = layout.lookback
-        self._last_row = layout.lookback + layout.num_rows  # after which the fragment is cut
-        self.episode_start = np.full(layout.num_slots, self.row)  # i64[N] row of the slot's first observation
-        self.episode_number = np.zeros(layout.num_slots, np.int64)
-        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
-        self._dead: NDArray[np.bool_] | None = None  # slots whose next step only resets them
         self._ended: Final | None = None  # episodes that ended in the last step and left obs[row] to the next
         self._ended_items: dict[int, Tree] = {}
         self._latest: Tree = None  # the current row, as the environment or the last piece left it
@@ -81,10 +69,6 @@ class Lane:
         self._settled = False  # whether `_latest` is the column's own row
         self._rewritten = False
         self._typing = True  # until the first step the obs column may still take another type
-        self._extra: tuple[str, ...] | None = None
-        self._columns = LaneColumns(layout, memory, is_shared=is_shared)
-        self._is_unseen = is_shared  # the fragment in the making is the first, and lies where others don't see it
-        self.fragment = self._first_fragment()
 
     # What the environment and the module say
 
@@ -243,11 +227,6 @@ class Lane:
             self._settled = False
         self._items[slot] = observation
 
-    @property
-    def observation_space(self) -> gym.Space[Any]:
-        """The space of the `obs` column."""
-        return self._space
-
     def is_settled(self, slot: int) -> bool:
         """Whether the slot's current observation is the one that stands in the column."""
         return self._settled and not (self._ended is not None and slot in self._ended_items)
@@ -304,76 +283,15 @@ class Lane:
 
     # Fragments
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the fragment has its T vector steps."""
-        return self.row == self._last_row
-
-    @property
-    def at_start(self) -> bool:
-        """Whether the next step is the first of a fragment."""
-        return self.row == self._first_row
-
-    @property
-    def sequence(self) -> int:
-        """Number of the fragment in the making."""
-        return self.fragment.sequence
-
-    @property
-    def uncut_steps(self) -> int:
-        """Transitions in the fragment in the making: they are lost when the lane is closed before a cut."""
-        lookback = self.layout.lookback
-        steps = (self.row - lookback) * self.layout.num_slots
-        if self.layout.resets_next_step and steps:
-            steps = self._live_rows()
-        return steps
-
     def cut(self) -> Fragment:
         """Give the fragment away, read-only, and begin the next one with the last H rows as its lookback."""
-        old, lookback = self.fragment, self.layout.lookback
-        # The last H rows begin as many rows down as there were steps.
-        rows = self.row - lookback
-        are_written = self._space is self.observation_spaces[0]
-        columns = self._columns.like(old.columns, are_written=are_written)
-        for name, column in columns.items():
-            column.copy_rows(old.columns[name], rows, self.row + (name == Columns.OBS))
-        self.episode_start -= rows
-        episode_start, episode_number = self.episode_start.copy(), self.episode_number.copy()
-        if self._dead is not None:
-            episode_start[self._dead] = lookback + 1
-            episode_number[self._dead] += 1
-        new = Fragment(
-            self.layout,
-            self.index,
-            old.sequence + 1,
-            columns,
-            episode_start=episode_start,
-            episode_number=episode_number,
-        )
-        new.observation_space = old.observation_space
-        new.infos[: lookback + 1] = old.infos[rows : self.row + 1]
-        old.custom_data = copy.deepcopy(self.custom_data)
-        old.seal(rows)
-        self.custom_data = {key: data for key, data in self.custom_data.items() if self._is_open(*key)}
-        self.fragment = new
-        self.row = lookback
-        self._latest = self._column.row(lookback)
+        old = self._turn_over(are_written=self._space is self.observation_spaces[0])
+        self._latest = self._column.row(self.row)
         return old
-
-    @property
-    def shared(self) -> SharedRows | None:
-        """Where the fragment in the making lies for other processes; None: they can't see it."""
-        return self._columns.shared
 
     def share(self) -> None:
         """Let other processes see the first fragment from now on, as they do all others. After its first step only."""
-        old = self.fragment
-        columns = self._columns.like(old.columns, are_written=True)
-        for name, column in columns.items():
-            column.copy_rows(old.columns[name], 0, self.row + (name == Columns.OBS))
-        columns[Columns.POLICY_VERSION].tree[self.row :] = self._version_written
-        old.columns = columns
-        self._is_unseen = False
+        self._lay_open()
         if self._settled:
             self._latest = self._column.row(self.row)
 
@@ -389,17 +307,6 @@ class Lane:
     @property
     def _column(self) -> Column:
         return self.fragment.columns[Columns.OBS]
-
-    def _first_fragment(self) -> Fragment:
-        self._space = self.observation_spaces[0]
-        return Fragment(
-            self.layout,
-            self.index,
-            0,
-            self._columns.first(self._space),
-            episode_start=self.episode_start.copy(),
-            episode_number=self.episode_number.copy(),
-        )
 
     def _take_written_observations(self) -> None:
         assert self.memory is not None
@@ -448,22 +355,6 @@ class Lane:
                 f"lane {self.index}, column 'obs': connector pieces left observations of different shapes: {told}"
             ) from None
 
-    def _add_extra_columns(self, outputs: Mapping[str, Tree]) -> None:
-        self._extra = tuple(name for name in outputs if name != Columns.ACTIONS)
-        for name in self._extra:
-            try:
-                self.fragment.columns[name] = self._columns.extra(name, outputs[name])
-            except ColumnError as error:
-                raise ColumnError(f"lane {self.index}: {error}") from None
-
-    def _refuse_outputs(self, outputs: Mapping[str, Tree]) -> None:
-        expected = {Columns.ACTIONS, *(self._extra or ())}
-        missing, new = sorted(expected - set(outputs)), sorted(set(outputs) - expected)
-        raise ColumnError(
-            f"lane {self.index}: the outputs changed between steps: missing {missing}, new {new}; "
-            f"every step must give {sorted(expected)}"
-        )
-
     def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
         """Row `row` only reset the slots in `dead`: it is no transition of theirs, and ends nothing."""
         if np.count_nonzero(dead & done):
@@ -480,20 +371,3 @@ class Lane:
     def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
         self.episode_start[slots] = row
         self.episode_number[slots] += 1
-
-    def _live_rows(self) -> int:
-        """Transitions of the fragment in the making where dead rows stand between."""
-        lookback = self.layout.lookback
-        columns = self.fragment.columns
-        done = columns[Columns.TERMINATEDS].tree | columns[Columns.TRUNCATEDS].tree
-        # A dead row follows each end, one may be the fragment's first, and none follows a loss.
-        dead = np.zeros((self.row - lookback, self.layout.num_slots), np.bool_)
-        dead[1:] = done[lookback : self.row - 1]
-        dead[0] = self.fragment.episode_start == lookback + 1
-        for loss in self.fragment.losses:
-            if loss.row < self.row:
-                dead[loss.row - lookback, loss.slots] = False
-        return dead.size - int(np.count_nonzero(dead))
-
-    def _is_open(self, slot: int, number: int) -> bool:
-        return int(self.episode_number[slot]) == number
