@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 
 from rollflow.stream.agent_share import NOTHING, AgentShare, PendingAction
-from rollflow.stream.buffer import LookbackBuffer, equal_trees
+from rollflow.stream.buffer import LookbackBuffer
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import EpisodeError
-from rollflow.stream.tree import concatenate_trees, map_tree, stack_trees
+from rollflow.stream.tree import concatenate_trees, equal_trees, map_tree, stack_trees
 
 Received = dict[int, Any]
 """Env step -> the reward an agent got there, ascending."""

@@ -21,7 +21,16 @@ from numpy.typing import NDArray
 
 from rollflow.stream.errors import ColumnError, EpisodeError, EpisodeIndexError
 from rollflow.stream.space import item_of, one_hot
-from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
+from rollflow.stream.tree import (
+    Tree,
+    concatenate_trees,
+    equal_trees,
+    leaves_of,
+    map_tree,
+    stack_trees,
+    tree_at,
+    unstack_tree,
+)
 
 Index = int | np.integer[Any]
 Indices = Index | slice | Sequence[Index] | NDArray[np.integer[Any]] | None
@@ -65,7 +74,7 @@ class LookbackBuffer:
 
     def item(self, position: int) -> Any:
         """The item at a position; it must exist."""
-        return self.data[position] if isinstance(self.data, list) else _at(self.data, position)
+        return self.data[position] if isinstance(self.data, list) else tree_at(self.data, position)
 
     def items(self, where: Any) -> Any:
         """The items at a slice with bounds 0 <= start <= stop and no step, or at a list of positions, which all exist.
@@ -74,7 +83,7 @@ class LookbackBuffer:
         """
         if isinstance(self.data, list):
             return self.data[where] if isinstance(where, slice) else [self.data[position] for position in where]
-        return _at(self.data, where)
+        return tree_at(self.data, where)
 
     def write(self, position: int, item: Any) -> None:
         """Replace the item at a position, which must exist.
@@ -97,7 +106,7 @@ class LookbackBuffer:
                 raise ColumnError(f"'{self.name}': the leaves of new data are not all {len(positions)} long")
             self._put(list(positions), parts)
             return
-        for position, item in zip(positions, items if isinstance(items, list) else _rows(items), strict=True):
+        for position, item in zip(positions, items if isinstance(items, list) else unstack_tree(items), strict=True):
             self.write(position, item)
 
     def append(self, item: Any) -> None:
@@ -114,7 +123,7 @@ class LookbackBuffer:
         items of another structure or shape than the buffer's.
         """
         if not self.is_numpy:
-            return items if isinstance(items, list) else _rows(items)
+            return items if isinstance(items, list) else unstack_tree(items)
         if isinstance(items, list):
             if not items:
                 return self.items(slice(0, 0))
@@ -354,15 +363,6 @@ class LookbackBuffer:
         return parts
 
 
-def equal_trees(left: Any, right: Any) -> bool:
-    """Whether two items have the same structure and the same values. NaN equals NaN, an array a list of its values."""
-    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return _equal_leaves(left, right)
-    ours, our_structure = optree.tree_flatten(left, none_is_leaf=True)
-    theirs, their_structure = optree.tree_flatten(right, none_is_leaf=True)
-    return our_structure == their_structure and all(map(_equal_leaves, ours, theirs))
-
-
 def count_of(tree: Tree, name: str) -> int:
     """How many items a tree of arrays has. Raises TypeError, with `name`, for anything else."""
     try:
@@ -371,36 +371,11 @@ def count_of(tree: Tree, name: str) -> int:
         raise TypeError(f"'{name}': expected a list of items, or a tree of arrays; got {tree!r}") from None
 
 
-def _equal_leaves(left: Any, right: Any) -> bool:
-    if left is right:
-        return True
-    try:
-        ours, theirs = np.asarray(left), np.asarray(right)
-    except ValueError:  # a ragged list beside an array
-        return False
-    may_be_nan = ours.dtype.kind in "fc" and theirs.dtype.kind in "fc"
-    return bool(np.array_equal(ours, theirs, equal_nan=may_be_nan))
-
-
 def _numbers(indices: Iterable[Any], name: str) -> list[int]:
     try:
         return [operator.index(index) for index in indices]
     except TypeError:
         raise TypeError(f"index {indices!r} of '{name}' is no int, no slice and no list of ints") from None
-
-
-def _at(tree: Tree, where: Any) -> Tree:
-    """The tree of `leaf[where]`; arrays and dicts, the common ones, without optree's overhead."""
-    if isinstance(tree, np.ndarray):
-        return tree[where]
-    if type(tree) is dict:
-        return {key: _at(part, where) for key, part in tree.items()}
-    return map_tree(lambda leaf: leaf[where], tree)
-
-
-def _rows(tree: Tree) -> list[Tree]:
-    """A tree of arrays with a leading axis, row by row."""
-    return [_at(tree, row) for row in range(len(leaves_of(tree)[0]))]
 
 
 def _full(shape: tuple[int, ...], fill: Any, dtype: np.dtype[Any]) -> Any:

@@ -10,10 +10,10 @@ from typing import Any, Literal, Self
 import gymnasium as gym
 import numpy as np
 
-from rollflow.stream.buffer import Indices, LookbackBuffer, count_of, equal_trees
+from rollflow.stream.buffer import Indices, LookbackBuffer, count_of
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import EpisodeError, RollflowError
-from rollflow.stream.tree import concatenate_trees, map_tree
+from rollflow.stream.tree import concatenate_trees, equal_trees, map_tree
 
 REWARD_SPACE: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
 

@@ -45,3 +45,37 @@ def concatenate_trees(trees: Sequence[Tree]) -> Tree:
 def kind_of(tree: Tree) -> Tree:
     """Structure, dtypes and shapes behind the leading axis of a tree of arrays `any[N, ...]`, to be compared."""
     return map_tree(lambda leaf: (leaf.dtype, leaf.shape[1:]), tree)
+
+
+def tree_at(tree: Tree, where: Any) -> Tree:
+    """The tree of `leaf[where]`; arrays and dicts, the common ones, without optree's overhead."""
+    if isinstance(tree, np.ndarray):
+        return tree[where]
+    if type(tree) is dict:
+        return {key: tree_at(part, where) for key, part in tree.items()}
+    return map_tree(lambda leaf: leaf[where], tree)
+
+
+def unstack_tree(tree: Tree) -> list[Tree]:
+    """A tree of arrays with a leading axis, row by row."""
+    return [tree_at(tree, row) for row in range(len(leaves_of(tree)[0]))]
+
+
+def equal_trees(left: Any, right: Any) -> bool:
+    """Whether two items have the same structure and the same values. NaN equals NaN, an array a list of its values."""
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return _equal_leaves(left, right)
+    ours, our_structure = optree.tree_flatten(left, none_is_leaf=True)
+    theirs, their_structure = optree.tree_flatten(right, none_is_leaf=True)
+    return our_structure == their_structure and all(map(_equal_leaves, ours, theirs))
+
+
+def _equal_leaves(left: Any, right: Any) -> bool:
+    if left is right:
+        return True
+    try:
+        ours, theirs = np.asarray(left), np.asarray(right)
+    except ValueError:  # a ragged list beside an array
+        return False
+    may_be_nan = ours.dtype.kind in "fc" and theirs.dtype.kind in "fc"
+    return bool(np.array_equal(ours, theirs, equal_nan=may_be_nan))

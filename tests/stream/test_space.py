@@ -7,9 +7,8 @@ import pytest
 from gymnasium import spaces
 
 from rollflow.stream import ColumnError
-from rollflow.stream.buffer import equal_trees
 from rollflow.stream.space import flatten, is_columnar, item_of, one_hot, row_of
-from rollflow.stream.tree import map_tree, stack_trees
+from rollflow.stream.tree import equal_trees, map_tree, stack_trees
 
 NESTED = spaces.Dict(
     {
