@@ -9,8 +9,9 @@ from typing import Any
 
 import gymnasium as gym
 
-from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2, pieces_of
+from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.given_pieces import pieces_of
 from rollflow.nodes.default_module import DefaultModule
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.metrics_logger import MetricsLogger

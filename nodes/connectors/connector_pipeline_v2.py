@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
 
@@ -10,24 +9,13 @@ import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.nodes.connectors.fused import Fused, fused_tail
+from rollflow.nodes.connectors.given_pieces import check_piece
+from rollflow.nodes.connectors.timer import Timer
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.fragment_episodes import FragmentEpisodes
 from rollflow.stream.live_episode import LaneEpisodes
 
 NameOrClass = str | type
-
-
-@dataclass(slots=True)
-class Timer:
-    """How often a piece was called, and the time it took in all."""
-
-    calls: int = 0
-    total_ns: int = 0
-
-    @property
-    def mean_us(self) -> float:
-        """Microseconds a call."""
-        return self.total_ns / self.calls / 1e3 if self.calls else 0.0
 
 
 class ConnectorPipelineV2(ConnectorV2):
@@ -59,7 +47,7 @@ class ConnectorPipelineV2(ConnectorV2):
     ) -> None:
         self.connectors: list[ConnectorV2] = list(connectors or [])
         for piece in self.connectors:
-            _check_piece(piece)
+            check_piece(piece)
         self._check_distinct(self.connectors)
         self._timers: list[Timer] = []
         self._fused_calls = self._fused_ns = 0  # since the pieces' timers were last brought up to date
@@ -287,7 +275,7 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def _edit(self, pieces: list[ConnectorV2]) -> None:
         for piece in pieces:
-            _check_piece(piece)
+            check_piece(piece)
         self._check_distinct(pieces)
         before = list(self.connectors)
         self.connectors[:] = pieces
@@ -390,26 +378,6 @@ class ConnectorPipelineV2(ConnectorV2):
 
     def _told(self, place: int) -> str:
         return f"'{self.names[place]}' ({place + 1} of {len(self)} in {self.name})"
-
-
-def pieces_of(made: Any, what: str) -> list[ConnectorV2]:
-    """What a connector builder function returned, as a list. Raises ConnectorError unless it is a piece or several."""
-    pieces = list(made) if isinstance(made, list | tuple) else [made]
-    for piece in pieces:
-        if not isinstance(piece, ConnectorV2):
-            raise ConnectorError(
-                f"{what} returned {_told_class(piece)}, expected a ConnectorV2 piece or a list of pieces"
-            )
-    return pieces
-
-
-def _check_piece(piece: Any) -> None:
-    if not isinstance(piece, ConnectorV2):
-        raise ConnectorError(f"{piece!r} is {_told_class(piece)}, expected a ConnectorV2 piece")
-
-
-def _told_class(piece: Any) -> str:
-    return f"the class {piece.__name__}, not {piece.__name__}()" if isinstance(piece, type) else type(piece).__name__
 
 
 def _names_of(pieces: list[ConnectorV2]) -> list[str]:
