@@ -29,7 +29,7 @@ from rollflow.stream.columns import Columns
 from rollflow.stream.episode import REWARD_SPACE, SingleAgentEpisode
 from rollflow.stream.errors import ColumnError
 from rollflow.stream.fragment_episodes import FragmentEpisodes
-from rollflow.stream.live_episode import EndedWindow, InfosWindow, SealedEpisode
+from rollflow.stream.sealed_episode import EndedWindow, InfosWindow, SealedEpisode
 from rollflow.stream.tree import Tree, map_tree
 
 RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)

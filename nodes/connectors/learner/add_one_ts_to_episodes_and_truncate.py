@@ -9,8 +9,8 @@ from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
 from rollflow.stream.columns import Columns
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import ConnectorError
-from rollflow.stream.live_episode import SealedEpisode
 from rollflow.stream.multi_agent_episode import MultiAgentEpisode
+from rollflow.stream.sealed_episode import SealedEpisode
 
 STEP_ADDED = "_added_loss_mask_for_valid_episode_ts"
 """Where `shared_data` says that every episode has one step that it did not take."""
