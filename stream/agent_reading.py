@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.stream.agent_timeline import AgentTimeline
+from rollflow.stream.agent_roster import AgentRoster
+from rollflow.stream.agent_timeline import AgentTimeline, ColumnName
 from rollflow.stream.buffer import Indices, LookbackBuffer, count_of
 from rollflow.stream.errors import located
 
@@ -82,7 +83,52 @@ class EnvClock(LookbackBuffer):
         return steps[where] if isinstance(where, slice) else [steps[position] for position in where]
 
 
-def read_by_env_steps(
+def read_column(roster: AgentRoster, name: ColumnName, agent_ids: Any, reading: Reading) -> Any:
+    """What agents have of observations, infos, actions or rewards: agent id -> items, or a list of dicts by env step.
+
+    agent_ids    one id, or a list, tuple or set of ids; None: all agents
+
+    Raises EpisodeIndexError for an int or list index outside, ValueError for a list of anything but env steps and for
+    vectors of what has no space.
+    """
+    with_pending = reading.with_pending
+    return _read(roster, name, lambda timeline: timeline.column(name, with_pending=with_pending), agent_ids, reading)
+
+
+def read_output(roster: AgentRoster, key: str, agent_ids: Any, reading: Reading) -> Any:
+    """One of the modules' other outputs, as `read_column` has the rest."""
+    with_pending = reading.with_pending
+    return _read(roster, key, lambda timeline: timeline.output(key, with_pending=with_pending), agent_ids, reading)
+
+
+def read_outputs(roster: AgentRoster, keys: Sequence[str], agent_ids: Any, reading: Reading) -> Any:
+    """Several of them: agent id -> key -> items, or a list of such dicts by env step."""
+    if not keys and reading.as_list:
+        return [{} for _ in read_output(roster, "", agent_ids, reading)]
+    return _by_agents({key: read_output(roster, key, agent_ids, reading) for key in keys})
+
+
+def _read(
+    roster: AgentRoster,
+    name: str,
+    column_of: Callable[[AgentTimeline], LookbackBuffer],
+    agent_ids: Any,
+    reading: Reading,
+) -> Any:
+    timelines = roster.timelines
+    if agent_ids is not None:
+        chosen = agent_ids if isinstance(agent_ids, list | tuple | set | frozenset) else [agent_ids]
+        timelines = {agent_id: timeline for agent_id, timeline in timelines.items() if agent_id in chosen}
+    if reading.by_env_steps:
+        first = roster.env_t_started - roster.lookback
+        count = roster.env_t - first + (name in ("observations", "infos"))
+        return _by_env_steps(timelines, column_of, EnvClock(first, count, roster.lookback, name), reading)
+    if reading.as_list:
+        raise ValueError(f"return_list on '{name}' lists env steps, expected env_steps=True")
+    return _by_agent_steps(timelines, column_of, reading)
+
+
+def _by_env_steps(
     timelines: Mapping[Any, AgentTimeline],
     column_of: Callable[[AgentTimeline], LookbackBuffer],
     clock: EnvClock,
@@ -109,7 +155,7 @@ def read_by_env_steps(
     return answer
 
 
-def read_by_agent_steps(
+def _by_agent_steps(
     timelines: Mapping[Any, AgentTimeline], column_of: Callable[[AgentTimeline], LookbackBuffer], reading: Reading
 ) -> dict[Any, Any]:
     """Agent id -> its items at the indices, which are its own steps; agents left with nothing are absent.
@@ -143,11 +189,11 @@ def _read_one(
     return answer
 
 
-def by_agents(by_key: Mapping[str, Any]) -> Any:
+def _by_agents(by_key: Mapping[str, Any]) -> Any:
     """Key -> agent id -> items, or lists of such dicts by env step, turned into agent id -> key -> items."""
     lists = [answer for answer in by_key.values() if isinstance(answer, list)]
     if lists:
-        return [by_agents(dict(zip(by_key, at_step, strict=True))) for at_step in zip(*lists, strict=True)]
+        return [_by_agents(dict(zip(by_key, at_step, strict=True))) for at_step in zip(*lists, strict=True)]
     answer: dict[Any, dict[str, Any]] = {}
     for key, of_agents in by_key.items():
         for agent_id, items in of_agents.items():

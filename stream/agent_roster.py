@@ -1,7 +1,7 @@
 """The agents of a multi-agent episode on its clock of env steps: how they come, go, and go on from chunk to chunk."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,7 +50,30 @@ class AgentRoster:
         rewards = [timeline.early_reward() + timeline.hung_reward() for timeline in self.timelines.values()]
         return sum_of([*rewards, *(sum_of(awaited.received.values()) for awaited in self.awaited.values())])
 
+    def output_keys(self) -> list[str]:
+        """The extra outputs that any agent has, in the order of the agents."""
+        return list(dict.fromkeys(key for timeline in self.timelines.values() for key in timeline.output_keys()))
+
     # Growing
+
+    def fill(
+        self, steps: Sequence[EnvStep], lookback: int, agent_t_started: Mapping[Any, int], begin: BeginEpisode
+    ) -> list[SingleAgentEpisode]:
+        """Take a reset and the env steps after it, the first `lookback` of them as history.
+
+        Agents begin with the numbers of steps given. Returns the episodes that the last env step has ended. Raises as
+        `grow` does.
+        """
+        self.lookback = lookback
+        self.env_t -= lookback
+        self.reset(steps[0], begin)
+        ended: list[SingleAgentEpisode] = []
+        for step in steps[1:]:
+            self.end_idle_agents(step)
+            ended = self.grow(step, begin)
+        for agent_id, timeline in self.timelines.items():
+            timeline.settle(self.env_t_started, agent_t_started.get(agent_id, 0))
+        return ended
 
     def reset(self, step: EnvStep, begin: BeginEpisode) -> None:
         """Take the reset's observations."""

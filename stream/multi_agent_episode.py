@@ -9,11 +9,11 @@ from typing import Any, Literal, Self
 
 import gymnasium as gym
 
-from rollflow.stream.agent_reading import EnvClock, Reading, by_agents, read_by_agent_steps, read_by_env_steps
+from rollflow.stream.agent_reading import Reading, read_column, read_output, read_outputs
 from rollflow.stream.agent_roster import AgentRoster
 from rollflow.stream.agent_share import ALL_AGENTS, AgentShare, AgentValues, EnvStep, end_flags, env_steps_of
-from rollflow.stream.agent_timeline import AgentTimeline, ColumnName
-from rollflow.stream.buffer import Indices, LookbackBuffer
+from rollflow.stream.agent_timeline import ColumnName
+from rollflow.stream.buffer import Indices
 from rollflow.stream.episode import SingleAgentEpisode
 from rollflow.stream.errors import EpisodeError, located
 
@@ -330,21 +330,14 @@ class MultiAgentEpisode:
 
         Raises KeyError for a key that no agent has.
         """
-        timelines = self._chosen(agent_ids)
-        every = self._roster.timelines.values()
-        keys = list(dict.fromkeys(each for timeline in every for each in timeline.output_keys()))
+        keys = self._roster.output_keys()
         if key is not None and key not in keys:
             raise KeyError(f"episode '{self.id_}' has no extra output '{key}'; there are: {sorted(keys)}")
         reading = Reading(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
-
-        def read(name: str) -> Any:
-            return self._answer(
-                name, lambda each: each.output(name, with_pending=reading.with_pending), timelines, reading
-            )
-
-        if key is not None:
-            return read(key)
-        return by_agents({name: read(name) for name in keys}) if keys or not return_list else [{} for _ in read("")]
+        with located(f"episode '{self.id_}'"):
+            if key is None:
+                return read_outputs(self._roster, keys, agent_ids, reading)
+            return read_output(self._roster, key, agent_ids, reading)
 
     # Writing
 
@@ -515,18 +508,9 @@ class MultiAgentEpisode:
         if isinstance(wanted, str):
             raise self._error(f"len_lookback_buffer is '{wanted}', expected an int or 'auto'")
         self._check_lookback(wanted)
-        roster = self._roster
-        roster.lookback = min(wanted, count)
-        roster.env_t -= roster.lookback
         self._is_reset = True
         with located(f"episode '{self.id_}'"):
-            roster.reset(steps[0], self._begin)
-            ended: list[SingleAgentEpisode] = []
-            for step in steps[1:]:
-                roster.end_idle_agents(step)
-                ended = roster.grow(step, self._begin)
-        for agent_id, timeline in roster.timelines.items():
-            timeline.settle(roster.env_t_started, agent_t_started.get(agent_id, 0))
+            ended = self._roster.fill(steps, min(wanted, count), agent_t_started, self._begin)
         self._end_with(steps[-1], ended)
 
     def _begin(self, agent_id: Any, share: AgentShare, t_started: int) -> SingleAgentEpisode:
@@ -565,34 +549,9 @@ class MultiAgentEpisode:
         chunk.custom_data = copy.deepcopy(self.custom_data)
         return chunk
 
-    def _chosen(self, agent_ids: AgentIds) -> dict[Any, AgentTimeline]:
-        if agent_ids is None:
-            return self._roster.timelines
-        chosen = agent_ids if isinstance(agent_ids, list | tuple | set | frozenset) else [agent_ids]
-        return {agent_id: timeline for agent_id, timeline in self._roster.timelines.items() if agent_id in chosen}
-
     def _read(self, name: ColumnName, agent_ids: AgentIds, reading: Reading) -> Any:
-        def column(timeline: AgentTimeline) -> LookbackBuffer:
-            return timeline.column(name, with_pending=reading.with_pending)
-
-        return self._answer(name, column, self._chosen(agent_ids), reading)
-
-    def _answer(
-        self,
-        name: str,
-        column_of: Callable[[AgentTimeline], LookbackBuffer],
-        timelines: Mapping[Any, AgentTimeline],
-        reading: Reading,
-    ) -> Any:
         with located(f"episode '{self.id_}'"):
-            if reading.by_env_steps:
-                lookback = self._roster.lookback
-                count = lookback + len(self) + (name in ("observations", "infos"))
-                clock = EnvClock(self.env_t_started - lookback, count, lookback, name)
-                return read_by_env_steps(timelines, column_of, clock, reading)
-            if reading.as_list:
-                raise ValueError(f"return_list on '{name}' lists env steps, expected env_steps=True")
-            return read_by_agent_steps(timelines, column_of, reading)
+            return read_column(self._roster, name, agent_ids, reading)
 
     def _with_new(self, new_data: AgentValues) -> list[tuple[SingleAgentEpisode, Any]]:
         episodes = self.agent_episodes
