@@ -4,16 +4,25 @@ import builtins
 import copy
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import gymnasium as gym
 import numpy as np
 
-from rollflow.stream.buffer import Indices, LookbackBuffer, count_of
+from rollflow.stream.buffer import Indices, LookbackBuffer
 from rollflow.stream.columns import Columns
+from rollflow.stream.episode_buffers import (
+    as_buffer,
+    buffer_from_state,
+    joined,
+    outputs_joined,
+    part_of,
+    state_of,
+    total_of,
+)
+from rollflow.stream.episode_checks import check_joinable, checked_step
 from rollflow.stream.errors import EpisodeError, RollflowError
-from rollflow.stream.tree import concatenate_trees, equal_trees, map_tree
 
 REWARD_SPACE: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
 
@@ -72,13 +81,13 @@ class SingleAgentEpisode:
         self._is_truncated = truncated
         lookback = self._lookback_of(rewards, len_lookback_buffer)
         if infos is None and observations is not None:
-            infos = [{} for _ in range(_total(observations, "observations"))]
-        self.observations = _buffer(observations, lookback, observation_space, "observations")
-        self.infos = _buffer(infos, lookback, None, "infos")
-        self.actions = _buffer(actions, lookback, action_space, "actions")
-        self.rewards = _buffer(rewards, lookback, REWARD_SPACE, "rewards")
+            infos = [{} for _ in range(total_of(observations, "observations"))]
+        self.observations = as_buffer(observations, lookback, observation_space, "observations")
+        self.infos = as_buffer(infos, lookback, None, "infos")
+        self.actions = as_buffer(actions, lookback, action_space, "actions")
+        self.rewards = as_buffer(rewards, lookback, REWARD_SPACE, "rewards")
         self.extra_model_outputs: dict[str, LookbackBuffer] = {
-            key: _buffer(items, lookback, None, key) for key, items in (extra_model_outputs or {}).items()
+            key: as_buffer(items, lookback, None, key) for key, items in (extra_model_outputs or {}).items()
         }
         self._t_started = 0 if t_started is None else t_started
         self._t = self._t_started + len(self.rewards)
@@ -205,7 +214,7 @@ class SingleAgentEpisode:
         Raises EpisodeError before a reset, after the end, and when the keys of the extra outputs change; in numpy form,
         ColumnError for a value of another structure or shape than the arrays'. Then nothing is added.
         """
-        outputs, values = self._checked_step(observation, action, reward, extra_model_outputs)
+        outputs, values = checked_step(self, observation, action, reward, extra_model_outputs)
         for buffer, value in values:
             buffer.append(value)
         self.infos.append({} if infos is None else infos)
@@ -221,7 +230,7 @@ class SingleAgentEpisode:
         self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None = None
     ) -> None:
         """Raise what `add_env_step` would raise for these values; nothing is added."""
-        self._checked_step(observation, action, reward, extra_model_outputs)
+        checked_step(self, observation, action, reward, extra_model_outputs)
 
     def validate(self) -> None:
         """Raise EpisodeError unless there is one observation and one info more than there are steps, or nothing."""
@@ -381,10 +390,7 @@ class SingleAgentEpisode:
         """
 
         def part(buffer: LookbackBuffer, more: int = 0) -> LookbackBuffer:
-            data = buffer.items(builtins.slice(start, stop + more))
-            if buffer.is_numpy and not shares_arrays:
-                data = map_tree(np.copy, data)
-            return LookbackBuffer(data, lookback, buffer.space, name=buffer.name)
+            return part_of(buffer, start, stop + more, lookback, shares_arrays=shares_arrays)
 
         return SingleAgentEpisode(
             self.id_,
@@ -416,27 +422,12 @@ class SingleAgentEpisode:
         done, `other` does not begin with the step and the observation that this one ends with, or their extra outputs
         differ; ColumnError when this one has arrays that the other's data do not fit. Then nothing is changed.
         """
-        if other.id_ != self.id_:
-            raise EpisodeError(f"episode '{self.id_}' can't be joined by a chunk of another, '{other.id_}'")
-        if self.is_done:
-            raise EpisodeError(f"episode '{self.id_}': concat_episode after its end at step {self.t}")
-        if other.t_started != self.t:
-            raise EpisodeError(
-                f"episode '{self.id_}' ends at step {self.t}, but the chunk to join begins at step {other.t_started}"
-            )
-        if not self.is_reset or not other.is_reset:
-            raise EpisodeError(f"episode '{self.id_}': concat_episode before add_env_reset, on one side or both")
-        if not equal_trees(self.get_observations(-1), other.get_observations(0)):
-            raise EpisodeError(
-                f"episode '{self.id_}': its last observation at step {self.t} is not the first of the chunk to join"
-            )
-        self.validate()
-        other.validate()
-        observations = _joined(self.observations, other.observations, first=1)
-        infos = _joined(self.infos, other.infos, first=1)
-        actions = _joined(self.actions, other.actions)
-        rewards = _joined(self.rewards, other.rewards)
-        extra = self._extra_joined_with(other)
+        check_joinable(self, other)
+        observations = joined(self.observations, other.observations, first=1)
+        infos = joined(self.infos, other.infos, first=1)
+        actions = joined(self.actions, other.actions)
+        rewards = joined(self.rewards, other.rewards)
+        extra = outputs_joined(self, other)
         self.observations, self.infos, self.actions, self.rewards = observations, infos, actions, rewards
         self.extra_model_outputs = extra
         self._t = other.t
@@ -477,20 +468,22 @@ class SingleAgentEpisode:
             "is_truncated": self.is_truncated,
             "custom_data": copy.deepcopy(self.custom_data),
             "duration_s": self.get_duration_s(),
-            "buffers": {name: _state_of(buffer) for name, buffer in self._buffers().items()},
-            "extra_model_outputs": {key: _state_of(buffer) for key, buffer in self.extra_model_outputs.items()},
+            "buffers": {name: state_of(buffer) for name, buffer in self._buffers().items()},
+            "extra_model_outputs": {key: state_of(buffer) for key, buffer in self.extra_model_outputs.items()},
         }
 
     @staticmethod
     def from_state(state: Mapping[str, Any]) -> "SingleAgentEpisode":
         """The episode that `get_state()` was asked of."""
-        buffers: dict[str, Any] = {name: _buffer_of(name, part) for name, part in state["buffers"].items()}
+        buffers: dict[str, Any] = {name: buffer_from_state(name, part) for name, part in state["buffers"].items()}
         episode = SingleAgentEpisode(
             state["id_"],
             **buffers,
             observation_space=buffers["observations"].space,
             action_space=buffers["actions"].space,
-            extra_model_outputs={key: _buffer_of(key, part) for key, part in state["extra_model_outputs"].items()},
+            extra_model_outputs={
+                key: buffer_from_state(key, part) for key, part in state["extra_model_outputs"].items()
+            },
             terminated=state["is_terminated"],
             truncated=state["is_truncated"],
             t_started=state["t_started"],
@@ -557,7 +550,7 @@ class SingleAgentEpisode:
         """How many of the steps given are history."""
         if isinstance(rewards, LookbackBuffer):
             return rewards.lookback
-        steps = 0 if rewards is None else _total(rewards, "rewards")
+        steps = 0 if rewards is None else total_of(rewards, "rewards")
         if wanted == "auto":
             return steps
         if isinstance(wanted, str):
@@ -569,94 +562,8 @@ class SingleAgentEpisode:
         if wanted < 0:
             raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is {wanted}, expected >= 0")
 
-    def _checked_step(
-        self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None
-    ) -> tuple[dict[str, LookbackBuffer], list[tuple[LookbackBuffer, Any]]]:
-        """The buffers of the extra outputs, and which value goes to the end of which buffer, all of them fitting."""
-        if self.is_done:
-            raise EpisodeError(f"episode '{self.id_}': add_env_step after its end at step {self.t}")
-        if not self.is_reset:
-            raise EpisodeError(f"episode '{self.id_}': add_env_step before add_env_reset")
-        extra = extra_model_outputs or {}
-        if (self.extra_model_outputs or self.rewards.total()) and extra.keys() != self.extra_model_outputs.keys():
-            raise EpisodeError(
-                f"episode '{self.id_}': extra_model_outputs {sorted(extra)} at step {self.t}, expected those of the "
-                f"steps before, {sorted(self.extra_model_outputs)}"
-            )
-        outputs = self.extra_model_outputs or {key: LookbackBuffer([], name=key) for key in extra}
-        values = [
-            (self.observations, observation),
-            (self.actions, action),
-            (self.rewards, reward),
-            *((outputs[key], value) for key, value in extra.items()),
-        ]
-        if self.observations.is_numpy:
-            self._check_fit(values)
-        return outputs, values
-
-    def _check_fit(self, values: Iterable[tuple[LookbackBuffer, Any]]) -> None:
-        """Raise ColumnError unless each value can go to the end of its buffer."""
-        try:
-            for buffer, value in values:
-                buffer.in_form([value])
-        except RollflowError as error:
-            raise self._located(error) from None
-
-    def _extra_joined_with(self, other: "SingleAgentEpisode") -> dict[str, LookbackBuffer]:
-        """The extra outputs of both; an episode without a step takes the other's keys, whichever they are."""
-        if not other.rewards.total():
-            return self.extra_model_outputs
-        if not self.rewards.total():
-            outputs = {
-                key: _joined(LookbackBuffer([], name=key), buffer) for key, buffer in other.extra_model_outputs.items()
-            }
-            if self.rewards.is_numpy:
-                for buffer in outputs.values():
-                    buffer.to_numpy()
-            return outputs
-        if other.extra_model_outputs.keys() != self.extra_model_outputs.keys():
-            raise EpisodeError(
-                f"episode '{self.id_}': the chunk to join has extra outputs {sorted(other.extra_model_outputs)}, "
-                f"expected {sorted(self.extra_model_outputs)}"
-            )
-        return {key: _joined(mine, other.extra_model_outputs[key]) for key, mine in self.extra_model_outputs.items()}
-
     @staticmethod
     def _step_bound(bound: int | None, default: int, length: int) -> int:
         if bound is None:
             return default
         return min(max(bound + length if bound < 0 else bound, 0), length)
-
-
-def _total(items: Any, name: str) -> int:
-    """How many items a list, a buffer, or a tree of arrays has, a buffer's lookback included."""
-    if isinstance(items, LookbackBuffer):
-        return items.total()
-    return len(items) if isinstance(items, list) else count_of(items, name)
-
-
-def _buffer(items: Any, lookback: int, space: gym.Space[Any] | None, name: str) -> LookbackBuffer:
-    if isinstance(items, LookbackBuffer):
-        if items.space is None:
-            items.space = space
-        return items
-    data = [] if items is None else list(items) if isinstance(items, list) else items
-    return LookbackBuffer(data, lookback, space, name=name)
-
-
-def _joined(head: LookbackBuffer, tail: LookbackBuffer, first: int = 0) -> LookbackBuffer:
-    """A new buffer: all of `head`, and the current items of `tail` from number `first` on."""
-    before = head.items(slice(0, head.total()))
-    after = head.in_form(tail.items(slice(tail.lookback + first, tail.total())))
-    data = concatenate_trees([before, after]) if head.is_numpy else before + after
-    return LookbackBuffer(data, head.lookback, head.space, name=head.name)
-
-
-def _state_of(buffer: LookbackBuffer) -> dict[str, Any]:
-    data = buffer.items(slice(0, buffer.total()))
-    copied = map_tree(np.copy, data) if buffer.is_numpy else copy.deepcopy(data)
-    return {"data": copied, "lookback": buffer.lookback, "space": buffer.space}
-
-
-def _buffer_of(name: str, state: Mapping[str, Any]) -> LookbackBuffer:
-    return LookbackBuffer(copy.deepcopy(state["data"]), state["lookback"], state["space"], name=name)
