@@ -7,8 +7,8 @@ fragment lies where its environments wrote it. Beside it stands a bare ring in s
 the same arrays are copied into; beside the sockets, a blocking one of the same kind that is received from into arrays
 that are ready. Lines that stand for themselves: a copy in one process with its sum; the ring with new tensors over each
 batch and word of when they are gone, as anything needs whose batches may be kept; `multiprocessing.Queue` and tensors
-through torch's, of a fragment its columns alone; Ray's object store where Ray is installed. Four are under way at most,
-or 2 MiB, wherever they go.
+through torch's, of a fragment its columns alone; `multiprocessing.Queue` with whole fragments; Ray's object store where
+Ray is installed. Four are under way at most, or 2 MiB, wherever they go.
 
     python -m benchmarks.transport [--quick]
 """
@@ -79,7 +79,7 @@ def measure(sizes: Sizes, payloads: Mapping[str, int] = SIZES) -> list[Record]:
     for name, size in payloads.items():
         for load in (Load(False, size), Load(True, size)):
             records += [_ours(scheme, name, load, sizes) for scheme in AIMS]
-            ways = _QUEUES if load.is_fragment else _ALONE
+            ways = _OF_FRAGMENTS if load.is_fragment else _ALONE
             records += [_alone(way, make, name, load, sizes) for way, make in ways.items()]
         if _RAY_IS_HERE:
             records.append(_alone("Ray's store", _ray_store, name, Load(False, size), sizes))
@@ -311,6 +311,22 @@ def put_arrays(queue: Any, load: Load) -> None:
 
 
 @contextmanager
+def _queue_of_fragments(load: Load) -> Iterator[Iterator[Fragment]]:
+    queue = _SPAWN.Queue(load.depth)
+    with _producing(put_fragments, queue, load):
+        yield iter(queue.get, None)
+
+
+def put_fragments(queue: Any, load: Load) -> None:
+    """In the other process."""
+    with rollout_of(load.size) as rollout:
+        fragments = list(rollout.fragments())
+    while True:
+        for fragment in fragments:
+            queue.put(fragment)
+
+
+@contextmanager
 def _torch_queue(load: Load) -> Iterator[Iterator[Any]]:
     queue = torch.multiprocessing.get_context("spawn").Queue(load.depth)
     with _producing(put_tensors, queue, load):
@@ -334,6 +350,7 @@ def _ray_store(load: Load) -> Iterator[Iterator[Any]]:
 
 
 _QUEUES = {"mp.Queue": _queue, "torch's queue": _torch_queue}
+_OF_FRAGMENTS = _QUEUES | {"mp.Queue, whole": _queue_of_fragments}
 _ALONE = {"copied here": _copied, "ring, new tensors": _ring_of_tensors} | _QUEUES
 
 

@@ -46,8 +46,11 @@ class EpisodeReturns:
         if not len(chunks.slot):
             return
         lengths = chunks.stop - chunks.start
-        starts = lengths.cumsum() - lengths
-        rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
+        if len(chunks.slot) == len(so_far) and fragments.row_order is None:  # one for each slot, of all rows
+            rewards = np.add.reduce(fragments.column(Columns.REWARDS), 0, np.float64)
+        else:
+            starts = lengths.cumsum() - lengths
+            rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
         rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
         done = chunks.terminated | chunks.truncated
         if not np.count_nonzero(done):

@@ -67,18 +67,10 @@ def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space
     first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
     check_whole("sequence", rest["sequence"], 0, MOST)
     _check_indices("episode_start", rest["episode_start"], -MOST, first + 1, slots)
-    numbers, least = rest["episode_number"], np.zeros(slots, np.int64)
-    _check_indices("episode_number", numbers, -1, MOST, slots)
-    for row, lost, cut, reason in rest.get("losses", ()):
-        check_whole("losses: row", row, first, last)
-        _check_indices("losses: slots", lost, 0, slots - 1)
-        _check_indices("losses: cut", cut, 0, slots - 1)
-        if not isinstance(reason, str):
-            raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
-        if row == first:
-            least[lost] = -1  # what was lost before it may have been nothing
-    if np.count_nonzero(numbers < least):
-        raise _wrong(f"episode_number is {told_of(numbers)}, expected numbers from 0 to {MOST}")
+    losses = rest.get("losses", ())
+    _check_indices("episode_number", rest["episode_number"], -1 if losses else 0, MOST, slots)
+    if losses:
+        _check_losses(losses, rest["episode_number"], first, last)
     for slot, number, data in rest.get("custom_data", ()):
         check_whole("custom_data: slot", slot, 0, slots - 1)
         check_whole("custom_data: episode", number, -1, MOST)
@@ -115,6 +107,21 @@ def told_of(value: Any) -> str:
 
 def _form(leaf: NDArray[Any]) -> str:
     return f"{leaf.dtype}{list(leaf.shape[2:])}"
+
+
+def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int) -> None:
+    slots = len(numbers)
+    least = np.zeros(slots, np.int64)
+    for row, lost, cut, reason in losses:
+        check_whole("losses: row", row, first, last)
+        _check_indices("losses: slots", lost, 0, slots - 1)
+        _check_indices("losses: cut", cut, 0, slots - 1)
+        if not isinstance(reason, str):
+            raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
+        if row == first:
+            least[lost] = -1  # what was lost before it may have been nothing
+    if np.count_nonzero(numbers < least):
+        raise _wrong(f"episode_number is {told_of(numbers)}, expected numbers from 0 to {MOST}")
 
 
 def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.env_source import is_whole
 from rollflow.nodes.remote.fragment_checks import MOST, check_whole, told_of
-from rollflow.nodes.remote.fragment_message import fragment_of, message_of
+from rollflow.nodes.remote.fragment_message import message_of
 from rollflow.sinks.trainer.by_module import batches_in, num_steps, oldest_version
 from rollflow.stream import wire
 from rollflow.stream.episode_ids import EpisodeIds
@@ -33,22 +33,18 @@ def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Sp
     return message_of(fragment.lane, number, fragment, {"layout": told}, spaces)
 
 
-def fragment_of_message(
-    message: wire.Fragment, spaces: Sequence[gym.Space[Any]], action_space: gym.Space[Any]
-) -> Fragment:
-    """The fragment in a message, its columns where they came; read-only. Raises WireError where it is none."""
-    told = message.rest.get("layout")
+def layout_told(told: Any, action_space: gym.Space[Any]) -> FragmentLayout:
+    """The layout of fragments, as their messages tell of it. Raises WireError where it is none."""
     if not isinstance(told, dict) or not isinstance(told.get("episodes"), str):
         raise WireError(f"layout is {told_of(told)}, expected a map", "fragment")
     for name in _LAYOUT:
         check_whole(f"layout.{name}", told.get(name), 0, _MOST[name])
-    layout = FragmentLayout(
+    return FragmentLayout(
         **{name: told[name] for name in _LAYOUT},
         action_space=action_space,
         resets_next_step=bool(told.get("resets_next_step")),
         episode_id=EpisodeIds(told["episodes"]),
     )
-    return fragment_of(message, layout, spaces)
 
 
 def message_of_batch(

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import gymnasium as gym
 
 from rollflow.nodes.env_source import is_whole
+from rollflow.nodes.remote.fragment_message import fragment_of
 from rollflow.nodes.remote.lines import quoted
 from rollflow.sinks.trainer.by_module import is_by_module
 from rollflow.sinks.trainer.compression import decompressed
 from rollflow.sinks.trainer.finished import NONE, Finished
-from rollflow.sinks.trainer.item_message import Batch, batch_of_message, fragment_of_message, is_batch, told_of_batch
+from rollflow.sinks.trainer.item_message import Batch, batch_of_message, is_batch, layout_told, told_of_batch
 from rollflow.stream import wire
 from rollflow.stream.errors import WireError
-from rollflow.stream.fragment import Fragment
+from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.wire import Aside, Come, Hello, Receipt, TrainerConnection, TrainerSession
 from rollflow.stream.wire.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.spaces import read_space
@@ -68,7 +69,7 @@ class Arrived(NamedTuple):
     @property
     def is_left_out(self) -> bool:
         """Whether it is not for the trainer: there is no transition in it, or it was handed over before a restart."""
-        is_empty = isinstance(self.item, Fragment) and not self.item.num_steps
+        is_empty = isinstance(self.item, Fragment) and self.item.is_empty
         return is_empty or self.number in self.source.beyond
 
 
@@ -134,6 +135,8 @@ class Source:
         self.receipts: dict[str, Receipt] = {}
         self.beyond: set[int] = set()
         self.told: _Told = _Told()
+        self._layout: FragmentLayout | None = None  # of the last fragment
+        self._told_layout: Any = None
 
     @property
     def streams(self) -> int:
@@ -197,6 +200,7 @@ class Source:
         self.is_by_module = told.get("is_by_module") is True
         self.can_be_paced = told.get("can_be_paced", not self.sends_batches) is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
+        self._layout = None
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.version, self.digest = version, digest
         self._introduce_lanes(len(hello.slots), told)
@@ -241,7 +245,10 @@ class Source:
             last = self.aside[message.lane]
             told = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
             raise WireError(f"{told}, expected another lane", "fragment")
-        fragment = fragment_of_message(message, self.spaces, self.action_space)
+        layout = message.rest.get("layout")
+        if self._layout is None or layout != self._told_layout:  # it is the same in every fragment of a lane
+            self._layout, self._told_layout = layout_told(layout, self.action_space), layout
+        fragment = fragment_of(message, self._layout, self.spaces)
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)
 

@@ -35,7 +35,11 @@ class Piece(Fragment):
 
     @property
     def num_steps(self) -> int:
-        return int(self.version is not None)
+        return int(not self.is_empty)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.version is None
 
 
 @dataclass
