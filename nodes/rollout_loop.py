@@ -76,7 +76,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
         Raises GraphError where it runs, or has run.
         """
         if self._state != "new" or self.environments.is_started:
-            raise GraphError("the rollout runs already, expected whoever holds it back to come before that")
+            raise GraphError(
+                "the rollout runs already, expected what holds it back, as a trainer's sink does, to be connected "
+                "before `with rollout:`, and before it is run"
+            )
         self._is_in_graph = False
 
     def _check_ready(self) -> None:

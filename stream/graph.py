@@ -246,12 +246,14 @@ class Graph:
     def run(self, *, seed: int | None = None) -> "AbstractAsyncContextManager[Run]":
         """`async with graph.run() as run:` checks the graph and runs it until the block is left.
 
+        A node's error is raised as it is, with the node's name noted on it.
+
         seed    gives every node that asks for a random generator its own, by its name; None: a fresh one
         """
-        from rollflow.stream.run import running  # a run is made of a graph: not at the top, or both would be half there
+        from rollflow.stream.running import Running  # which is made of a graph: not at the top, or both were half there
 
         self.validate()
-        return running(self, seed)
+        return Running(self, seed)
 
     # Inside
 

@@ -1,12 +1,11 @@
 """Running a graph as tasks of an event loop.
 
-`running` opens one task group. Every chain, every asynchronous node and every node in a thread is a task of it, and
+`Running` opens one task group. Every chain, every asynchronous node and every node in a thread is a task of it, and
 nothing outlives it. A task closes its channels only when its node has ended well: where a node raises, its neighbours
 are cancelled rather than told of an end that was none.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -330,56 +329,6 @@ class Run:
         for port in self.graph.nodes[name].outlets:
             for channel in self._channels_from((name, port)):
                 channel.close()
-
-
-@asynccontextmanager
-async def running(graph: Graph, seed: int | None = None) -> AsyncIterator[Run]:
-    """Run a graph until the block is left. A node's error is raised as it is, with the node's name noted on it."""
-    run = Run(graph, seed)
-    failure: BaseException | None = None
-    try:
-        async with anyio.create_task_group() as tasks:
-            run.start(tasks)
-            yield run
-            tasks.cancel_scope.cancel()
-    except BaseExceptionGroup as group:
-        failure = _distinct(group)
-        _close_after(run, failure)
-    except BaseException as error:
-        _close_after(run, error)
-        raise
-    else:
-        run.close()
-    if failure is not None:
-        context = failure.__context__  # what it came from, rather than what is handled here
-        try:
-            raise failure
-        finally:
-            failure.__context__ = context
-
-
-def _close_after(run: Run, error: BaseException) -> None:
-    """Close the nodes of a run that has failed: should that fail too, the first error has more to say."""
-    try:
-        run.close()
-    except Exception as closing:
-        error.add_note(f"and then, when the nodes were closed: {closing!r}")
-
-
-def _distinct(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one error of a group, as it is; where there are several, the group with each of them once.
-
-    What a node raises is raised to those who wait on the run, too.
-    """
-    errors = list({_leaves(error): error for error in group.exceptions}.values())
-    return errors[0] if len(errors) == 1 else group.derive(errors)
-
-
-def _leaves(error: BaseException) -> tuple[int, ...]:
-    """What tells errors apart: an event loop may hand on a copy of a group, but not of what is in it."""
-    if isinstance(error, BaseExceptionGroup):
-        return tuple(leaf for each in error.exceptions for leaf in _leaves(each))
-    return (id(error),)
 
 
 def close_nodes(graph: Graph) -> None:

@@ -49,6 +49,14 @@ class Round(NamedTuple):
     out: int | None
 
 
+async def test_a_run_that_is_not_entered_says_so() -> None:
+    graph = Graph("forgotten")
+    graph.add(numbers=Numbers(), collect=Collect())
+    graph.connect("numbers", "collect")
+    with pytest.warns(RuntimeWarning, match="graph 'forgotten' was not run: expected `async with graph.run"):
+        graph.run()
+
+
 class Ring:
     """Counts an item up at each turn; every third turn lets something out; holds the last turn until `finish`."""
 
