@@ -28,7 +28,7 @@ def add_to(parser: argparse.ArgumentParser, *, lanes: int, why_lanes: str) -> No
     connection.add_to(parser, connect="dial this gateway", listen="wait here for a gateway")
     parser.add_argument("--name", help="what this host is called in messages (the machine's name)")
     parser.add_argument(
-        "--max-frame", type=int, default=64, metavar="MIB", help="the largest message that is taken, in MiB (64)"
+        "--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)"
     )
     parser.add_argument(
         "--retry", type=float, default=60.0, metavar="SECONDS", help="how long to dial a gateway that is away (60)"
@@ -56,7 +56,7 @@ def limits_of(max_frame: int) -> Limits:
     if not 1 <= max_frame < 4096:
         raise ValueError(f"--max-frame is {max_frame}, expected 1 to 4095")
     limits = Limits(max_frame=max_frame << 20)
-    return replace(limits, undelivered=max(limits.undelivered, 4 * limits.max_frame))
+    return replace(limits, undelivered=max(limits.undelivered, 2 * limits.max_frame))
 
 
 def serve(host: Host, told: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def add_to(commands: Any) -> None:
         "--linger", type=float, default=60.0, metavar="S", help="how long the trainer may take for the last ones (60)"
     )
     parser.add_argument(
-        "--max-frame", type=int, default=64, metavar="MIB", help="the largest message that is taken, in MiB (64)"
+        "--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)"
     )
     parser.set_defaults(run=run, listen=None)
 

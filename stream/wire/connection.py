@@ -80,6 +80,7 @@ class Connection:
         self._quiet_since = now  # nothing has come, and nothing was asked
         self._now = now
         self._pings = self._unanswered = 0
+        self._sent_bytes = self._sent_before = 0  # in all, and when something came or a heartbeat went by
 
     @property
     def is_open(self) -> bool:
@@ -138,6 +139,11 @@ class Connection:
         if self.phase is Phase.HANDSHAKE:
             late = f"the handshake is not over after {self.limits.handshake_s:g} s{self._doubt()}"
             return [self._break(WireError(late, "handshake"))]
+        takes_more = self._undelivered > 0 and self._sent_bytes > self._sent_before
+        self._sent_before = self._sent_bytes
+        if takes_more:  # and answers behind what it takes
+            self._quiet_since, self._unanswered = self._now, 0
+            return []
         if self.phase is Phase.LEAVING or self._unanswered == _MOST_PINGS:
             silent = (self._unanswered + 1) * self._heartbeat_s
             return [self._break(WireError(f"silent for {silent:g} s or more", "silent"))]
@@ -160,6 +166,7 @@ class Connection:
     def sent(self, count: int) -> None:
         """So many bytes of what `outgoing` gave have been sent."""
         self._undelivered -= count
+        self._sent_bytes += count
         while count:
             size, lane = self._under_way.popleft()
             part = min(size, count)
@@ -195,7 +202,7 @@ class Connection:
         if self.phase is Phase.ENDED:
             return [self._break(WireError("more bytes after its goodbye, expected none", "order"), tell=False)]
         self._now = self._quiet_since = max(self._now, now)
-        self._unanswered = 0
+        self._unanswered, self._sent_before = 0, self._sent_bytes
         self.is_new = False
         events: list[Event] = []
         try:

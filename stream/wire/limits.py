@@ -22,8 +22,8 @@ class Limits:
     grace_s        seconds that a gateway waits for a lost host to come back
     """
 
-    max_frame: int = 64 << 20
-    undelivered: int = 256 << 20
+    max_frame: int = 1 << 30
+    undelivered: int = 2 << 30
     handshake_s: float = 10.0
     heartbeat_s: float = 10.0
     grace_s: float = 60.0

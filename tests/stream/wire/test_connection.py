@@ -275,6 +275,29 @@ def test_half_a_frame_and_silence_are_silence() -> None:
     assert error_of(ends.gateway.tick(31.0)).code == "silent"
 
 
+def test_a_peer_that_still_takes_what_is_sent_is_not_silent() -> None:
+    """A frame that takes longer than three heartbeats on a slow line: what is asked behind it is answered behind it."""
+    ends = running(said=hello(role="rollout"))
+    ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
+    size = len(b"".join(ends.gateway.outgoing()))
+    for now in range(10, 100, 10):
+        ends.gateway.sent(size // 10)
+        assert ends.gateway.tick(float(now)) == []
+        assert ends.gateway.outgoing() == []  # nothing is asked
+    for now in (100.0, 110.0):  # from now on it takes no more
+        assert ends.gateway.tick(now) == []
+    assert error_of(ends.gateway.tick(120.0)).code == "silent"
+
+
+def test_one_that_has_taken_all_is_silent_where_it_says_nothing() -> None:
+    ends = running(said=hello(role="rollout"))
+    for now in (10.0, 20.0):
+        ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
+        taken_from(ends.gateway)
+        assert ends.gateway.tick(now) == []
+    assert error_of(ends.gateway.tick(30.0)).code == "silent"
+
+
 def test_whoever_was_stopped_for_long_asks_again_before_giving_up() -> None:
     ends = running()
     assert ends.gateway.tick(1000.0) == []
