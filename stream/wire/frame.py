@@ -24,7 +24,7 @@ Frame = bytearray | NDArray[np.uint8]  # as it came: a large one is an array
 _LENGTHS = struct.Struct("<II")
 _INBOX = 64 << 10  # bytes that are received at a time where no large frame is under way
 _FIRST = 256 << 10  # bytes that are set aside for a large frame before more of it has come
-_MOST_SPARE = 8  # large frames whose memory is kept for others
+_MOST_SPARE, _MOST_SPARE_BYTES = 8, 512 << 20  # large frames whose memory is kept for others
 _COPIED = 16 << 10  # bytes of an array up to which it is copied rather than sent by itself
 
 
@@ -183,8 +183,14 @@ class FrameDecoder:
         """The large frame, whose memory is spare once nobody refers to it."""
         memory, self._large = self._large, bytearray()
         frame = np.frombuffer(memory, np.uint8, self._total)
-        weakref.finalize(frame, self._spare.append, memory).atexit = False
+        weakref.finalize(frame, _keep, self._spare, memory).atexit = False
         return frame
+
+
+def _keep(spare: deque[bytearray], memory: bytearray) -> None:
+    """Have memory be spare, where it is not too much together with the rest."""
+    if sum(map(len, list(spare))) + len(memory) <= _MOST_SPARE_BYTES:
+        spare.append(memory)
 
 
 def _padded(count: int) -> int:

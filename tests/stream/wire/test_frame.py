@@ -133,6 +133,17 @@ def test_memory_of_large_frames_is_used_again_whatever_their_order(monkeypatch: 
     assert {len(memory) for memory in kept} == {len(others[0])}
 
 
+def test_only_so_much_memory_of_large_frames_is_kept_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.wire.frame._MOST_SPARE_BYTES", 5 << 19)
+    decoder = FrameDecoder(1 << 24)
+    frames = [frame for _ in range(4) for frame in decoder.feed(bytes_of(b"h", [bytes(1 << 20)]))]
+    del frames[:]
+    assert 2 << 20 <= sum(map(len, decoder._spare)) <= 5 << 19
+    frames += decoder.feed(bytes_of(b"h", [bytes(3 << 20)]))
+    del frames[:]
+    assert sum(map(len, decoder._spare)) <= 5 << 19
+
+
 def test_a_claim_of_2_gb_and_silence_cost_nothing() -> None:
     decoder = FrameDecoder(0xFFFFFFFF)
     claim = (2**31 - 4).to_bytes(4, "little") + (100).to_bytes(4, "little")
