@@ -103,7 +103,8 @@ def await_late(rollout: Rollout, clock: LaneClock, step_timeout: float = 0.3) ->
     environments = rollout.environments
     count, [record, *_] = environments._counts[0], environments._records
     clock.go_on(rollout, step_timeout + 0.1)
-    await_that(lambda: count.seen == count.pulse)  # it had made something since it was last looked at
+    # It had made something since it was last looked at.
+    await_that(lambda: count.seen == count.pulse and clock.is_before(rollout, 0))
     clock.go_on(rollout, step_timeout + 0.1)
     await_that(lambda: record.state is State.LATE)
 

@@ -1,10 +1,14 @@
 """A connection's bytes through a socket, with TLS or without, never waiting."""
 
 import contextlib
+import fcntl
 import socket
 import ssl
+import sys
+import termios
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
 
 from rollflow.stream.wire import Address, Broken, Connection, Event, TcpAddress
@@ -34,6 +38,7 @@ class Transport:
         else:  # which does not grow as that of TCP does, and holds a fifth of this
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
         self.connection = connection
+        connection.queued = partial(_queued, sock)
         self._sock = sock
         self._unsent: deque[memoryview] = deque()
 
@@ -107,6 +112,14 @@ class Transport:
             if count:
                 unsent[0] = unsent[0][count:]
         return total
+
+
+def _queued(sock: socket.socket) -> int:
+    """Bytes that were sent and that the other end's system has not acknowledged; 0 where the system does not tell."""
+    try:
+        return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):  # ValueError: it is closed
+        return 0
 
 
 def _first(buffers: Iterable[memoryview], most: int) -> list[memoryview]:
@@ -188,10 +201,11 @@ class TlsTransport(Transport):
                     self._plain.popleft()
         if self._outgoing.pending:
             self._unsent.append(memoryview(self._outgoing.read()))
-        self._send()
-        if not self._unsent:
-            self.connection.sent(self._encrypted)
-            self._encrypted = 0
+        # Encrypted there are more of them, by less than this. Whether all are sent is known only when nothing is left.
+        sent = self._send() * 15 // 16
+        sent = min(sent, self._encrypted) if self._unsent else self._encrypted
+        self._encrypted -= sent
+        self.connection.sent(sent)
 
     def _receive(self) -> bool:
         """Take in what has come; whether the other end has closed."""

@@ -33,8 +33,13 @@ def message_of_fragment(number: int, fragment: Fragment, spaces: Sequence[gym.Sp
     return message_of(fragment.lane, number, fragment, {"layout": told}, spaces)
 
 
-def layout_told(told: Any, action_space: gym.Space[Any]) -> FragmentLayout:
-    """The layout of fragments, as their messages tell of it. Raises WireError where it is none."""
+def layout_told(told: Any, action_space: gym.Space[Any], before: FragmentLayout | None = None) -> FragmentLayout:
+    """The layout of fragments, as their messages tell of it. Raises WireError where it is none.
+
+    before    that of the fragment before, which is given again where this is the same
+    """
+    if before is not None and _is_told(before, told):
+        return before
     if not isinstance(told, dict) or not isinstance(told.get("episodes"), str):
         raise WireError(f"layout is {told_of(told)}, expected a map", "fragment")
     for name in _LAYOUT:
@@ -44,6 +49,17 @@ def layout_told(told: Any, action_space: gym.Space[Any]) -> FragmentLayout:
         action_space=action_space,
         resets_next_step=bool(told.get("resets_next_step")),
         episode_id=EpisodeIds(told["episodes"]),
+    )
+
+
+def _is_told(layout: FragmentLayout, told: Any) -> bool:
+    if type(told) is not dict or type(told.get("episodes")) is not str:
+        return False
+    assert isinstance(layout.episode_id, EpisodeIds)
+    return (
+        all(type(told.get(name)) is int and told[name] == getattr(layout, name) for name in _LAYOUT)
+        and told["episodes"] == layout.episode_id.prefix
+        and told.get("resets_next_step") is layout.resets_next_step
     )
 
 

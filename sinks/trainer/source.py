@@ -136,7 +136,6 @@ class Source:
         self.beyond: set[int] = set()
         self.told: _Told = _Told()
         self._layout: FragmentLayout | None = None  # of the last fragment
-        self._told_layout: Any = None
 
     @property
     def streams(self) -> int:
@@ -245,9 +244,7 @@ class Source:
             last = self.aside[message.lane]
             told = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
             raise WireError(f"{told}, expected another lane", "fragment")
-        layout = message.rest.get("layout")
-        if self._layout is None or layout != self._told_layout:  # it is the same in every fragment of a lane
-            self._layout, self._told_layout = layout_told(layout, self.action_space), layout
+        self._layout = layout_told(message.rest.get("layout"), self.action_space, self._layout)
         fragment = fragment_of(message, self._layout, self.spaces)
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)

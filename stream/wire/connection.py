@@ -53,6 +53,7 @@ class Connection:
     peer      what the other end is called in errors
     phase     what it is at
     error     why it is broken; None: it is not
+    queued    gives how many of the bytes that were sent the system still has; for whoever owns the socket to set
     is_new    whether nothing has come from the other end at all, not even something that whoever owns the socket keeps
 
     What is received comes back as events: the other end's messages but for those that this one answers by itself, and
@@ -80,7 +81,9 @@ class Connection:
         self._quiet_since = now  # nothing has come, and nothing was asked
         self._now = now
         self._pings = self._unanswered = 0
-        self._sent_bytes = self._sent_before = 0  # in all, and when something came or a heartbeat went by
+        self._sent_bytes = 0
+        self._taken_before: int | None = None  # by the other end when a heartbeat went by; None: something came since
+        self.queued: Callable[[], int] = _nothing
 
     @property
     def is_open(self) -> bool:
@@ -139,9 +142,7 @@ class Connection:
         if self.phase is Phase.HANDSHAKE:
             late = f"the handshake is not over after {self.limits.handshake_s:g} s{self._doubt()}"
             return [self._break(WireError(late, "handshake"))]
-        takes_more = self._undelivered > 0 and self._sent_bytes > self._sent_before
-        self._sent_before = self._sent_bytes
-        if takes_more:  # and answers behind what it takes
+        if self._takes_more():  # and answers behind that
             self._quiet_since, self._unanswered = self._now, 0
             return []
         if self.phase is Phase.LEAVING or self._unanswered == _MOST_PINGS:
@@ -184,6 +185,7 @@ class Connection:
             self._send(Goodbye(reason))
             self.phase = Phase.LEAVING
             self._quiet_since = self._now
+            self._taken_before = self._sent_bytes - self.queued()
 
     def refuse(self, code: str, text: str) -> None:
         """Tell the other end what is wrong with it, and be done with it. Does nothing when closed."""
@@ -202,7 +204,7 @@ class Connection:
         if self.phase is Phase.ENDED:
             return [self._break(WireError("more bytes after its goodbye, expected none", "order"), tell=False)]
         self._now = self._quiet_since = max(self._now, now)
-        self._unanswered, self._sent_before = 0, self._sent_bytes
+        self._unanswered, self._taken_before = 0, None
         self.is_new = False
         events: list[Event] = []
         try:
@@ -274,6 +276,13 @@ class Connection:
         else:
             self._kept.add(lane)
 
+    def _takes_more(self) -> bool:
+        """Whether the other end has taken some of what is on its way to it since this was asked last, and not all."""
+        queued, before = self.queued(), self._taken_before
+        self._taken_before = self._sent_bytes - queued
+        is_on_its_way = self._undelivered + queued > 0
+        return is_on_its_way and before is not None and self._taken_before > before
+
     def _check_running(self, what: str) -> None:
         """Raise WireError where nothing can be sent that belongs to a running connection."""
         if self.phase is not Phase.RUNNING:
@@ -296,6 +305,10 @@ class Connection:
                 self._append(refusal, sum(map(len, refusal)), None)
             self.phase = Phase.BROKEN
         return Broken(self.error)
+
+
+def _nothing() -> int:
+    return 0
 
 
 def encoded(message: Message, most: int, peer: str) -> list[Buffer]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from doomed import Doomed, rewards_by_slot
 from lane_clock import LaneClock
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import BrokenWire, HostProcess, hosting, listening
-from remote_rollouts import HASTY, check_laws, makers, rollout_over, slots_of, taken_until, told
+from remote_rollouts import HASTY, await_that, check_laws, makers, rollout_over, slots_of, taken_until, told
 
 from rollflow.nodes import RemoteEnvs, Rollout
 from rollflow.stream import Fragment
@@ -121,20 +122,20 @@ def test_a_gateway_that_is_killed_and_started_again_gets_its_hosts_back() -> Non
 
 def test_a_hung_simulator_is_named_and_its_episode_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = LaneClock(monkeypatch)
-    hangs, go_on = threading.Event(), threading.Event()
+    go_on = threading.Event()
 
     class Hanging(NumberedEnv):
         def step(self, action: Any) -> Any:
             if self.life == 20 and not go_on.is_set():
-                hangs.set()
                 go_on.wait()
             return super().step(action)
 
     def release(rollout: Rollout) -> None:
-        hangs.wait()
-        clock.go_on(rollout, 0.4)
-        while not rollout.lost:
-            time.sleep(0.01)  # until the step is given up
+        with suppress(TimeoutError):
+            # The other lane has made all of its third fragment.
+            await_that(lambda: rollout.num_steps == 20 + 24 and clock.is_before(rollout, 0))
+            clock.go_on(rollout, 0.4)
+            await_that(lambda: rollout.lost)  # the step is given up
         go_on.set()
 
     envs = listening()

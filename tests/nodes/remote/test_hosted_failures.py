@@ -273,7 +273,7 @@ def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
             count = rollout.environments._counts[0]
             taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
             clock.go_on(rollout, 0.4)
-            taken += taken_until(fragments, lambda _: count.seen == count.pulse)
+            taken += taken_until(fragments, lambda _: count.seen == count.pulse and clock.is_before(rollout, 0))
             taken += taken_until(fragments, lambda _: records[1].state is not State.LATE)
             clock.go_on(rollout, 0.4)
             taken += taken_until(fragments, lambda _: records[0].state is State.LATE)

@@ -275,26 +275,45 @@ def test_half_a_frame_and_silence_are_silence() -> None:
     assert error_of(ends.gateway.tick(31.0)).code == "silent"
 
 
-def test_a_peer_that_still_takes_what_is_sent_is_not_silent() -> None:
-    """A frame that takes longer than three heartbeats on a slow line: what is asked behind it is answered behind it."""
+@pytest.mark.parametrize("is_queued", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_peer_that_still_takes_what_is_sent_is_not_silent(is_queued: bool, leaves: bool) -> None:
+    """A frame that takes longer than three heartbeats on a slow line: what is asked behind it is answered behind it.
+
+    is_queued    it waits where the system keeps what was sent
+    """
     ends = running(said=hello(role="rollout"))
+    taken_from(ends.gateway)
     ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
-    size = len(b"".join(ends.gateway.outgoing()))
+    if leaves:
+        ends.gateway.goodbye("it is over")
+    left = size = len(b"".join(ends.gateway.outgoing()))
+    if is_queued:
+        ends.gateway.queued = lambda: left
+        ends.gateway.sent(size)
     for now in range(10, 100, 10):
-        ends.gateway.sent(size // 10)
+        left -= size // 10
+        if not is_queued:
+            ends.gateway.sent(size // 10)
         assert ends.gateway.tick(float(now)) == []
-        assert ends.gateway.outgoing() == []  # nothing is asked
-    for now in (100.0, 110.0):  # from now on it takes no more
-        assert ends.gateway.tick(now) == []
-    assert error_of(ends.gateway.tick(120.0)).code == "silent"
+        assert not ends.gateway.outgoing() or now == 10  # it is asked once
+    if not leaves:  # from now on it takes no more
+        assert ends.gateway.tick(100.0) == []
+        assert ends.gateway.tick(110.0) == []
+    assert error_of(ends.gateway.tick(100.0 if leaves else 120.0)).code == "silent"
 
 
-def test_one_that_has_taken_all_is_silent_where_it_says_nothing() -> None:
-    ends = running(said=hello(role="rollout"))
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_one_that_takes_nothing_is_silent_however_much_it_is_sent(is_queued: bool) -> None:
+    """Where the system does not say what the other end has taken, all that was sent counts as taken."""
+    ends, sent = running(said=hello(role="rollout")), 0
+    taken_from(ends.gateway)
+    ends.gateway.queued = lambda: sent if is_queued else 0
     for now in (10.0, 20.0):
         ends.gateway.tell(Weights(1, {"w": np.zeros(1 << 10, np.uint8)}, {}, {}))
-        taken_from(ends.gateway)
+        sent += len(taken_from(ends.gateway))
         assert ends.gateway.tick(now) == []
+        sent += len(taken_from(ends.gateway))
     assert error_of(ends.gateway.tick(30.0)).code == "silent"
 
 
