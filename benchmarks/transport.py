@@ -21,6 +21,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from multiprocessing import shared_memory
 from typing import Any, NamedTuple
 
@@ -297,9 +298,9 @@ def _ring_of_tensors(load: Load) -> Iterator[Iterator[Any]]:
 
 
 @contextmanager
-def _queue(load: Load) -> Iterator[Iterator[Arrays]]:
+def _queue(put: Callable[[Any, Load], None], load: Load) -> Iterator[Iterator[Any]]:
     queue = _SPAWN.Queue(load.depth)
-    with _producing(put_arrays, queue, load):
+    with _producing(put, queue, load):
         yield iter(queue.get, None)
 
 
@@ -308,13 +309,6 @@ def put_arrays(queue: Any, load: Load) -> None:
     source = load.arrays()
     while True:
         queue.put(source)
-
-
-@contextmanager
-def _queue_of_fragments(load: Load) -> Iterator[Iterator[Fragment]]:
-    queue = _SPAWN.Queue(load.depth)
-    with _producing(put_fragments, queue, load):
-        yield iter(queue.get, None)
 
 
 def put_fragments(queue: Any, load: Load) -> None:
@@ -349,8 +343,8 @@ def _ray_store(load: Load) -> Iterator[Iterator[Any]]:
         yield taken
 
 
-_QUEUES = {"mp.Queue": _queue, "torch's queue": _torch_queue}
-_OF_FRAGMENTS = _QUEUES | {"mp.Queue, whole": _queue_of_fragments}
+_QUEUES = {"mp.Queue": partial(_queue, put_arrays), "torch's queue": _torch_queue}
+_OF_FRAGMENTS = _QUEUES | {"mp.Queue, whole": partial(_queue, put_fragments)}
 _ALONE = {"copied here": _copied, "ring, new tensors": _ring_of_tensors} | _QUEUES
 
 

@@ -19,9 +19,6 @@ ROOM = 64 << 10  # bytes that may lie at the line's near end
 class Sender(Connection):
     roles = "gateway", "host"
 
-    def _take(self, message: Message, frame: Any) -> list[Event]:
-        return []
-
 
 class Taker(Connection):
     roles = "host", "gateway"
