@@ -1,10 +1,10 @@
 """What goes to a trainer as one.
 
-Train batches differ in their arrays' values alone, but for the episodes they tell of. Fragments lie alike, each in
-blocks of its own, and differ in where they are in the stream and how their episodes began.
+Train batches differ in their arrays' values alone, but for the episodes they tell of; fragments also in where they are
+in the stream and in how their episodes began. Those that are lent lie alike, each in blocks of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ _SHARED_BY_FRAGMENTS = ("num_rows", "forms", "space", "layout")  # what has more
 
 
 class Alike(NamedTuple):
-    """Messages of train batches, one after the other.
+    """Messages of train batches or of fragments, one after the other.
 
     rows     the arrays of each
     kinds    dtype and shape of each array, the same in every row
@@ -46,8 +46,9 @@ class Alike(NamedTuple):
     def series(self, layout: Layout, blocks: tuple[int, ...], data: Joined | None) -> Series:
         """The messages as one, whose arrays lie in blocks or in `data`."""
         first = self.messages[0]
-        columns, rest = packed(self.spec, layout.leaves), _shared(first)
-        each = [_own(message, _OWN) for message in self.messages]
+        own = _own_names(first)
+        columns, rest = packed(self.spec, layout.leaves), _shared(first, own)
+        each = [_own(message, own) for message in self.messages]
         if any(each):
             rest[EACH] = each
         return Series(first.lane, first.number, len(self.rows), blocks, layout.size, columns, rest, data)
@@ -66,14 +67,15 @@ class Alike(NamedTuple):
 
 def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | None:
     """A message and those behind it that are as it is, of at most so many bytes; None: it goes by itself."""
-    if not is_batch(first):
-        return None  # fragments differ in more: in their sequence, their episodes
+    own = _own_names(first)
+    if own is _OWN_OF_FRAGMENT and not _is_plain(first.rest):
+        return None
     row, kinds, spec = _taken_apart(first)
-    messages, rows, shared, told = [first], [row], _shared(first), num_told(first)
+    messages, rows, shared, told = [first], [row], _shared(first, own), num_told(first)
     size = sum([array.nbytes for array in row])
     for other in islice(others, max(0, most // max(1, size) - 1)):
         told += num_told(other)
-        if other.lane != first.lane or _shared(other) != shared or told > _MOST_TOLD:
+        if other.lane != first.lane or _shared(other, own) != shared or told > _MOST_TOLD:
             break
         row, *form = _taken_apart(other)
         if form != [kinds, spec]:
@@ -89,9 +91,9 @@ def go_together(lent: Lent, other: Lent) -> bool:
         lent.columns == other.columns
         and lent.lane == other.lane
         and len(lent.blocks) == len(other.blocks) > 0
-        and not lent.rest.get("forms")
+        and _is_plain(lent.rest)
+        and len(lent.rest) == len(other.rest)
         and all(other.rest.get(name) == lent.rest.get(name) for name in _SHARED_BY_FRAGMENTS)
-        and len(lent.rest) == len(other.rest) == len(_SHARED_BY_FRAGMENTS) + len(_OWN_OF_FRAGMENT)
     )
 
 
@@ -100,10 +102,20 @@ def as_one(lent: Sequence[Lent]) -> Lent | Series:
     first = lent[0]
     if len(lent) == 1:
         return first
-    rest = {name: first.rest[name] for name in _SHARED_BY_FRAGMENTS}
+    rest = _shared(first, _OWN_OF_FRAGMENT)
     rest[EACH] = [_own(each, _OWN_OF_FRAGMENT) for each in lent]
     blocks = tuple([number for each in lent for number in each.blocks])
     return Series(first.lane, first.number, len(lent), blocks, 0, first.columns, rest, None)
+
+
+def _is_plain(rest: Mapping[str, Any]) -> bool:
+    """Whether a fragment has nothing more to say than every one has, and no column of it is a tree."""
+    return not rest.get("forms") and len(rest) == len(_SHARED_BY_FRAGMENTS) + len(_OWN_OF_FRAGMENT)
+
+
+def _own_names(message: Fragment) -> tuple[str, ...]:
+    """Entries of its rest in which others may differ."""
+    return _OWN if is_batch(message) else _OWN_OF_FRAGMENT
 
 
 def _own(message: Fragment | Lent, names: Iterable[str]) -> dict[str, Any]:
@@ -111,9 +123,9 @@ def _own(message: Fragment | Lent, names: Iterable[str]) -> dict[str, Any]:
     return {name: message.rest[name] for name in names if name in message.rest}
 
 
-def _shared(message: Fragment) -> dict[str, Any]:
+def _shared(message: Fragment | Lent, own: Container[str]) -> dict[str, Any]:
     """What others are to have in their rest as well."""
-    return {name: value for name, value in message.rest.items() if name not in _OWN}
+    return {name: value for name, value in message.rest.items() if name not in own}
 
 
 def _taken_apart(message: Fragment) -> tuple[list[NDArray[Any]], tuple[Kind, ...], optree.PyTreeSpec]:
