@@ -1,7 +1,7 @@
 """What goes to a trainer as one.
 
-Train batches differ in their arrays' values alone, but for the episodes they tell of; fragments also in where they are
-in the stream and in how their episodes began. Those that are lent lie alike, each in blocks of its own.
+Train batches differ in their arrays' values alone, but for the episodes they tell of; fragments also in their lanes, in
+where they are in these and in how their episodes began. Those that are lent lie alike, each in blocks of its own.
 """
 
 from collections.abc import Container, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.trainer.item_message import is_batch, num_told
 from rollflow.sinks.trainer.layout import Kind, Layout, laid_out, packed
-from rollflow.stream.wire import EACH, Fragment, Joined, Lent, Series, bytes_of
+from rollflow.stream.wire import EACH, LANE, Fragment, Joined, Lent, Series, bytes_of
 
 MOST_ALIKE = 16  # so that those behind do not wait long for the first
 MOST_BYTES = 1 << 20  # of them: whoever keeps one in shared memory keeps all
@@ -21,8 +21,9 @@ MOST_LENT = 1 << 22  # of those that are larger each, in shared memory; through 
 _MOST_TOLD = 1 << 14  # returns of episodes in them: a header takes no end of values
 _ALIGNMENT = 8  # as in a frame
 _OWN = ("episodes",)  # entries of a train batch's rest in which it may differ
-_OWN_OF_FRAGMENT = ("sequence", "episode_start", "episode_number")
-_SHARED_BY_FRAGMENTS = ("num_rows", "forms", "space", "layout")  # what has more to say goes by itself: it may be much
+_LAYOUT = "layout"  # of each lane's fragments another, since their episodes are called otherwise
+_OWN_OF_FRAGMENT = ("sequence", "episode_start", "episode_number", _LAYOUT)
+_SHARED_BY_FRAGMENTS = ("num_rows", "forms", "space")  # what has more to say goes by itself: it may be much
 
 
 class Alike(NamedTuple):
@@ -46,11 +47,7 @@ class Alike(NamedTuple):
     def series(self, layout: Layout, blocks: tuple[int, ...], data: Joined | None) -> Series:
         """The messages as one, whose arrays lie in blocks or in `data`."""
         first = self.messages[0]
-        own = _own_names(first)
-        columns, rest = packed(self.spec, layout.leaves), _shared(first, own)
-        each = [_own(message, own) for message in self.messages]
-        if any(each):
-            rest[EACH] = each
+        columns, rest = packed(self.spec, layout.leaves), _told(self.messages, _own_names(first))
         return Series(first.lane, first.number, len(self.rows), blocks, layout.size, columns, rest, data)
 
     def joined(self) -> Series:
@@ -75,7 +72,7 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
     size = sum([array.nbytes for array in row])
     for other in islice(others, max(0, most // max(1, size) - 1)):
         told += num_told(other)
-        if other.lane != first.lane or _shared(other, own) != shared or told > _MOST_TOLD:
+        if _shared(other, own) != shared or told > _MOST_TOLD:
             break
         row, *form = _taken_apart(other)
         if form != [kinds, spec]:
@@ -89,7 +86,6 @@ def go_together(lent: Lent, other: Lent) -> bool:
     """Whether two fragments can go as one: they lie in the same places of as many blocks, and no column is a tree."""
     return (
         lent.columns == other.columns
-        and lent.lane == other.lane
         and len(lent.blocks) == len(other.blocks) > 0
         and _is_plain(lent.rest)
         and len(lent.rest) == len(other.rest)
@@ -98,14 +94,12 @@ def go_together(lent: Lent, other: Lent) -> bool:
 
 
 def as_one(lent: Sequence[Lent]) -> Lent | Series:
-    """Fragments that go together, one after the other in their stream."""
+    """Fragments that go together, each the next of their stream."""
     first = lent[0]
     if len(lent) == 1:
         return first
-    rest = _shared(first, _OWN_OF_FRAGMENT)
-    rest[EACH] = [_own(each, _OWN_OF_FRAGMENT) for each in lent]
     blocks = tuple([number for each in lent for number in each.blocks])
-    return Series(first.lane, first.number, len(lent), blocks, 0, first.columns, rest, None)
+    return Series(first.lane, first.number, len(lent), blocks, 0, first.columns, _told(lent, _OWN_OF_FRAGMENT), None)
 
 
 def _is_plain(rest: Mapping[str, Any]) -> bool:
@@ -118,9 +112,24 @@ def _own_names(message: Fragment) -> tuple[str, ...]:
     return _OWN if is_batch(message) else _OWN_OF_FRAGMENT
 
 
-def _own(message: Fragment | Lent, names: Iterable[str]) -> dict[str, Any]:
-    """What it alone has in its rest."""
-    return {name: message.rest[name] for name in names if name in message.rest}
+def _told(messages: Sequence[Fragment | Lent], own: Sequence[str]) -> dict[str, Any]:
+    """The rest of a series of them: of all, and of each. They have the first one's layout where they have none."""
+    first = messages[0]
+    rest = {name: value for name, value in first.rest.items() if name not in own or name == _LAYOUT}
+    each = [_own(message, first, own) for message in messages]
+    if any(each):
+        rest[EACH] = each
+    return rest
+
+
+def _own(message: Fragment | Lent, first: Fragment | Lent, names: Sequence[str]) -> dict[str, Any]:
+    """What a message has for itself, when this is the first of its series."""
+    own = {name: message.rest[name] for name in names if name in message.rest}
+    if own.get(_LAYOUT) == first.rest.get(_LAYOUT):
+        own.pop(_LAYOUT, None)
+    if message.lane != first.lane:
+        own[LANE] = message.lane
+    return own
 
 
 def _shared(message: Fragment | Lent, own: Container[str]) -> dict[str, Any]:

@@ -135,7 +135,7 @@ class Source:
         self.receipts: dict[str, Receipt] = {}
         self.beyond: set[int] = set()
         self.told: _Told = _Told()
-        self._layout: FragmentLayout | None = None  # of the last fragment
+        self._layouts: dict[int, FragmentLayout] = {}  # of the last fragment of each lane
 
     @property
     def streams(self) -> int:
@@ -199,7 +199,7 @@ class Source:
         self.is_by_module = told.get("is_by_module") is True
         self.can_be_paced = told.get("can_be_paced", not self.sends_batches) is True
         self.spaces = [read_space(space, "hello.metadata.spaces") for space in spaces]
-        self._layout = None
+        self._layouts = {}
         self.action_space = read_space(hello.action_space, "hello.action_space")
         self.version, self.digest = version, digest
         self._introduce_lanes(len(hello.slots), told)
@@ -244,8 +244,9 @@ class Source:
             last = self.aside[message.lane]
             told = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
             raise WireError(f"{told}, expected another lane", "fragment")
-        self._layout = layout_told(message.rest.get("layout"), self.action_space, self._layout)
-        fragment = fragment_of(message, self._layout, self.spaces)
+        layout = layout_told(message.rest.get("layout"), self.action_space, self._layouts.get(message.lane))
+        self._layouts[message.lane] = layout
+        fragment = fragment_of(message, layout, self.spaces)
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)
 
@@ -319,6 +320,7 @@ class Source:
         self.lanes -= over
         self.awaited -= over
         self.aside = {each: number for each, number in self.aside.items() if each not in over}
+        self._layouts = {each: layout for each, layout in self._layouts.items() if each not in over}
         if len(self.lanes) >= MOST_LANES:
             told = f"at most {MOST_LANES}, those among them that are gone and not acknowledged in full"
             raise WireError(f"lane {lane} has come, expected {told}", "message")

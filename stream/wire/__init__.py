@@ -60,7 +60,7 @@ from rollflow.stream.wire.running import (
     Turn,
     Weights,
 )
-from rollflow.stream.wire.series import EACH, series_parts
+from rollflow.stream.wire.series import EACH, LANE, series_parts
 from rollflow.stream.wire.session import GatewaySession, HostSession
 from rollflow.stream.wire.source import SourceConnection, SourceSession
 from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
@@ -68,6 +68,7 @@ from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
 __all__ = [
     "EACH",
     "FAILED",
+    "LANE",
     "NONCE_BYTES",
     "SESSION_BYTES",
     "VERSION",

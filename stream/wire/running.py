@@ -203,8 +203,9 @@ class Lent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """Source to trainer: several Fragments of a lane that differ in their numbers, arrays' values and `each` alone.
+    """Source to trainer: several Fragments that differ in their numbers, arrays' values and `each` alone.
 
+    lane       of those that don't have their own in `each`
     number     of the first
     count      how many
     blocks     that their arrays lie in, each of which is lent once by this; none: they lie in `data`

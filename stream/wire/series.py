@@ -1,4 +1,4 @@
-"""Fragments that came as one, since they differ in their numbers, their arrays' values and a little else alone."""
+"""Fragments that came as one, since they differ in numbers, lanes, their arrays' values and a little else alone."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +8,15 @@ import optree
 from numpy.typing import NDArray
 
 from rollflow.stream.errors import WireError
+from rollflow.stream.wire.field import whole
+from rollflow.stream.wire.handshake import MOST_NUMBER
 from rollflow.stream.wire.lent_columns import lent_columns
 from rollflow.stream.wire.limits import MAX_VALUES
 from rollflow.stream.wire.running import Fragment, Series
 
 EACH = "each"  # entry of `rest`: what each fragment has in its own, beside what all have
+LANE = "lane"  # entry of one of `each`: the fragment's lane, where it is another than the series'
+_check_lane = whole(0, MOST_NUMBER)
 
 
 def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragment]:
@@ -31,8 +35,10 @@ def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragme
     else:
         columns = [leaf.arrays(blocks, count, stride) for leaf in leaves]
         trees = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
-    rests = _rests(series)
-    return [Fragment(series.lane, series.number + i, trees[i], rests[i]) for i in range(count)]
+    return [
+        Fragment(lane, series.number + i, tree, rest)
+        for i, (tree, (lane, rest)) in enumerate(zip(trees, _told(series), strict=True))
+    ]
 
 
 def _blocks_of_each(blocks: list[NDArray[np.uint8]], count: int) -> list[list[NDArray[np.uint8]]]:
@@ -43,12 +49,20 @@ def _blocks_of_each(blocks: list[NDArray[np.uint8]], count: int) -> list[list[ND
     return [blocks[begin : begin + many] for begin in range(0, len(blocks), many)]
 
 
-def _rests(series: Series) -> list[Mapping[str, Any]]:
-    """The rest of each fragment. Raises WireError where what each has for itself is not said for all of them."""
+def _told(series: Series) -> list[tuple[int, Mapping[str, Any]]]:
+    """Lane and rest of each fragment. Raises WireError where what each has for itself is not said for all of them."""
     if EACH not in series.rest:
-        return [series.rest] * series.count
+        return [(series.lane, series.rest)] * series.count
     each = series.rest[EACH]
     if not isinstance(each, list) or len(each) != series.count or not all(isinstance(own, dict) for own in each):
         raise WireError(f"series: rest.{EACH} is {each!r:.100}, expected a list of {series.count} maps", "message")
     shared = {name: value for name, value in series.rest.items() if name != EACH}
-    return [shared | own for own in each]
+    return [_of_one(own, shared, series.lane) for own in each]
+
+
+def _of_one(own: dict[str, Any], shared: dict[str, Any], lane: int) -> tuple[int, Mapping[str, Any]]:
+    """Lane and rest of the fragment that has this for itself. Raises WireError where the lane is none."""
+    if LANE not in own:
+        return lane, shared | own
+    rest = {name: value for name, value in own.items() if name != LANE}
+    return _check_lane(own[LANE], f"series: rest.{EACH}.{LANE}"), shared | rest

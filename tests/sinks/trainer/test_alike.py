@@ -80,17 +80,12 @@ def test_those_that_are_alike_go_together() -> None:
         message(2, turned=np.zeros((2, 3))),
         message(2, turned=[np.zeros((2, 3), np.float32)]),
         message(2, policy_version=np.array([3])),
-        Fragment(1, 2, message(2).columns, message(2).rest),
         Fragment(0, 2, message(2).columns, {"batch": True}),
     ],
 )
 def test_one_that_is_not_ends_them(other: Fragment) -> None:
     assert counts_of([message(1), other, message(3)]) == 1
     assert counts_of([message(0), message(1), other, message(3)]) == 2
-
-
-def test_fragments_go_by_themselves() -> None:
-    assert alike(Fragment(0, 1, {}, {}), [Fragment(0, 2, {}, {})], MOST_BYTES) is None
 
 
 def test_they_come_as_they_were() -> None:
@@ -219,20 +214,6 @@ def test_connections_that_are_cut_lose_nothing_and_double_nothing(cuts: list[int
     for number, came in enumerate(taken, 1):
         np.testing.assert_equal(came, batch(number, big=numbers(number, 100)))
     assert len(taken) == 200
-
-
-@pytest.fixture
-def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many came as one, again and again."""
-    counts: list[int] = []
-
-    def counted(message: Any, borrower: Any) -> list[Fragment]:
-        fragments = fragments_in(message, borrower)
-        counts.append(len(fragments))
-        return fragments
-
-    monkeypatch.setattr("rollflow.sinks.trainer.door.fragments_in", counted)
-    return counts
 
 
 def test_several_come_as_one(counts: list[int]) -> None:
