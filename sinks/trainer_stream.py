@@ -342,7 +342,8 @@ class TrainerStream:
         return unix_address(address)
 
     def _begin_next(self) -> bool:
-        self._open()
+        if self._state != "running" or not self._door.is_open:
+            self._open()
         self._move_on()
         return True
 
@@ -388,7 +389,8 @@ class TrainerStream:
     def _hand_over(self, given: HandedOver) -> Any:
         if self.yields == "batches":
             self._age.mask(given.item, given.of, self.version)
-        self.handed = [handed(arrived, self.version) for arrived in given.of]
+        version = self.version
+        self.handed = [handed(arrived, version) for arrived in given.of]
         self._current = []
         if given.is_last:
             self._current, self._left_out = [*given.of, *self._left_out], []

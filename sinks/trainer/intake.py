@@ -82,12 +82,14 @@ class Intake:
 
     def be_done_with(self, items: Sequence[Arrived]) -> None:
         """Want no more of these."""
+        sources = set()
         with self.door.lock:
             for arrived in items:
+                sources.add(arrived.source)
                 arrived.source.move_on(arrived.number)
                 if self._acks:
                     arrived.source.keep()
-        self.door.tell_done({arrived.source for arrived in items})
+        self.door.tell_done(sources)
 
     def hold(self, items: int) -> None:
         """Have rollouts send as much more: so many items may be on their way to loops in other processes."""
@@ -114,7 +116,7 @@ class Intake:
             patience.restart()
         if may_begin and self._supply.begin(present, self.door.weights.version):
             self.door.wake()
-        if not self._is_enough(present, patience):
+        if not self._has_begun and not self._is_enough(present, patience):
             return False
         self._sets, self._supply.waiting = self._supply.take(present)
         return True
@@ -138,8 +140,7 @@ class Intake:
 
     def _is_enough(self, present: Sequence[Source], patience: Patience) -> bool:
         """Whether as many rollouts have come as are waited for. Raises RunError where they have not for too long."""
-        if not self._has_begun:
-            self._has_begun = self._expects_no_more or len(self.door.come) >= self._awaited
+        self._has_begun = self._expects_no_more or len(self.door.come) >= self._awaited
         if not self._has_begun and patience.is_over:
             told = f"{len(present)} of {self._awaited} rollouts came within {patience.limit:g} s"
             raise RunError(f"{told}: {self._told_of_waiting()}")

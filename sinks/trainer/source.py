@@ -24,6 +24,7 @@ from rollflow.stream.wire.spaces import read_space
 logger = logging.getLogger(__name__)
 
 _MOST_SPACES, _MOST_NODES = 64, 4096
+_NONE_GONE: frozenset[int] = frozenset()
 
 
 class Arrived(NamedTuple):
@@ -151,6 +152,8 @@ class Source:
     @property
     def gone(self) -> frozenset[int]:
         """Lanes of which all has come that comes."""
+        if not self.aside:
+            return _NONE_GONE
         return frozenset(lane for lane, number in self.aside.items() if number <= self.session.taken)
 
     @property
