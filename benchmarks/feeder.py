@@ -3,6 +3,7 @@
 import secrets
 import select
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -21,7 +22,6 @@ from rollflow.stream.space_codec import describe_space
 from rollflow.stream.wire import (
     SESSION_BYTES,
     Fragment,
-    Hello,
     Limits,
     SharedAddress,
     SourceSession,
@@ -82,17 +82,16 @@ def _feed(address: str, told: Described, sends: str, message: Callable[[int], Fr
     session = SourceSession(secrets.token_bytes(SESSION_BYTES))
     lender = Lender(1 << 30) if isinstance(target, SharedAddress) else None
 
-    def hello() -> Hello:
-        return introduction(
-            told,
-            session.token,
-            name="feeder",
-            sends=sends,
-            max_frame=limits.max_frame,
-            digests={},
-            shares_memory=lender is not None,
-        )
-
+    hello = partial(
+        introduction,
+        told,
+        session.token,
+        name="feeder",
+        sends=sends,
+        max_frame=limits.max_frame,
+        digests={},
+        shares_memory=lender is not None,
+    )
     link = SourceLink(
         target,
         hello,

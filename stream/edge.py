@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rollflow.stream.channel import Overflow
+from rollflow.stream.errors import GraphError
 from rollflow.stream.gate import Gate
 
 Port = tuple[str, str]  # the name of a node, and of one of its inlets or outlets
@@ -25,6 +26,17 @@ class Edge:
     def name(self) -> str:
         """`a.out → b.items`."""
         return f"{'.'.join(self.source)} → {'.'.join(self.target)}"
+
+
+def check_room(name: str, capacity: int | None, overflow: Overflow, *, feedback: bool) -> None:
+    """Raise GraphError where an edge can't have these together."""
+    if capacity is not None and capacity < 1:
+        raise GraphError(f"{name}: capacity is {capacity}, expected at least 1, or None")
+    if overflow not in ("block", "drop_oldest", "latest"):
+        raise GraphError(f"{name}: overflow is {overflow!r}, expected 'block', 'drop_oldest' or 'latest'")
+    if overflow != "block" and (feedback or capacity is None):
+        told = "a feedback edge" if feedback else "an edge without a capacity"
+        raise GraphError(f"{name}: {told} can't have overflow='{overflow}', expected 'block'")
 
 
 def within(prefix: str, port: Port) -> Port:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.channel import Overflow
 from rollflow.stream.drawing import explain, mermaid
-from rollflow.stream.edge import Edge, Port, leading_to, may_drop_before, within
+from rollflow.stream.edge import Edge, Port, check_room, leading_to, may_drop_before, within
 from rollflow.stream.errors import GraphError
 from rollflow.stream.gate import Gate
 from rollflow.stream.port import NodeSpec, Where, is_same_method, meet, outlet_method, own_name, read_node, type_name
@@ -97,15 +97,7 @@ class Graph:
         """
         source, target = self._named(source, outlet=True), self._named(target, outlet=False)
         outlet, inlet = self._port(source, outlet=True), self._port(target, outlet=False)
-        if capacity is not None and capacity < 1:
-            raise GraphError(f"{source} → {target}: capacity is {capacity}, expected at least 1, or None")
-        if overflow not in ("block", "drop_oldest", "latest"):
-            raise GraphError(
-                f"{source} → {target}: overflow is {overflow!r}, expected 'block', 'drop_oldest' or 'latest'"
-            )
-        if overflow != "block" and (feedback or capacity is None):
-            told = "a feedback edge" if feedback else "an edge without a capacity"
-            raise GraphError(f"{source} → {target}: {told} can't have overflow='{overflow}', expected 'block'")
+        check_room(f"{source} → {target}", capacity, overflow, feedback=feedback)
         given, taken = self.nodes[outlet[0]].outlets[outlet[1]], self.nodes[inlet[0]].inlets[inlet[1]]
         if not meet(given, taken):
             raise GraphError(

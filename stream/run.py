@@ -14,7 +14,7 @@ import anyio.abc
 import anyio.lowlevel
 import anyio.to_thread
 
-from rollflow.stream.chain import Chain, note_node
+from rollflow.stream.chain import Chain, Deliver, note_node
 from rollflow.stream.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop
 from rollflow.stream.edge import Edge, Port
 from rollflow.stream.errors import GraphError, RunError
@@ -25,6 +25,8 @@ from rollflow.stream.port import NodeSpec
 from rollflow.stream.report import CALLER, Report, report_of
 from rollflow.stream.seeding import fresh_seed, generator_for
 from rollflow.stream.wake import Wake, Watch
+
+_Entry = tuple[Channel[Any], Deliver]  # of a chain: what arrives, and what to call with it
 
 
 class Run:
@@ -152,17 +154,31 @@ class Run:
             channel.on_item = wake.set
         chain.on_gate = wake.set
         watch = Watch([node for node, _ in chain.background], wake, self._tasks) if chain.background else None
-        is_source = chain.can_start
-        if is_source:
-            self._on_stop(partial(self._give_up_cycles, chain.names))
-            self._on_stop(chain.hasten)
-            self._on_stop(wake.set)
-            for _ in chain.start():
-                await self._deliver_all(chain)
-                if self._draining:
-                    break
-        next_checkpoint = clock() + CHECKPOINT_NS
-        turn = 0
+        if chain.can_start:
+            await self._start_chain(chain, wake)
+        await self._drive(chain, entries, wake, watch)
+        if watch is not None:
+            watch.end()
+        for _ in chain.finish():
+            await self._deliver_all(chain)
+        for channel, _ in entries:
+            channel.abandon()
+        for name in chain.names:
+            self._close_outlets(name)
+
+    async def _start_chain(self, chain: Chain, wake: Wake) -> None:
+        """Carry what its nodes set out."""
+        self._on_stop(partial(self._give_up_cycles, chain.names))
+        self._on_stop(chain.hasten)
+        self._on_stop(wake.set)
+        for _ in chain.start():
+            await self._deliver_all(chain)
+            if self._draining:
+                break
+
+    async def _drive(self, chain: Chain, entries: list[_Entry], wake: Wake, watch: Watch | None) -> None:
+        """Carry what arrives, goes round or has been worked on elsewhere, until there is nothing more to come."""
+        is_source, next_checkpoint, turn = chain.can_start, clock() + CHECKPOINT_NS, 0
         while True:
             while chain.pending:
                 await self._deliver(chain)
@@ -195,14 +211,6 @@ class Run:
             if clock() >= next_checkpoint:
                 await anyio.lowlevel.checkpoint()
                 next_checkpoint = clock() + CHECKPOINT_NS
-        if watch is not None:
-            watch.end()
-        for _ in chain.finish():
-            await self._deliver_all(chain)
-        for channel, _ in entries:
-            channel.abandon()
-        for name in chain.names:
-            self._close_outlets(name)
 
     async def _idle(self, chain: Chain, wake: Wake, watch: Watch | None) -> None:
         if watch is None or not chain.in_flight:

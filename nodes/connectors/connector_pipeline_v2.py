@@ -105,10 +105,7 @@ class ConnectorPipelineV2(ConnectorV2):
                 error.add_note(f"in connector piece {self._told(place)}")
                 raise
             if not isinstance(batch, dict):
-                raise ConnectorError(
-                    f"connector piece {self._told(place)} returned {type(batch).__name__}, expected the batch, a dict: "
-                    "does its __call__ end in 'return batch'?"
-                )
+                raise self._no_batch(place, batch)
             now = perf_counter_ns()
             timer.calls += 1
             timer.total_ns += now - mark
@@ -375,6 +372,12 @@ class ConnectorPipelineV2(ConnectorV2):
                 raise
             observation_space, action_space = piece.observation_space, piece.action_space
         self._observation_space, self._action_space = observation_space, action_space
+
+    def _no_batch(self, place: int, given: Any) -> ConnectorError:
+        return ConnectorError(
+            f"connector piece {self._told(place)} returned {type(given).__name__}, expected the batch, a dict: "
+            "does its __call__ end in 'return batch'?"
+        )
 
     def _told(self, place: int) -> str:
         return f"'{self.names[place]}' ({place + 1} of {len(self)} in {self.name})"
