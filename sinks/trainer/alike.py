@@ -16,14 +16,16 @@ from rollflow.sinks.trainer.layout import Kind, Layout, laid_out, packed
 from rollflow.stream.wire import EACH, LANE, Fragment, Joined, Lent, Series, bytes_of
 
 MOST_ALIKE = 16  # so that those behind do not wait long for the first
-MOST_BYTES = 1 << 20  # of them: whoever keeps one in shared memory keeps all
+MOST_BYTES = 1 << 20  # of them: whoever keeps one keeps the message, or the block, that all came in
 MOST_LENT = 1 << 22  # of those that are larger each, in shared memory; through a socket they gain nothing
 _MOST_TOLD = 1 << 14  # returns of episodes in them: a header takes no end of values
 _ALIGNMENT = 8  # as in a frame
 _OWN = ("episodes",)  # entries of a train batch's rest in which it may differ
 _LAYOUT = "layout"  # of each lane's fragments another, since their episodes are called otherwise
-_OWN_OF_FRAGMENT = ("sequence", "episode_start", "episode_number", _LAYOUT)
-_SHARED_BY_FRAGMENTS = ("num_rows", "forms", "space")  # what has more to say goes by itself: it may be much
+_ARRAYS = ("episode_start", "episode_number")
+_OWN_OF_FRAGMENT = ("sequence", *_ARRAYS, _LAYOUT)
+_SHARED_BY_FRAGMENTS = ("num_rows", "forms", "space")
+_OF_ALL = frozenset((*_SHARED_BY_FRAGMENTS, *_OWN_OF_FRAGMENT))  # what has more to say goes by itself: it may be much
 
 
 class Alike(NamedTuple):
@@ -47,7 +49,7 @@ class Alike(NamedTuple):
     def series(self, layout: Layout, blocks: tuple[int, ...], data: Joined | None) -> Series:
         """The messages as one, whose arrays lie in blocks or in `data`."""
         first = self.messages[0]
-        columns, rest = packed(self.spec, layout.leaves), _told(self.messages, _own_names(first))
+        columns, rest = packed(self.spec, layout.leaves), _rest_of(self.messages, _own_names(first))
         return Series(first.lane, first.number, len(self.rows), blocks, layout.size, columns, rest, data)
 
     def joined(self) -> Series:
@@ -69,7 +71,7 @@ def alike(first: Fragment, others: Iterable[Fragment], most: int) -> Alike | Non
         return None
     row, kinds, spec = _taken_apart(first)
     messages, rows, shared, told = [first], [row], _shared(first, own), num_told(first)
-    size = sum([array.nbytes for array in row])
+    size = sum([array.nbytes for array in row]) + sum([first.rest[name].nbytes for name in own if name in _ARRAYS])
     for other in islice(others, max(0, most // max(1, size) - 1)):
         told += num_told(other)
         if _shared(other, own) != shared or told > _MOST_TOLD:
@@ -88,8 +90,8 @@ def go_together(lent: Lent, other: Lent) -> bool:
         lent.columns == other.columns
         and len(lent.blocks) == len(other.blocks) > 0
         and _is_plain(lent.rest)
-        and len(lent.rest) == len(other.rest)
-        and all(other.rest.get(name) == lent.rest.get(name) for name in _SHARED_BY_FRAGMENTS)
+        and _is_plain(other.rest)
+        and all(other.rest[name] == lent.rest[name] for name in _SHARED_BY_FRAGMENTS)
     )
 
 
@@ -99,12 +101,12 @@ def as_one(lent: Sequence[Lent]) -> Lent | Series:
     if len(lent) == 1:
         return first
     blocks = tuple([number for each in lent for number in each.blocks])
-    return Series(first.lane, first.number, len(lent), blocks, 0, first.columns, _told(lent, _OWN_OF_FRAGMENT), None)
+    return Series(first.lane, first.number, len(lent), blocks, 0, first.columns, _rest_of(lent, _OWN_OF_FRAGMENT), None)
 
 
 def _is_plain(rest: Mapping[str, Any]) -> bool:
     """Whether a fragment has nothing more to say than every one has, and no column of it is a tree."""
-    return not rest.get("forms") and len(rest) == len(_SHARED_BY_FRAGMENTS) + len(_OWN_OF_FRAGMENT)
+    return rest.keys() == _OF_ALL and not rest["forms"]
 
 
 def _own_names(message: Fragment) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def _own_names(message: Fragment) -> tuple[str, ...]:
     return _OWN if is_batch(message) else _OWN_OF_FRAGMENT
 
 
-def _told(messages: Sequence[Fragment | Lent], own: Sequence[str]) -> dict[str, Any]:
+def _rest_of(messages: Sequence[Fragment | Lent], own: Sequence[str]) -> dict[str, Any]:
     """The rest of a series of them: of all, and of each. They have the first one's layout where they have none."""
     first = messages[0]
     rest = {name: value for name, value in first.rest.items() if name not in own or name == _LAYOUT}

@@ -248,7 +248,8 @@ class Source:
             told = f"fragment {message.number} of lane {message.lane}, which is set aside behind {last}"
             raise WireError(f"{told}, expected another lane", "fragment")
         layout = layout_told(message.rest.get("layout"), self.action_space, self._layouts.get(message.lane))
-        self._layouts[message.lane] = layout
+        if message.lane in self.lanes:
+            self._layouts[message.lane] = layout
         fragment = fragment_of(message, layout, self.spaces)
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)

@@ -37,7 +37,7 @@ def series_parts(series: Series, blocks: list[NDArray[np.uint8]]) -> list[Fragme
         trees = [optree.tree_unflatten(spec, [column[i] for column in columns]) for i in range(count)]
     return [
         Fragment(lane, series.number + i, tree, rest)
-        for i, (tree, (lane, rest)) in enumerate(zip(trees, _told(series), strict=True))
+        for i, (tree, (lane, rest)) in enumerate(zip(trees, _lanes_and_rests(series), strict=True))
     ]
 
 
@@ -49,7 +49,7 @@ def _blocks_of_each(blocks: list[NDArray[np.uint8]], count: int) -> list[list[ND
     return [blocks[begin : begin + many] for begin in range(0, len(blocks), many)]
 
 
-def _told(series: Series) -> list[tuple[int, Mapping[str, Any]]]:
+def _lanes_and_rests(series: Series) -> list[tuple[int, Mapping[str, Any]]]:
     """Lane and rest of each fragment. Raises WireError where what each has for itself is not said for all of them."""
     if EACH not in series.rest:
         return [(series.lane, series.rest)] * series.count

@@ -122,6 +122,34 @@ def test_a_fragment_that_is_not_alike_ends_them_there_too(other: Fragment) -> No
     check_same([part for each in came for part in fragments_in(each, None)], sent)
 
 
+def with_more() -> dict[str, Any]:
+    """What only some have to say, made anew."""
+    slots = np.zeros(1, np.int64)
+    return {
+        "losses": [[1, slots, slots, "gone"]],
+        "infos": [{"a": np.zeros(2), "_a": np.ones(2, bool)}],
+        "finals": {"rows": [1], "counts": [1], "slots": slots, "observations": np.zeros((1, 2)), "infos": None},
+        "custom_data": [[0, 0, {"a": np.zeros(2)}]],
+        "forms": {"obs": [np.zeros((0, 2))]},
+    }
+
+
+@pytest.mark.parametrize("name", with_more())
+def test_those_that_have_more_to_say_go_by_themselves_however_alike_they_are(name: str) -> None:
+    sent = [lent_fragment(number, **{name: with_more()[name]}) for number in (1, 2, 3)]
+    check_same(as_sent(sent), sent)  # type: ignore[arg-type]
+    ends = Pair(Lender(1 << 20), SourceSession(TOKEN))
+    assert kinds_sent(ends, sent) == [("lent", 1), ("lent", 2), ("lent", 3)]
+    ends.lose()
+
+
+def test_what_each_says_for_itself_counts_as_well() -> None:
+    sent = [lent_fragment(number, episode_start=np.zeros(1 << 10, np.int64)) for number in (1, 2, 3)]
+    size = nbytes_of(sent[0]) + sum(sent[0].rest[name].nbytes for name in ("episode_start", "episode_number"))
+    assert alike(sent[0], sent[1:], 2 * size - 1) is None
+    assert [len(found.messages) for most in (2 * size, 3 * size) if (found := alike(sent[0], sent[1:], most))] == [2, 3]
+
+
 @pytest.mark.parametrize("lane", [-1, 1 << 53, True, 1.0, None, "0"])
 def test_a_series_with_a_lane_that_is_none_is_refused(lane: Any) -> None:
     told = Series(7, 1, 2, (), 24, PACKED, {"each": [{}, {"lane": 8}]}, np.zeros(43, np.uint8))

@@ -1,13 +1,17 @@
 """The layout of a rollout's fragments, which each of them tells of anew."""
 
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 
-from rollflow.sinks.trainer.item_message import layout_told
+from rollflow.nodes import Rollout
+from rollflow.sinks.trainer.item_message import layout_told, message_of_fragment
+from rollflow.sinks.trainer.source import Source
 from rollflow.stream.errors import WireError
+from rollflow.stream.wire import Aside, Come, TrainerSession
 
 ACTIONS = gym.spaces.Discrete(2)
 TOLD: dict[str, Any] = {"num_slots": 2, "num_rows": 8, "lookback": 1, "resets_next_step": False, "episodes": "x"}
@@ -49,3 +53,23 @@ def test_what_is_none_is_refused_behind_a_good_one_as_well(told: Any, why: str) 
         with pytest.raises(WireError, match=why) as raised:
             layout_told(told, ACTIONS, before)
         assert raised.value.code == "fragment"
+
+
+def test_of_lanes_that_come_and_go_those_that_there_are_are_remembered() -> None:
+    with Rollout("CartPole-v1", num_envs=2, fragment_length=4, num_fragments=1, seed=0) as rollout:
+        (fragment,) = rollout.fragments()
+    spaces = [fragment.observation_space]
+    message = message_of_fragment(1, fragment, spaces)
+    source = Source(TrainerSession(bytes(16)))
+    source.spaces, source.action_space = spaces, fragment.layout.action_space
+    source.has_fixed_lanes, source.lanes = False, {0, 1}
+    for number, lane in enumerate([0, 1, 7, 8, 9], 1):
+        (arrived,) = source.read([replace(message, number=number, lane=lane)])
+        assert (arrived.number, arrived.lane) == (number, lane)
+    assert source._layouts.keys() == {0, 1}
+    source.take_news(Aside(1, 2))
+    source.move_on(1)
+    source.move_on(2)
+    source.keep()
+    source.take_news(Come(5))
+    assert source._layouts.keys() == {0}
