@@ -23,13 +23,14 @@ def add_protection_to(parser: argparse.ArgumentParser) -> None:
 
 
 def secret_of(told: argparse.Namespace) -> str | None:
-    """The secret in the file. Raises OSError where it can't be read, ValueError where it is empty."""
+    """The secret in the file. Raises ValueError where it can't be read, or is empty."""
     if told.secret_file is None:
         return None
     try:
         secret: str = told.secret_file.read_text().strip()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--secret-file {told.secret_file}: {error}, expected text") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--secret-file {told.secret_file}: {why}, expected a file of text") from error
     if not secret:
         raise ValueError(f"--secret-file {told.secret_file} is empty, expected a secret")
     return secret

@@ -58,7 +58,7 @@ def module_for(module: Any, model_config: Any, observation_space: gym.Space[Any]
     if model_config is not None:
         raise ModuleError("model_config is for the default module: give it to your module's constructor instead")
     if _makes_modules(module):
-        module = module(observation_space, action_space)
+        module = _made(module, observation_space, action_space)
     for method in ("forward_exploration", "forward_inference", "state_dict", "load_state_dict"):
         if not callable(getattr(module, method, None)):
             raise ModuleError(
@@ -97,6 +97,19 @@ def copied_pieces(connector: Any) -> Any:
 
 def _makes_modules(module: Any) -> bool:
     return isinstance(module, type) or inspect.isfunction(module)
+
+
+def _made(module: Any, *spaces: gym.Space[Any]) -> Any:
+    """What makes modules, called. Raises ModuleError where it can't be called with the spaces."""
+    try:
+        signature = inspect.signature(module)
+        signature.bind(*spaces)
+    except TypeError:
+        told = f"module is {module.__qualname__}, which takes {signature}, expected (observation_space, action_space)"
+        raise ModuleError(f"{told}, or a module that is made already") from None
+    except ValueError:  # it does not say
+        pass
+    return module(*spaces)
 
 
 def _check_space(module: Any, space: gym.Space[Any]) -> None:

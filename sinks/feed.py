@@ -26,6 +26,10 @@ from rollflow.stream.wire import Limits
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
+_INTERRUPTED = (
+    "interrupted: the trainer gets what is under way, and is waited for%s where it is not there; a second time ends it "
+    "at once"
+)
 
 
 def feed(
@@ -138,7 +142,7 @@ async def _leave_when_signalled(
         if came:
             tasks.cancel_scope.cancel()
         else:
-            logger.warning("interrupted: the trainer gets what is under way; a second time ends it at once")
+            logger.warning(_INTERRUPTED, "" if sink.linger is None else f" for {sink.linger:g} s (linger)")
             run.stop()
             if sink.linger is not None:
                 tasks.start_soon(_leave_without_trainer, sink, sink.linger, tasks.cancel_scope)

@@ -15,6 +15,7 @@ from rollflow.nodes.given import check_numbers
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
+from rollflow.sinks.trainer.async_block import AsyncBlock
 from rollflow.sinks.trainer.by_module import is_by_module, joined_weights
 from rollflow.sinks.trainer.choices import check_choices, check_module
 from rollflow.sinks.trainer.compression import check_available
@@ -47,7 +48,7 @@ from rollflow.stream.wire import (
 _NOT_YET = object()
 
 
-class TrainerStream:
+class TrainerStream(AsyncBlock):
     """What rollouts with a `TrainerSink` send, for a loop of somebody's own: `with TrainerStream(...) as stream`.
 
         address                where to listen: 'tcp://host:port' or 'unix:/path'; port 0 is any that is free. With

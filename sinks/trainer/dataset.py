@@ -87,7 +87,7 @@ class TrainerDataset(IterableDataset[Any]):
         options        of the `DataLoader`: `pin_memory`, `multiprocessing_context`, … `batch_size` is None, and
                        `prefetch_factor` the dataset's
 
-        Raises what the `DataLoader` does.
+        Raises TypeError for one of these two, and what the `DataLoader` does.
         """
         return TrainerLoader(
             self, self._prefetch, self._following, num_workers=num_workers, collate_fn=collate_fn, **options

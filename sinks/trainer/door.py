@@ -11,10 +11,11 @@ from time import monotonic, sleep
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.forked import keep_from_forked
+from rollflow.sinks.trainer.meeting import check_shares, check_together, replace_lost
 from rollflow.sinks.trainer.newest_weights import NewestWeights, Published
 from rollflow.sinks.trainer.peer import Peer, peer_on
 from rollflow.sinks.trainer.shared.borrower import checked, fragments_in
-from rollflow.sinks.trainer.source import Arrived, Source, check_shares, check_together, replace_lost
+from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError

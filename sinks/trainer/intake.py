@@ -141,10 +141,15 @@ class Intake:
     def _is_enough(self, present: Sequence[Source], patience: Patience) -> bool:
         """Whether as many rollouts have come as are waited for. Raises RunError where they have not for too long."""
         self._has_begun = self._expects_no_more or len(self.door.come) >= self._awaited
-        if not self._has_begun and patience.is_over:
-            told = f"{len(present)} of {self._awaited} rollouts came within {patience.limit:g} s"
-            raise RunError(f"{told}: {self._told_of_waiting()}")
-        return self._has_begun
+        if self._has_begun:
+            return True
+        told = f"{len(present)} of {self._awaited} rollouts came"
+        if patience.is_over:
+            raise RunError(f"{told} within {patience.limit:g} s: {self._told_of_waiting()}")
+        if patience.is_long:
+            most = "any time" if patience.limit is None else f"{patience.limit:g} s"
+            logger.warning("%s so far, others have %s (join_timeout): %s", told, most, self._told_of_waiting())
+        return False
 
     def _none_or_not_yet(self, present: Sequence[Source], patience: Patience) -> list[Arrived] | None:
         """What it means that there is nothing. Raises RunError where all are lost, for too long."""
@@ -158,6 +163,7 @@ class Intake:
         lost = [source for source in self.door.sources.values() if source.is_lost]
         in_their_place = len(self.door.come) - len(lost)
         if not lost or self._expects_no_more or in_their_place >= self._awaited:
+            logger.info("all rollouts have ended, and all that came of them was handed over: the loop ends")
             return None
         if patience.is_over:
             names = "; ".join(f"{source.name}: {source.reason}" for source in lost)

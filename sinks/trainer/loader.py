@@ -7,6 +7,11 @@ from torch.utils.data import DataLoader, IterableDataset, default_convert
 
 from rollflow.sinks.trainer.making import Tagged
 
+_NOT_TO_BE_SAID = {
+    "batch_size": "each item is a whole batch, of as many fragments as `TrainerStream` has fragments_per_batch",
+    "prefetch_factor": "it is what `TrainerStream.dataset` has",
+}
+
 
 class _Source(Protocol):
     """A dataset whose workers can say which item is made of what."""
@@ -38,6 +43,9 @@ class TrainerLoader(DataLoader[Any]):
         collate_fn: Callable[[Any], Any] | None,
         **options: Any,
     ) -> None:
+        for name, told in _NOT_TO_BE_SAID.items():
+            if options.pop(name, None) is not None:
+                raise TypeError(f"{name} is given to the loader, expected none: {told}")
         self._following = following
         dataset: Any = _Tagged(source) if num_workers else source
         convert: Any = _OfItem(collate_fn or default_convert) if num_workers else collate_fn

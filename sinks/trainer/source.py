@@ -1,7 +1,6 @@
 """A rollout that feeds a trainer, as the trainer knows it."""
 
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,8 +19,6 @@ from rollflow.stream.fragment import Fragment, FragmentLayout
 from rollflow.stream.wire import Aside, Come, Hello, Receipt, TrainerConnection, TrainerSession
 from rollflow.stream.wire.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.spaces import read_space
-
-logger = logging.getLogger(__name__)
 
 _MOST_SPACES, _MOST_NODES = 64, 4096
 _NONE_GONE: frozenset[int] = frozenset()
@@ -254,10 +251,20 @@ class Source:
         version = fragment.policy_version if fragment.num_rows else None
         return Arrived(self, message.number, fragment, version)
 
-    def is_like(self, other: "Source") -> bool:
-        """Whether both can be learnt from together."""
-        what = "spaces", "action_space", "weights", "is_stateful", "is_by_module"
-        return all(getattr(self, name) == getattr(other, name) for name in what)
+    def unlike(self, other: "Source") -> str:
+        """Why it can't be learnt from together with another one: what it has, and the other; "": it can."""
+        mine, theirs = self._traits, other._traits
+        for name in {**mine, **theirs}:
+            if mine.get(name) != theirs.get(name):
+                return f"{name} is {mine.get(name)!r:.200}, expected {theirs.get(name)!r:.200}"
+        return ""
+
+    @property
+    def _traits(self) -> dict[str, Any]:
+        """What those have in common that can be learnt from together, by its name for people."""
+        told: dict[str, Any] = {name: getattr(self, name) for name in ("is_by_module", "is_stateful", "action_space")}
+        told |= {f"spaces[{index}]": space for index, space in enumerate(self.spaces)}
+        return told | {f"the shape of weight {name!r}": shape for name, shape in self.weights.items()}
 
     def take_news(self, news: Receipt | Come | Aside) -> None:
         """Take down what a forward node uses, or that a lane has come or is gone.
@@ -341,47 +348,6 @@ class Source:
         if not is_whole(number) or not 0 <= number < MOST_NUMBER:
             raise WireError(f"lane {lane} is set aside behind {number!r:.100}, expected a number", "message")
         self.aside[lane] = number
-
-
-def check_shares(hello: Hello, *, shares: bool) -> None:
-    """Raise WireError where one end shares memory and the other one does not."""
-    is_shared = hello.metadata.get("shares_memory") is True
-    if is_shared != shares:
-        listens, dials = ("shm:", "another address") if shares else ("another address", "shm:")
-        raise WireError(
-            f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or neither",
-            "memory",
-        )
-
-
-def check_together(source: Source, others: Sequence[Source]) -> None:
-    """Raise WireError where a rollout can't be learnt from with others; say it where one makes the same episodes."""
-    for other in others:
-        if not other.is_like(source):
-            raise WireError(
-                f"spaces or weights are not those of rollout {other.name}, which is here as well, expected the same",
-                "spaces",
-            )
-        if source.seed is not None and source.seed == other.seed and source.connection is None:
-            logger.warning(
-                "rollouts %s and %s both have seed=%d: their environments are seeded alike, and their episodes have "
-                "the same ids; expected another seed for each, or none",
-                other.name,
-                source.name,
-                source.seed,
-            )
-
-
-def replace_lost(source: Source, others: Iterable[Source]) -> None:
-    """Wait no more for one of the same name that is lost: a rollout that is new has come in its place.
-
-    If it comes back all the same, it is taken in.
-    """
-    for other in others:
-        if other.lost_at is not None and not other.has_ended and other.called == source.called:
-            other.has_ended = other.is_lost = True
-            logger.warning("rollout %s has come in place of %s, which is not waited for", source.name, other.name)
-            return
 
 
 @dataclass(slots=True)

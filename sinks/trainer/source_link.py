@@ -169,7 +169,7 @@ class SourceLink:
                 problem = f"trainer {self.address}: {problem_of(error)}"
             except WireError as error:
                 if error.code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
-                    raise
+                    raise self._where(error) from None
                 problem = f"trainer {self.address}: {error}"
             else:
                 problem = self.problem  # a goodbye
@@ -181,6 +181,13 @@ class SourceLink:
             self.problem = problem
             failures += 1
             self._pause(pause_s(failures, _LONGEST_RETRY_S))
+
+    def _where(self, error: WireError) -> WireError:
+        """The error, and which trainer it is from, where it is from one."""
+        whose, told = "trainer: ", str(error)
+        if not told.startswith(whose):
+            return error
+        return WireError(f"trainer {self.address}: {told.removeprefix(whose)}", error.code)
 
     def _pause(self, seconds: float) -> None:
         until = monotonic() + seconds

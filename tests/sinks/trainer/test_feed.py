@@ -56,6 +56,6 @@ def test_a_rollout_that_the_trainer_refuses_ends_with_its_words() -> None:
             next(iter(stream))  # from now on it takes them in
         rollout = numbered_rollout()
         fed = threads.submit(feed, rollout, str(stream.address), secret="open barley", limits=SHORT)
-        with pytest.raises(WireError, match="another secret"):
+        with pytest.raises(WireError, match=f"^trainer {stream.address}: refuses: .*another secret"):
             fed.result()
     assert rollout.environments.is_closed

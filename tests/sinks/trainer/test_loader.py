@@ -294,8 +294,11 @@ def test_options_are_the_loader_s() -> None:
         assert loader.pin_memory
         assert loader.persistent_workers
         assert dataset.loader().prefetch_factor is None
-        with pytest.raises(TypeError, match="batch_size"):
+        with pytest.raises(TypeError, match="batch_size is given to the loader, expected none: each item is a whole"):
             dataset.loader(batch_size=2)
+        with pytest.raises(TypeError, match="prefetch_factor is given to the loader, expected none: it is what"):
+            dataset.loader(num_workers=1, prefetch_factor=2)
+        assert dataset.loader(batch_size=None).batch_size is None
 
 
 @pytest.mark.parametrize("workers", [0, 2])

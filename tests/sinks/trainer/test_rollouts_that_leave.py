@@ -13,6 +13,7 @@ import anyio.to_thread
 import pytest
 from doomed import Doomed
 from feeding import HASTY, feeding, graph_over, running, sequences_of, trainer
+from gymnasium.spaces import Discrete
 from numbered import NumberedEnv, NumberedModule
 from numbered_env import WideEnv
 from remote_rollouts import await_that
@@ -20,6 +21,7 @@ from trainers import FeedChild
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import LearnerPipeline, TrainerSink
+from rollflow.sinks.trainer.source import Source
 from rollflow.stream import Graph, GraphError, RunError
 from rollflow.stream.errors import WireError
 from rollflow.stream.wire import TrainerSession
@@ -157,12 +159,36 @@ def test_rollouts_that_can_not_be_learnt_from_together_are_not_both_taken_in() -
         next(batches)
         other = graph_over(Rollout("CartPole-v1", fragment_length=8), stream.address, name="other")
         with (
-            pytest.raises(WireError, match=r"spaces or weights are not those of rollout feed .*, which is here"),
+            pytest.raises(
+                WireError, match=r"action_space is Discrete\(2\), expected Discrete\(.*\), as rollout feed .*"
+            ),
             running(*other) as feed,
         ):
             while not feed.ended.done():
                 next(batches)
             feed.ended.result()
+
+
+@pytest.mark.parametrize(
+    ("known", "told"),
+    [
+        ({}, ""),
+        ({"is_stateful": True}, "is_stateful is True, expected False"),
+        ({"action_space": Discrete(3)}, "action_space is Discrete(3), expected Discrete(2)"),
+        ({"spaces": [Discrete(2), Discrete(3)]}, "spaces[1] is Discrete(3), expected Discrete(4)"),
+        ({"spaces": [Discrete(2)]}, "spaces[1] is None, expected Discrete(4)"),
+        ({"weights": {"a": (3,), "b": (2, 5)}}, "the shape of weight 'b' is (2, 5), expected (2, 4)"),
+        ({"weights": {"a": (3,)}}, "the shape of weight 'b' is None, expected (2, 4)"),
+        ({"weights": {"a": (3,), "b": (2, 4), "c": ()}}, "the shape of weight 'c' is (), expected None"),
+    ],
+)
+def test_what_differs_is_told(known: dict[str, Any], told: str) -> None:
+    one, other = Source(TrainerSession(bytes(16))), Source(TrainerSession(bytes(16)))
+    for source in (one, other):
+        source.spaces, source.action_space = [Discrete(2), Discrete(4)], Discrete(2)
+        source.weights = {"a": (3,), "b": (2, 4)}
+    vars(one).update(known)
+    assert one.unlike(other) == told
 
 
 def test_rollouts_that_make_the_same_episodes_are_told_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -242,7 +242,7 @@ def test_one_agent_s_rollout_is_not_mixed_with_several_agents() -> None:
     one = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, seed=0)
     with fed(trainer()) as (stream, _, _), ThreadPoolExecutor() as threads:
         next(iter(stream))
-        with pytest.raises(WireError, match=r"spaces or weights are not those of rollout .* expected the same"):
+        with pytest.raises(WireError, match=r"is_by_module is False, expected True, as rollout .* has, which is here"):
             threads.submit(feed, one, str(stream.address), limits=SHORT).result()
 
 

@@ -1,5 +1,9 @@
 """What a trainer gets is what the rollout would have given: as fragments, episodes and train batches, in every loop."""
 
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
 
 import anyio
@@ -122,6 +126,25 @@ async def test_it_is_an_async_iterator_as_well() -> None:
     assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_its_block_may_be_asynchronous(is_cancelled: bool) -> None:
+    with anyio.CancelScope() as scope:
+        async with trainer(yields="fragments") as stream:
+            graph, _, _ = graph_of(stream.address, (0, 1))
+            async with graph.run() as run, aclosing(aiter(stream)) as fragments:
+                await anext(fragments)
+                if is_cancelled:
+                    scope.cancel()
+                    await anyio.sleep_forever()
+                run.stop()
+    assert scope.cancelled_caught == is_cancelled
+    with pytest.raises(RunError, match="the stream is closed"):
+        next(iter(stream))
+    with pytest.raises(ConnectionRefusedError), socket.socket() as sock:
+        sock.connect((stream.address.host, stream.address.port))
+
+
 def test_a_loop_that_is_left_goes_on_with_the_next_one() -> None:
     with trainer(yields="fragments") as stream, feeding(stream.address, num_fragments=6):
         taken = [next(iter(stream)) for _ in range(2)]
@@ -145,6 +168,24 @@ def test_a_trainer_that_nobody_feeds_says_where_it_waited() -> None:
         pytest.raises(RunError, match=r"0 of 1 rollouts came within 0\.2 s: listening on tcp://127\.0\.0\.1:\d+$"),
     ):
         next(iter(stream))
+
+
+def test_it_says_meanwhile_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("rollflow.sinks.trainer.patience._LOOK_S", 0.05)
+    for timeout, told in ((0.3, "0.3 s"), (None, "any time")):
+        with trainer(sources=2, join_timeout=timeout) as stream, ThreadPoolExecutor() as threads:
+            loop = threads.submit(list, stream)
+            waits = f"0 of 2 rollouts came so far, others have {told} (join_timeout): listening on {stream.address}"
+            await_that(lambda waits=waits: waits in caplog.text)
+            stream.expect_no_more()
+            assert isinstance(loop.exception(), RunError | None)
+
+
+def test_a_loop_that_ends_says_why(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    with trainer() as stream, feeding(stream.address, num_fragments=2):
+        assert len(list(stream)) == 2
+    assert "all rollouts have ended, and all that came of them was handed over: the loop ends" in caplog.text
 
 
 def test_a_stream_runs_once_and_inside_its_block() -> None:
