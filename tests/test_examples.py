@@ -216,7 +216,8 @@ def test_the_readmes_programs_with_a_trainer_elsewhere_run(tmp_path: Path) -> No
 
     def run(program: str) -> None:
         names = {"secret": "open sesame", "policy": policy, "update": lambda _, batch: batches.append(batch)}
-        names |= {"Rollout": made, "Policy": lambda: deepcopy(policy), "rollout": made() if program == draws else None}
+        names |= {"Rollout": made, "Policy": lambda observation_space, action_space: deepcopy(policy)}
+        names |= {"rollout": made() if program == draws else None}
         exec(program.replace("tcp://0.0.0.0:7020", address).replace("tcp://trainer:7020", address), names)
         if program == draws:
             anyio.run(names["main"])
