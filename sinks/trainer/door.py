@@ -362,7 +362,7 @@ class Door:
             self._peers.drop(old)
 
     def _broken(self, peer: Peer, error: WireError, now: float) -> None:
-        self._peers.drop(peer)
+        """Take down why a connection is over, and then let the other end know."""
         source = peer.source
         if source is None:
             if (told := f"{peer.where.rpartition(':')[0] or peer.where}: {quoted(error)}") not in self.refusals:
@@ -373,6 +373,7 @@ class Door:
             source.is_lost = not source.has_finished and error.code not in _COMES_BACK
             source.has_ended = source.has_finished or source.is_lost
             logger.warning("rollout %s is lost: %s", source.name, quoted(error))
+        self._peers.drop(peer)
         self.bell.ring()
 
     def _leave_overdue(self, now: float) -> None:
