@@ -343,8 +343,7 @@ class TrainerStream(AsyncBlock):
         return unix_address(address)
 
     def _begin_next(self) -> bool:
-        if self._state != "running" or not self._door.is_open:
-            self._open()
+        self._open()
         self._move_on()
         return True
 

@@ -49,9 +49,7 @@ class FirstCome:
         """How many items are a set."""
         if self._count is not None:
             return self._count
-        size = 0
-        for source in present:
-            size += source.streams
+        size = sum(source.streams for source in present)
         if len(self.waiting) >= size and (left := {arrived.source for arrived in self.waiting}.difference(present)):
             counts = Counter(arrived.source for arrived in self.waiting)
             size += sum(min(source.streams, counts[source]) for source in left)

@@ -42,10 +42,9 @@ class InUse(NamedTuple):
 
 def handed(arrived: Arrived, version: int) -> Handed:
     """What there is to say of an item, when the newest policy version is this."""
-    item, name, lag = arrived.item, arrived.source.name, lag_of(arrived, version)
-    if isinstance(item, Fragment):
-        return Handed(name, item.lane, item.sequence, lag, item.num_steps)
-    return Handed(name, 0, arrived.number - 1, lag, arrived.batch_steps)
+    item = arrived.item
+    sequence = item.sequence if isinstance(item, Fragment) else arrived.number - 1
+    return Handed(arrived.source.name, arrived.lane, sequence, lag_of(arrived, version), arrived.num_steps)
 
 
 def in_use(sources: Iterable[Source], digests: Mapping[int, bytes]) -> list[InUse]:
