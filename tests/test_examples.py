@@ -155,8 +155,8 @@ def test_cartpole_without_velocities_is_learnt_by_an_lstm() -> None:
 def test_two_agents_learn_to_share_landmarks() -> None:
     returns = example("simple_spread")["main"]()
     assert returns["random"] < -35
-    assert returns["two policies"] > -25
-    assert returns["shared parameters"] > -25
+    assert returns["two policies"] > -20
+    assert returns["shared parameters"] > -20
 
 
 @pytest.mark.slow
