@@ -294,7 +294,10 @@ def _leaves(
     numbers = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
     box = isinstance(space, spaces.Box) and len(space.shape) in (0, 1, 3)
     if not (numbers or box) or 0 in (space.shape or ()):
-        raise ModuleError(f"observation_space has {space} at '{where}', expected {_SUPPORTED}")
+        raise ModuleError(
+            f"observation_space has {space} at '{where}', expected {_SUPPORTED}: the default module takes no others; "
+            "FlattenObservations as an env_to_module_connector makes vectors of them, or give a module of your own"
+        )
     return [(where, path, space)]
 
 

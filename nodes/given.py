@@ -130,7 +130,10 @@ def acting_copy(module: Any, device: Any = None) -> Any:
             "that was given does not change what is acting: expected it to hold nothing that can't be copied"
         ) from error
     if device is not None:
-        acting.to(device)
+        try:
+            acting.to(device)
+        except (RuntimeError, AssertionError, TypeError) as error:  # torch's, which don't say whose it is
+            raise ModuleError(f"device is {device!r}, to which the module can't go: {error}") from error
     acting.eval()
     return acting
 

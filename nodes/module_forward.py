@@ -12,11 +12,21 @@ from rollflow.nodes.joint_output import JointOutput
 from rollflow.nodes.policy_weights import PolicyWeights
 from rollflow.nodes.torch_threads import TorchThreads
 from rollflow.stream.channel import Inlet, Outlet
+from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
 from rollflow.stream.lane import Lane
-from rollflow.stream.tree import map_tree
+from rollflow.stream.tree import leaves_of, map_tree
 
 _LOOK_EVERY = 16
+# What a rollout records itself, of which an output would be something else.
+_KEPT = {
+    Columns.OBS,
+    Columns.REWARDS,
+    Columns.TERMINATEDS,
+    Columns.TRUNCATEDS,
+    Columns.INFOS,
+    Columns.POLICY_VERSION,
+}
 
 
 class ModuleForward:
@@ -30,7 +40,7 @@ class ModuleForward:
     compiled   do a pass by `torch.compile` with these options; None: don't
 
     The batch's columns are tensors `any[N, ...]`, and so must be the output's. Raises ModuleError when the output
-    is no dict.
+    is no dict, or has columns that the rollout records itself.
     """
 
     def __init__(
@@ -104,7 +114,20 @@ class ModuleForward:
                 f"{type(self.module).__name__}.{self._name} returned {type(output).__name__}, expected a "
                 "dict of tensors such as {'action_dist_inputs': …} or {'actions': …}"
             )
+        if looks:
+            self._check_names(output)
         return output
+
+    def _check_names(self, output: Mapping[str, Any]) -> None:
+        returned = f"{type(self.module).__name__}.{self._name} returned"
+        if taken := sorted(_KEPT & output.keys()):
+            raise ModuleError(
+                f"{returned} {', '.join(map(repr, taken))}, which the rollout records itself; expected what the module "
+                "makes alone, such as {'action_dist_inputs': …}, under other names, and not its batch as well"
+            )
+        for leaf in leaves_of(output.get(Columns.ACTION_DIST_INPUTS, ())):
+            if not isinstance(leaf, torch.Tensor):
+                raise ModuleError(f"{returned} 'action_dist_inputs' with a {type(leaf).__name__}, expected tensors")
 
     def describe(self) -> str:
         """How a pass is done, for `explain()`, where that is not as the module has it."""

@@ -25,11 +25,13 @@ class Paced(Protocol):
 class FragmentCredits:
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
-    limit    None: always
+    limit        None: always
+    in_rounds    whether there is one credit for each lane: then none begins its second fragment before all that there
+                 are have begun their first, however long a reset takes
     """
 
-    def __init__(self, limit: int | None) -> None:
-        self.limit = limit
+    def __init__(self, limit: int | None, *, in_rounds: bool = False) -> None:
+        self.limit, self._in_rounds = limit, in_rounds
         self._begun = 0
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._changed: Callable[[], None] = nobody
@@ -41,10 +43,13 @@ class FragmentCredits:
         fragment = lane.sequence
         if self._begun_by.get(lane.index) == fragment:
             return True
-        if self._begun >= self.limit:
+        is_first = lane.index not in self._begun_by
+        if self._begun >= self.limit or (not is_first and self._waits_for_first):
             return False
         self._begun += 1
         self._begun_by[lane.index] = fragment
+        if is_first and not self._waits_for_first:
+            self._changed()
         return True
 
     def leave(self, lane: int) -> None:
@@ -65,6 +70,10 @@ class FragmentCredits:
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
+
+    @property
+    def _waits_for_first(self) -> bool:
+        return self._in_rounds and self.limit is not None and len(self._begun_by) < self.limit
 
 
 class AllOf:

@@ -46,7 +46,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         is_bound = lag.max_lag is not None and lag.on_excess == "pace"
         ahead = min(prefetch, lag.max_lag or 0) if is_bound else prefetch
         self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
-        self._credits = FragmentCredits(environments.num_lanes * self._fragments_per_lane)
+        per_lane = self._fragments_per_lane
+        self._credits = FragmentCredits(environments.num_lanes * per_lane, in_rounds=per_lane == 1)
         self._runs_ahead = prefetch > 0
         self._gates: list[Gate] = []  # that hold it back in a graph
         self._watching: list[Callable[[Any], None]] = []  # nodes that see its fragments there
@@ -120,7 +121,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """
         if self.lag.on_excess == "pace" and self.lag.max_lag is not None:
             raise GraphError(
-                "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline"
+                "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
+                "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
         self._is_in_graph = True
         ring = self._ring(AllOf(self._gates) if self._gates else None)

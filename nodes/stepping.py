@@ -6,17 +6,21 @@ what a lane assumes where it is told of no last observations.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+import gymnasium as gym
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
 from gymnasium.vector.utils import iterate
 from numpy.typing import NDArray
+from optree import PyTreeSpec
 
 from rollflow.stream.errors import EnvError
 from rollflow.stream.infos import SlotInfos, replaced, without
 from rollflow.stream.seeding import seed_for
-from rollflow.stream.tree import Tree, map_tree, stack_trees
+from rollflow.stream.space import is_columnar, item_of
+from rollflow.stream.tree import Tree, leaves_in, map_tree, stack_in, stack_trees, structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +81,11 @@ def reset_with(
     seed: Any = None if seeds is None else list(seeds)
     if seed is not None and not isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv):
         seed = seed[0]  # one generator for all slots
-    observations, infos = env.reset(seed=seed, options=options)
+    try:
+        observations, infos = env.reset(seed=seed, options=options)
+    except (AttributeError, TypeError, ValueError) as error:
+        error.add_note("expected reset(*, seed=None, options=None) of every environment to give (observation, info)")
+        raise
     return observations, infos
 
 
@@ -94,7 +102,8 @@ def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
 
 def _one_after_the_other(env: SyncVectorEnv, turn: Turn) -> Step:
     """The environments of a `SyncVectorEnv` of our own, without what its `step` spends on copies and infos."""
-    envs, space = env.envs, env.action_space
+    envs, space, seen = env.envs, env.action_space, env.single_observation_space
+    structure = _structure_in(seen)
     steps, resets = [each.step for each in envs], [each.reset for each in envs]
 
     def step(actions: Tree) -> Stepped:
@@ -108,9 +117,11 @@ def _one_after_the_other(env: SyncVectorEnv, turn: Turn) -> Step:
             raise
         observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
         done = np.logical_or(terminateds, truncateds)
-        final = _begun_anew(resets, done, observations, infos, turn) if np.count_nonzero(done) else None
+        final = _begun_anew(resets, done, observations, infos, structure, turn) if np.count_nonzero(done) else None
         vector_infos = SlotInfos(infos) if any(infos) else {}
-        return Stepped(_stacked(observations), np.array(rewards), terminateds, truncateds, vector_infos, final)
+        return Stepped(
+            _stacked(observations, structure), np.array(rewards), terminateds, truncateds, vector_infos, final
+        )
 
     return step
 
@@ -148,14 +159,19 @@ def _flags(given: Sequence[Any], name: str) -> NDArray[np.bool_]:
 
 
 def _begun_anew(
-    resets: Sequence[Callable[[], Any]], done: NDArray[np.bool_], observations: list[Tree], infos: list[Any], turn: Turn
+    resets: Sequence[Callable[[], Any]],
+    done: NDArray[np.bool_],
+    observations: list[Tree],
+    infos: list[Any],
+    structure: PyTreeSpec,
+    turn: Turn,
 ) -> tuple[Sequence[Tree], SlotInfos]:
     """Reset the slots that are done, whose observations and infos become the resets'; what they were before."""
     last: list[Tree] = []
     last_infos: list[dict[str, Any]] = [{}] * len(resets)
     for slot in np.flatnonzero(done).tolist():
         # The reset may write over both.
-        last.append(map_tree(np.array, observations[slot]))
+        last.append(_copied(observations[slot], structure))
         last_infos[slot] = dict(infos[slot])
         turn()
         try:
@@ -168,7 +184,22 @@ def _begun_anew(
     return last, SlotInfos(last_infos)
 
 
-def _stacked(observations: list[Tree]) -> Tree:
+def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
+    """Of observations in a space, where an environment may give lists for arrays."""
+    return structure_of(item_of(space) if is_columnar(space) else 0)
+
+
+def _copied(observation: Tree, structure: PyTreeSpec) -> Tree:
+    try:
+        return structure.unflatten(map(np.array, leaves_in(structure, observation)))
+    except ValueError:  # of another structure, which is refused where it is written
+        return map_tree(np.array, observation)
+
+
+def _stacked(observations: list[Tree], structure: PyTreeSpec) -> Tree:
+    if not isinstance(observations[0], np.ndarray):
+        with suppress(ValueError):
+            return stack_in(structure, observations)
     try:
         return np.array(observations) if isinstance(observations[0], np.ndarray) else stack_trees(observations)
     except ValueError as error:
@@ -183,12 +214,14 @@ def _next_step(env: VectorEnv[Any, Any, Any]) -> Step:
 def _same_step(env: VectorEnv[Any, Any, Any]) -> Step:
     """SAME_STEP: an ended episode's last observation is in `infos["final_obs"]`."""
 
+    structure = _structure_in(env.single_observation_space)
+
     def step(actions: Tree) -> Stepped:
         observations, rewards, terminateds, truncateds, infos = env.step(actions)
         final = None
         if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
             slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
-            final = _final_items(infos, slots), infos.get("final_info", {})
+            final = [_copied(item, structure) for item in _final_items(infos, slots)], infos.get("final_info", {})
         kept = without(infos, "final_obs", "final_info")
         return Stepped(observations, rewards, terminateds, truncateds, kept, final)
 

@@ -153,6 +153,7 @@ class Graph:
                 if (name, port) not in read:
                     raise GraphError(
                         f"outlet '{name}.{port}' is connected to nothing: connect it to an inlet, or make it an output"
+                        f"{_gives_nothing(spec)}"
                     )
         cycle = self._cycle()
         if cycle:
@@ -388,3 +389,9 @@ class Graph:
             reached |= more
             left += more
         return task in reached
+
+
+def _gives_nothing(spec: NodeSpec) -> str:
+    """What to do where an outlet is there only because nobody has said that there is none."""
+    is_said = spec.is_async or spec.has_fields or tuple(spec.outlets) != ("out",) or spec.outlets["out"] is not Any
+    return "" if is_said else "; a callable that gives nothing says so by its annotation: def sink(item) -> None"

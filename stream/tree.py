@@ -35,6 +35,22 @@ def stack_trees(items: Sequence[Tree]) -> Tree:
     return np.stack(items)
 
 
+def structure_of(tree: Tree) -> optree.PyTreeSpec:
+    """Its structure, for `leaves_in` and `stack_in`."""
+    return optree.tree_structure(tree, none_is_leaf=True)
+
+
+def leaves_in(structure: optree.PyTreeSpec, tree: Tree) -> list[Any]:
+    """What stands where the structure has leaves, lists as they are. Raises ValueError for another structure."""
+    return structure.flatten_up_to(tree)
+
+
+def stack_in(structure: optree.PyTreeSpec, items: Sequence[Tree]) -> Tree:
+    """As `stack_trees`, of items of a given structure, whose leaves may be lists. Raises ValueError for another one."""
+    leaves = zip(*[structure.flatten_up_to(item) for item in items], strict=True)
+    return structure.unflatten([np.array(leaf) for leaf in leaves])
+
+
 def concatenate_trees(trees: Sequence[Tree]) -> Tree:
     """One tree from trees that each have a leading axis, end to end."""
     if len(trees) == 1:

@@ -275,22 +275,37 @@ class ModuleSet:
             if any(module_id in self._may_serve(agent) for agent in part.agents):
                 return place
         if module is None or isinstance(module, type) or inspect.isfunction(module):
+            told, raised = self._told_of_mapping()
             raise ModuleError(
                 f"module '{module_id}': which agents it serves, and so its spaces, can't be told before their episodes "
-                "begin; expected an instance, or agent_to_module_mapping_fn to be a dict"
-            )
+                f"begin, by what agent_to_module_mapping_fn gave for their ids ({told}); expected an instance, or a "
+                "mapping that names it: a dict, or a function of (agent_id, episode)"
+            ) from raised
         return None
 
     def _may_serve(self, agent: Any) -> set[Any]:
-        """Modules that the mapping names for an agent in one episode or another."""
+        """Modules that the mapping names for an agent in one episode or another; none where it can't say that yet."""
+        with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
+            return self._named_for(agent)
+        return set()
+
+    def _told_of_mapping(self) -> tuple[str, Exception | None]:
+        """Which modules the mapping names for the agents that there are, for people, or what it raises."""
+        named = set[Any]()
+        for agent in (agent for part in self._parts for agent in part.agents):
+            try:
+                named |= self._named_for(agent)
+            except Exception as error:
+                return f"it raised {error!r}", error
+        return f"it named {', '.join(sorted(map(repr, named))) or 'none'}", None
+
+    def _named_for(self, agent: Any) -> set[Any]:
         mapping = self._mapping
         if mapping is None:
             return {agent if agent in self._first_ids else DEFAULT_MODULE_ID}
         if not callable(mapping):
             return {mapping.get(agent)}
-        with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
-            return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in range(_MOST_PROBES)}
-        return set()
+        return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in range(_MOST_PROBES)}
 
     def _checked_explore(self, explore: bool | Mapping[Any, bool]) -> bool | Mapping[Any, bool]:
         by_id = dict(explore) if isinstance(explore, Mapping) else {}

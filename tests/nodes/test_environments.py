@@ -163,3 +163,67 @@ def test_the_first_environment_of_an_id_is_checked_for_all_of_them() -> None:
             ["TimeLimit"],
             ["TimeLimit"],
         ]
+
+
+class Lists(gym.Env[Any, Any]):
+    """Gives lists where its space has arrays, as environments written by hand do."""
+
+    observation_space = spaces.Dict(
+        {
+            "pair": spaces.Tuple([spaces.Box(-99, 99, (3,), np.float32), spaces.Discrete(9)]),
+            "square": spaces.Box(-99, 99, (3, 2), np.float32),
+            "kinds": spaces.MultiDiscrete([40, 40, 40]),
+        }
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.t = 0
+        return self.seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.seen(), 1.0, self.t == 3 + self.slot, False, {}
+
+    def seen(self) -> Any:
+        row = [self.slot, self.t, 7]
+        return {"pair": (row, self.t % 9), "square": [row[:2], (5, 6), np.array(row[1:])], "kinds": tuple(row)}
+
+
+class Plain(Lists):
+    """The same with one list alone."""
+
+    observation_space = spaces.Box(-99, 99, (3,), np.float32)  # type: ignore[assignment]
+
+    def seen(self) -> Any:
+        return [self.slot, self.t, 7]
+
+
+@pytest.mark.parametrize("kind", [Lists, Plain])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
+def test_lists_are_taken_where_the_space_has_arrays(kind: type[Lists], count: int, where: str) -> None:
+    made = []
+    for ours in (True, False):
+        makers = [lambda slot=slot: kind(slot) for slot in range(count)]
+        env: Any = makers if ours else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        place = {"where": where} if ours else {}
+        fragments = fragments_of(env, num_fragments=3, lanes=1, **place)
+        made.append([chunk.get_state() for fragment in fragments for chunk in fragment.episodes()])
+    assert len(made[0]) > 6
+    for mine, other in zip(*made, strict=True):
+        check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+
+
+def test_a_reset_that_gives_something_else_says_what_was_expected() -> None:
+    class Forgets(Scripted):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(3)
+
+    with pytest.raises(ValueError, match="unpack") as raised:
+        fragments_of([Forgets])
+    expected = "expected reset(*, seed=None, options=None) of every environment to give (observation, info)"
+    assert expected in raised.value.__notes__

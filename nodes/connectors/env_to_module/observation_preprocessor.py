@@ -59,6 +59,8 @@ class SingleAgentObservationPreprocessor(ConnectorV2):
                 observation = preprocess(observation=observation, episode=episode)
             else:
                 observation = preprocess(observation)
+            if observation is None:
+                raise ConnectorError(f"{self.name}: preprocess gave None, expected the observation: does it return it?")
             episode.set_observations(new_data=observation, at_indices=-1)
             if self.observation_space is not None:
                 episode.observation_space = space_of_agent(self.observation_space, episode.agent_id)

@@ -41,6 +41,8 @@ def values_of(piece: str, rl_module: Any, observations: Tree, states: Tree | Non
     Raises ModuleError where the module has no `compute_values`, or does not give one number for each observation.
     """
     name, compute_values = type(rl_module).__name__, getattr(rl_module, "compute_values", None)
+    if rl_module is None:
+        raise ModuleError(f"{piece} needs values, and there is no module: expected module=… where the pipeline is made")
     if compute_values is None:
         raise ModuleError(
             f"{piece} needs values, but module '{name}' has no compute_values(batch); expected f32[B] from it for a "
