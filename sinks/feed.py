@@ -21,7 +21,7 @@ from rollflow.sinks.trainer_sink import TrainerSink
 from rollflow.stream.graph import Graph
 from rollflow.stream.report import Report
 from rollflow.stream.run import Run
-from rollflow.stream.wire import Limits
+from rollflow.stream.wire import Address, Limits
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _INTERRUPTED = (
 
 def feed(
     rollout: AnyRollout,
-    address: str,
+    address: str | Address,
     *,
     secret: Secret = None,
     tls: ssl.SSLContext | None = None,
@@ -53,13 +53,15 @@ def feed(
         on_end     called with the run's report when it has ended, unless it raised something
 
     What else there is to say is said to a `TrainerSink`, with these parameters. Returns the trainer's reason to leave,
-    None where it has not left. Raises what the rollout, its environments or the connection raised.
+    None where it has not left. Raises ValueError for a `Rollout` with learner_connector or max_lag, which are said to
+    the `TrainerStream`, and what the rollout, its environments or the connection raised.
 
     In a program's main thread Ctrl-C, or SIGTERM, has the environments stop, and waits until the trainer has what was
     under way, or has not been there for `linger` seconds; a second one does not wait. Then the signal has its usual
     effect: KeyboardInterrupt, as a rule.
     """
     check_rollout(rollout)
+    _check_is_said_to_trainer(rollout)
     sink = TrainerSink(
         address,
         sends="batches" if isinstance(rollout, MultiAgentRollout) else "fragments",
@@ -83,6 +85,19 @@ def feed(
         graph.connect("rollout.fragments", "trainer")
     _run(graph, sink, on_end)
     return sink.goodbye
+
+
+def _check_is_said_to_trainer(rollout: AnyRollout) -> None:
+    """Raise ValueError where a rollout was told how batches are to be made that the trainer makes."""
+    if isinstance(rollout, MultiAgentRollout):
+        return
+    said = {"learner_connector": rollout.has_learner_pieces, "max_lag": rollout.lag.max_lag is not None}
+    for name, is_said in said.items():
+        if is_said:
+            raise ValueError(
+                f"the rollout has {name}=, and its batches are made at the trainer: expected "
+                f"TrainerStream({name}=…) there, or a graph with a LearnerPipeline and TrainerSink(sends='batches')"
+            )
 
 
 def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object] | None) -> None:

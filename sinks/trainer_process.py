@@ -1,5 +1,6 @@
 """A trainer in a process of its own, started by the rollout's."""
 
+import inspect
 import logging
 import os
 import pickle
@@ -19,9 +20,12 @@ from rollflow.nodes.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess
 from rollflow.sinks.trainer import parcel
 from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.process_main import Failed
+from rollflow.sinks.trainer_stream import TrainerStream
 from rollflow.stream.errors import RunError
 
 logger = logging.getLogger(__name__)
+
+_OF_STREAM = tuple(inspect.signature(TrainerStream).parameters)[1:]  # an address it has
 
 
 class TrainerProcess:
@@ -58,6 +62,8 @@ class TrainerProcess:
             raise ValueError(f"transport is {transport!r}, expected 'shm' or 'unix'")
         if not isinstance(stream, Mapping | None):
             raise ValueError(f"stream is {stream!r:.100}, expected the arguments of a TrainerStream by their names")
+        if unknown := [name for name in stream or () if name not in _OF_STREAM]:
+            raise ValueError(f"stream has {unknown}, expected arguments of a TrainerStream among {list(_OF_STREAM)}")
         self._name = getattr(train, "__name__", repr(train))
         self._job = train, args, dict(stream or {})
         self._transport, self._linger = transport, linger

@@ -11,7 +11,6 @@ from typing import Any, Literal
 import anyio
 
 from rollflow.nodes.given import check_numbers
-from rollflow.nodes.loaded_weights import Loaded
 from rollflow.nodes.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.sinks.trainer.any_rollout import AnyRollout, newest_version
 from rollflow.sinks.trainer.by_module import batches_in, num_steps
@@ -28,9 +27,9 @@ from rollflow.stream.errors import GraphError
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.wire import (
     SESSION_BYTES,
+    Address,
     Hello,
     Limits,
-    Receipt,
     SharedAddress,
     SourceSession,
     check_secret,
@@ -40,12 +39,13 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0  # after which it says what is waited for
+_HAS_ENDED = "the trainer has ended"  # why one left that has not said goodbye
 
 
 class TrainerSink:
     """A node without outputs that sends a rollout's fragments to a `TrainerStream`, and takes its weights.
 
-        address        where the trainer listens: 'tcp://host:port', 'unix:/path' or 'shm:/path'
+        address        where the trainer listens: 'tcp://host:port', 'unix:/path', 'shm:/path', or a stream's `address`
         rollout        a `Rollout`, or a `MultiAgentRollout`, whose fragments come; the trainer's weights are published
                        to it. It begins once the trainer has been there, and acts with its newest weights. None: the one
                        that leads to this in the graph, whatever stands between
@@ -61,7 +61,8 @@ class TrainerSink:
                        were sent, or, with 'shm:', are done with. Nothing is left there, however this ends. None: there
                        is none
         limits         of frames, times and bytes under way
-        watch          awaited meanwhile: what it raises ends the graph, such as `TrainerProcess.watch`
+        watch          awaited meanwhile, such as `TrainerProcess.watch`: what it raises ends the graph, and once it has
+                       returned there is no trainer any more
 
         sends          "fragments"; or "batches", the train batches of a `LearnerPipeline` that stands between: of
                        several agents these alone, of a `MultiAgentLearnerPipeline`
@@ -97,7 +98,7 @@ class TrainerSink:
 
     def __init__(
         self,
-        address: str,
+        address: str | Address,
         rollout: AnyRollout | None = None,
         *,
         secret: Secret = None,
@@ -127,11 +128,9 @@ class TrainerSink:
         self._session = SourceSession(secrets.token_bytes(SESSION_BYTES))
         self._lender = Lender(max_bytes) if isinstance(target, SharedAddress) else None
         self._changed, self._watch = anyio.Event(), watch
-        self._has_ended = self._has_warned = self._is_over = False
+        self._has_ended = self._has_warned = self._is_over = self._is_without_trainer = False
         self._failure: str | None = None
         self._seen_error: Exception | None = None  # of what was watched
-        # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
-        self._told: tuple[int, dict[str, Loaded]] = 0, {}
         self._trainer = f"the trainer at {target}"
         self._is_given = rollout is not None
         self._found = None if rollout is None else self._end_of(rollout)
@@ -209,7 +208,7 @@ class TrainerSink:
     @property
     def goodbye(self) -> str | None:
         """The reason that the trainer gave when it left; None: it has not, or there is another one."""
-        return self._link.goodbye
+        return self._link.goodbye or (_HAS_ENDED if self._is_without_trainer else None)
 
     async def wait_goodbye(self) -> str | None:
         """Wait until a trainer has left: its reason; None where this has ended before, for whatever reason."""
@@ -306,12 +305,16 @@ class TrainerSink:
         changed.set()
 
     async def _see(self, watch: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:
-        """End all where it raises something."""
+        """End all where it raises something; where it does not, hear the trainer's last words."""
         try:
             await watch()
         except Exception as error:
             self._seen_error = error
             scope.cancel()
+            return
+        await self._until(lambda: self._has_left() or not self.has_trainer)
+        self._is_without_trainer = True
+        self._link.bell.ring()
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until something holds."""
@@ -353,7 +356,7 @@ class TrainerSink:
 
     def _has_left(self) -> bool:
         """Whether there is no trainer to wait for."""
-        return self._link.goodbye is not None
+        return self.goodbye is not None
 
     def _give(self, item: Fragment | Batch) -> None:
         end, number, is_fragment = self._end, self._session.given + 1, isinstance(item, Fragment)
@@ -389,12 +392,6 @@ class TrainerSink:
 
     def _give_receipt(self, lane: int, version: int | None) -> None:
         """Say which weights a lane's forward node has, where that is news; `version` is of its last action."""
-        used = None if version is None else self._end.used_in(lane, version, self._link.versions)
-        if used is None:
-            return
-        if self._told[0] != self._link.welcomes:
-            self._told = self._link.welcomes, {}
-        node = f"lane {lane}"
-        if self._told[1].get(node) != used:
-            self._told[1][node] = used
-            self._link.tell(Receipt(node, *used))
+        receipt = self._end.receipt_of(lane, version, self._link.versions, self._link.welcomes)
+        if receipt is not None:
+            self._link.tell(receipt)

@@ -14,6 +14,7 @@ import anyio
 from rollflow.nodes.given import check_numbers
 from rollflow.nodes.metrics_logger import MetricsLogger
 from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.remote.transport import check_server_tls
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
 from rollflow.sinks.trainer.async_block import AsyncBlock
 from rollflow.sinks.trainer.by_module import is_by_module, joined_weights
@@ -33,7 +34,7 @@ from rollflow.sinks.trainer.source import Arrived
 from rollflow.sinks.trainer.state import known_of, state_of
 from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
-from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use
+from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use, told_failure
 from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.wire import (
@@ -80,7 +81,7 @@ class TrainerStream(AsyncBlock):
         metrics                what pieces log into; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
 
-        address    listened on, with the port that it has, once it is entered
+        address    listened on, with the port that it has, once it is entered: for `feed`, or as text, `str(address)`
         handed     what is in the batch that was handed over last
 
     A batch is done with when the next one is asked for. The loop ends when no rollout is left, and as many as `sources`
@@ -92,7 +93,7 @@ class TrainerStream(AsyncBlock):
 
     def __init__(
         self,
-        address: str,
+        address: str | Address,
         *,
         secret: Secret = None,
         tls: ssl.SSLContext | None = None,
@@ -118,12 +119,12 @@ class TrainerStream(AsyncBlock):
             max_lag=(max_lag, 0),
         )
         check_available(compression)
-        is_counted, is_bounded = fragments_per_batch is not None, max_lag is not None
-        check_choices(yields, on_excess, ack, is_counted=is_counted, is_bounded=is_bounded)
+        check_choices(yields, on_excess, ack, count=fragments_per_batch, max_lag=max_lag, taught=learner_connector)
         check_module(module)
         self.address: Address = parse_trainer_address(address)
         check_secret(self.address, secret_bytes(secret))
         check_shared(self.address, tls)
+        check_server_tls(tls)
         self.yields = yields
         self.handed: list[Handed] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
@@ -144,11 +145,11 @@ class TrainerStream(AsyncBlock):
             compression=compression,
             windows=Windows(self._age, yields, prefetch=prefetch, count=fragments_per_batch),
             shares=isinstance(self.address, SharedAddress),
+            module=module,
         )
-        alone = 1 if yields != "batches" else fragments_per_batch
         self._intake = Intake(
             self._door,
-            FirstCome(alone) if self._age.ahead is None else Rounds(),
+            FirstCome(fragments_per_batch if yields == "batches" else 1) if self._age.ahead is None else Rounds(),
             self._age,
             is_gathered=yields == "batches",
             sources=sources,
@@ -178,7 +179,7 @@ class TrainerStream(AsyncBlock):
         if error is None:
             self._move_on()
         self._closing.close()
-        self._door.close("the trainer has ended" if error is None else None)
+        self._door.close("the trainer has ended" if error is None else None, told_failure(error))
         close_sockets(self._sockets)
 
     def __iter__(self) -> Iterator[Any]:
@@ -252,8 +253,10 @@ class TrainerStream(AsyncBlock):
             join_timeout=self._join_timeout,
         )
         self._closing.callback(self._server.close)
-        alone = world_size == 1
-        return TrainerDataset(where, 0, prefetch_factor=prefetch_factor, join_timeout=0, stream=self, is_alone=alone)
+        alone, paced = world_size == 1, self._age.ahead is not None
+        return TrainerDataset(
+            where, 0, prefetch_factor=prefetch_factor, join_timeout=0, stream=self, is_alone=alone, is_paced=paced
+        )
 
     def expect_no_more(self) -> None:
         """Have the loop end when those rollouts have that are there, whatever else was waited for. From any thread."""

@@ -1,5 +1,6 @@
 """What a user gives a rollout whose environments, or all of it, are on other hosts."""
 
+import errno
 import os
 import socket
 import ssl
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Self
 
+from rollflow.nodes.remote.transport import check_server_tls
 from rollflow.stream.errors import EnvError, WireError
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
 
@@ -72,6 +74,7 @@ class RemoteHosts:
         """
         if not addresses:
             raise ValueError("no address to listen on, expected 'tcp://host:port' or 'unix:/path'")
+        check_server_tls(tls)
         sockets: list[socket.socket] = []
         try:
             for text in addresses:
@@ -209,7 +212,9 @@ def _unix_listener(address: UnixAddress) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
         with suppress(FileNotFoundError):
-            if stat.S_ISSOCK(os.stat(address.path).st_mode) and not _is_answered(address):
+            if not stat.S_ISSOCK(os.stat(address.path).st_mode):
+                raise FileExistsError(errno.EEXIST, "something else is there, expected nothing or a socket")
+            if not _is_answered(address):
                 os.unlink(address.path)  # left behind by somebody who was killed
         sock.bind(address.path)
         os.chmod(address.path, 0o600)

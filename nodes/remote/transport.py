@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 
+from rollflow.stream.errors import WireError
 from rollflow.stream.wire import Address, Broken, Connection, Event, TcpAddress
 
 _MOST_READS = 64  # in a row, before others have their turn
@@ -131,6 +132,16 @@ def _first(buffers: Iterable[memoryview], most: int) -> list[memoryview]:
         if most <= 0:
             break
     return found
+
+
+def check_server_tls(tls: ssl.SSLContext | None) -> None:
+    """Raise WireError for a context that is not for a server."""
+    if tls is not None and tls.protocol is ssl.PROTOCOL_TLS_CLIENT:
+        raise WireError(
+            "tls is a client's context, expected a server's, such as ssl.create_default_context("
+            "ssl.Purpose.CLIENT_AUTH) with its certificate loaded",
+            "tls",
+        )
 
 
 class TlsTransport(Transport):

@@ -26,6 +26,13 @@ def joined_weights(weights: ByModule) -> dict[str, Any]:
     return {f"{module_id}/{name}": value for module_id, each in weights.items() for name, value in each.items()}
 
 
+def weights_of(module: Any) -> dict[str, Any]:
+    """The weights of a module, or of several by their ids; none of what is no torch module."""
+    if isinstance(module, Mapping):
+        return joined_weights({module_id: weights_of(each) for module_id, each in module.items()})
+    return module.state_dict() if isinstance(module, torch.nn.Module) else {}
+
+
 def parted_weights(weights: Mapping[str, Any], ids: Iterable[str]) -> dict[str, dict[str, Any]]:
     """The same by modules again, of which there are these. Raises ModuleError for a name that is of none of them."""
     parted: dict[str, dict[str, Any]] = {}

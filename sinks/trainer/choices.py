@@ -5,23 +5,33 @@ from typing import Any
 
 from rollflow.stream.errors import ModuleError
 
+# Why a loader can't have workers under "pace".
+NO_WORKERS = (
+    "on_excess='pace' has rollouts wait for the loop, and what a DataLoader's workers have prefetched is ahead of it, "
+    "expected num_workers=0"
+)
 
-def check_choices(yields: str, on_excess: str, ack: str, *, is_counted: bool, is_bounded: bool) -> None:
+
+def check_choices(
+    yields: str, on_excess: str, ack: str, *, count: int | None, max_lag: int | None, taught: object
+) -> None:
     """Raise ValueError for a choice that there is not, or that does not go with another; see `TrainerStream`.
 
-    is_counted    whether a batch is so many fragments
-    is_bounded    whether fragments may not be of any age
+    count     fragments of a batch; None: that is not said
+    taught    makes pieces for a learner pipeline; None: there are none
     """
     _check("yields", yields, ("batches", "fragments", "episodes"))
     _check("on_excess", on_excess, ("drop", "pace", "mask", "raise"))
     _check("ack", ack, ("auto", "manual"))
     if on_excess == "mask" and yields != "batches":
         raise ValueError(f"on_excess='mask' is for batches, expected another one with yields={yields!r}")
-    if on_excess == "pace" and is_counted:
+    if taught is not None and yields != "batches":
+        raise ValueError(f"learner_connector makes batches, expected none with yields={yields!r}")
+    if on_excess == "pace" and count is not None:
         raise ValueError(
             "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
         )
-    if on_excess != "drop" and not is_bounded:
+    if on_excess != "drop" and max_lag is None:
         raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")
 
 

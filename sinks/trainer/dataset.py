@@ -9,10 +9,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rollflow.nodes.given import check_numbers
 from rollflow.sinks.trainer.asking import Asking
+from rollflow.sinks.trainer.choices import NO_WORKERS
 from rollflow.sinks.trainer.loader import TrainerLoader
 from rollflow.sinks.trainer.making import Making, Tagged
 from rollflow.sinks.trainer.told import Handed
-from rollflow.stream.wire import UnixAddress, parse_address
+from rollflow.stream.wire import Address, UnixAddress, parse_address
 
 
 class _Stream(Protocol):
@@ -51,10 +52,12 @@ class TrainerDataset(IterableDataset[Any]):
         join_timeout: float | None = 120.0,
         stream: _Stream | None = None,
         is_alone: bool = False,
+        is_paced: bool = False,
     ) -> None:
         check_numbers(rank=(rank, 0), prefetch_factor=(prefetch_factor, 1), join_timeout=(join_timeout, 0))
         self._address, self._rank, self._prefetch = address, rank, prefetch_factor
         self._join_timeout, self._stream, self._is_alone = join_timeout, stream, is_alone
+        self._is_paced = is_paced
         self._handed: list[Handed] = []
         self._loops = 0
 
@@ -87,8 +90,11 @@ class TrainerDataset(IterableDataset[Any]):
         options        of the `DataLoader`: `pin_memory`, `multiprocessing_context`, … `batch_size` is None, and
                        `prefetch_factor` the dataset's
 
-        Raises TypeError for one of these two, and what the `DataLoader` does.
+        Raises TypeError for one of these two, ValueError for workers under on_excess="pace", and what the `DataLoader`
+        does.
         """
+        if num_workers and self._is_paced:
+            raise ValueError(f"num_workers is {num_workers}: {NO_WORKERS}")
         return TrainerLoader(
             self, self._prefetch, self._following, num_workers=num_workers, collate_fn=collate_fn, **options
         )
@@ -171,7 +177,7 @@ class TrainerDataset(IterableDataset[Any]):
             yield from making.made_of(given)
 
 
-def unix_address(address: str) -> UnixAddress:
+def unix_address(address: str | Address) -> UnixAddress:
     """The address. Raises WireError where it is none, ValueError for one of another kind."""
     parsed = parse_address(address)
     if not isinstance(parsed, UnixAddress):

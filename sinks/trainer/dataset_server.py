@@ -16,6 +16,7 @@ from rollflow.nodes.remote.remote_envs import close_sockets, listen_on
 from rollflow.nodes.weights_codec import Arrays
 from rollflow.sinks.trainer import parcel
 from rollflow.sinks.trainer.age import OnExcess
+from rollflow.sinks.trainer.choices import NO_WORKERS
 from rollflow.sinks.trainer.deal import Deal, Share
 from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.handing_over import LearnerConnector, Yields
@@ -222,10 +223,7 @@ class DatasetServer:
         if not workers:
             return
         if prefetch and self._age.ahead is not None:
-            raise RunError(
-                "on_excess='pace' has rollouts wait for the loop, and what a DataLoader's workers have prefetched is "
-                "ahead of it, expected num_workers=0"
-            )
+            raise RunError(NO_WORKERS)
         if hands[rank].begin(tuple(loop), workers, is_followed=bool(is_followed)):
             for other in [other for other in self._clients.values() if other.rank == rank and other.worker >= 0]:
                 self._drop(other, leaves=False)

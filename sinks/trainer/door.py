@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic, sleep
+from typing import Any
 
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.forked import keep_from_forked
@@ -20,6 +21,7 @@ from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.bell import Bell
 from rollflow.stream.errors import RollflowError, WireError
 from rollflow.stream.wire import (
+    FAILED,
     Aside,
     Block,
     Broken,
@@ -59,6 +61,7 @@ class Door:
     compression  of observations, for sources that can do it; None: none
     windows      how many items a source may send beyond what is done, and how many are needed
     shares       whether sources lend what they send
+    module       the trainer's own, for `NewestWeights`
 
     lock       of the sources and of what has arrived
     sources    that are there or may come back, by the tokens of their sessions; those that have ended as well
@@ -80,6 +83,7 @@ class Door:
         compression: str | None,
         windows: Windows,
         shares: bool = False,
+        module: Any = None,
     ) -> None:
         self.lock = threading.RLock()
         self.sources: dict[bytes, Source] = {}
@@ -88,8 +92,8 @@ class Door:
         self.error: Exception | None = None
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
-        self.weights = NewestWeights(self.wake)
-        self._secret, self._tls, self._limits = secret, tls, limits
+        self.weights = NewestWeights(self.wake, module)
+        self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
         self._wake = Bell()
@@ -102,6 +106,7 @@ class Door:
         self._stands_back_until = 0.0
         self._is_closing = False
         self._parting: str | None = None
+        self._failure: str | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -134,7 +139,7 @@ class Door:
         """
         for source in self.connected:
             if source.connection is not None:
-                weights.check_fits(source, source.connection.peer_max_frame, self._limits.undelivered)
+                weights.check_fits(source, source.connection.peer_max_frame, self.limits.undelivered)
         return self.weights.publish(weights)
 
     def widen(self, held: int) -> None:
@@ -147,14 +152,6 @@ class Door:
                 if source.connection is not None:
                     self._windows.widen(source)
         self.wake()
-
-    def told_of(self, source: Source) -> str:
-        """Whether a rollout is there or is waited for, and for how long, for people."""
-        if source.lost_at is None or source.is_connected:
-            return f"{source.name} is there"
-        gone = monotonic() - source.lost_at
-        left = max(0.0, self._limits.grace_s - gone)
-        return f"{source.name} is lost since {gone:.0f} s, and waited for {left:.0f} s more (Limits.grace_s)"
 
     def wake(self) -> None:
         """Have sources told what is new."""
@@ -186,9 +183,9 @@ class Door:
             self._serving.release()
         return True
 
-    def close(self, reason: str | None) -> None:
-        """Say goodbye to all for a reason, or just go; close every connection."""
-        self._parting, self._is_closing = reason, True
+    def close(self, reason: str | None, failure: str | None = None) -> None:
+        """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
+        self._parting, self._failure, self._is_closing = reason, failure, True
         self._wake.ring()
         if self._thread is not None:
             self._thread.join()
@@ -214,6 +211,8 @@ class Door:
             self.error = error
         finally:
             for peer in self._peers:
+                if self._failure is not None:  # they wait for another trainer
+                    peer.connection.refuse(FAILED, f"it has failed: {self._failure}")
                 self._peers.drop(peer)
         self.bell.ring()
 
@@ -258,7 +257,7 @@ class Door:
         if crowded_out is not None:
             self._peers.drop(crowded_out)
         sock, where = arrived
-        limits, secret = self._limits, self._secret
+        limits, secret = self.limits, self._secret
         self._peers.add(peer_on(sock, where, secret=secret, tls=self._tls, limits=limits, shares=self._shares, now=now))
 
     def _tell(self, peer: Peer) -> None:
@@ -340,12 +339,13 @@ class Door:
 
     def _take_in(self, peer: Peer, hello: Hello) -> None:
         """A rollout has proved itself: it comes back, or is new."""
+        peer.called = hello.name
         check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or Source(TrainerSession(hello.session))
         source.introduce(hello, peer.where)
         source.session.window, source.needs = self._windows.of(source)
         check_together(source, self.connected)
-        self.weights.meet(source, peer.connection.peer_max_frame, self._limits.undelivered)
+        self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
         peer.connection.welcome(source.session)
         older, source.connection = source.connection, peer.connection
         peer.source, source.lost_at, source.has_ended, source.is_lost = source, None, source.has_finished, False
@@ -365,9 +365,9 @@ class Door:
         """Take down why a connection is over, and then let the other end know."""
         source = peer.source
         if source is None:
-            if (told := f"{peer.where.rpartition(':')[0] or peer.where}: {quoted(error)}") not in self.refusals:
+            if (told := f"{peer.told.rpartition(':')[0] or peer.told}: {quoted(error)}") not in self.refusals:
                 self.refusals.append(told)
-            logger.warning("a connection from %s is refused: %s", peer.where, quoted(error))
+            logger.warning("a connection from %s is refused: %s", peer.told, quoted(error))
         elif source.connection is peer.connection:
             source.lost_at, source.reason = now, quoted(error)
             source.is_lost = not source.has_finished and error.code not in _COMES_BACK
@@ -380,9 +380,9 @@ class Door:
         """Wait no more for those that have had their time to come back."""
         for token, source in list(self.sources.items()):
             since = None if source.has_ended else source.lost_at
-            if since is not None and now - since >= self._limits.grace_s:
+            if since is not None and now - since >= self.limits.grace_s:
                 source.has_ended = source.is_lost = True
-                logger.warning("rollout %s is not back within %g s", source.name, self._limits.grace_s)
+                logger.warning("rollout %s is not back within %g s", source.name, self.limits.grace_s)
                 self.bell.ring()
             if source.has_left and source.session.done == source.session.taken:  # it never comes again
                 del self.sources[token]

@@ -155,7 +155,7 @@ class Intake:
         """What it means that there is nothing. Raises RunError where all are lost, for too long."""
         if present:
             if patience.is_long:
-                told = "; ".join(map(self.door.told_of, present[:4]))
+                told = "; ".join(source.whereabouts(self.door.limits.grace_s) for source in present[:4])
                 count = f"{len(present)} rollouts" if len(present) > 1 else "one rollout"
                 logger.warning("nothing to hand over for a while, of %s: %s", count, told)
             patience.restart()

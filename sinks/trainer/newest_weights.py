@@ -8,6 +8,7 @@ from typing import Any, Self
 from rollflow.nodes.policy_weights import check_shapes, shapes_of
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.nodes.weights_digest import digest_of
+from rollflow.sinks.trainer.by_module import weights_of
 from rollflow.sinks.trainer.source import Source
 from rollflow.stream.errors import ModuleError, RollflowError, WireError
 from rollflow.stream.wire import Weights, encode
@@ -73,6 +74,7 @@ class NewestWeights:
     """What has been published last. May be used from any thread, none of which waits for a digest of large weights.
 
     ready        called when weights may be sent, without this one's lock
+    module       the trainer's own, whose weights are likely to be published; None: nobody knows it
 
     version      their policy version, or a newer one that a rollout came with
     published    None: none have been
@@ -80,12 +82,12 @@ class NewestWeights:
     digests      of what was published, by version, the newest alone; b"" where nobody was sent it
     """
 
-    def __init__(self, ready: Callable[[], None]) -> None:
+    def __init__(self, ready: Callable[[], None], module: Any = None) -> None:
         self.version = 0
         self.published: Published | None = None
         self.sendable: Published | None = None
         self.digests: dict[int, bytes] = {}
-        self._ready = ready
+        self._ready, self._module = ready, module
         self._changed = threading.Condition()
         self._resumed: tuple[int, bytes] | None = None
         self._is_closing = False
@@ -112,11 +114,14 @@ class NewestWeights:
         Raises WireError where it can't take the weights.
         """
         published = self.published
-        if published is not None:
-            try:
+        try:
+            if published is not None:
                 published.check_fits(source, most, undelivered)
-            except ModuleError as error:
-                raise WireError(str(error), "weights") from error
+            else:
+                self._check_is_like_own(source)
+        except ModuleError as error:
+            raise WireError(str(error), "weights") from error
+        if published is not None:
             if source.connection is None and not published.counts_for(source):
                 with self._changed:
                     self._have(Published(replace(published.message, version=source.version + 1), published.digest))
@@ -155,6 +160,13 @@ class NewestWeights:
             self._thread.join()
 
     # Inside
+
+    def _check_is_like_own(self, source: Source) -> None:
+        """Raise ModuleError where a rollout's weights have the names of those here, and other shapes."""
+        own = shapes_of(weights_of(self._module))
+        common = own.keys() & source.weights.keys()
+        mine, theirs = ({name: shapes[name] for name in shapes if name in common} for shapes in (own, source.weights))
+        check_shapes(mine, theirs, f"{source.module} of rollout {source.name}")
 
     def _have(self, published: Published) -> None:
         self.published, self.version = published, published.version

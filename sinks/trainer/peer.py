@@ -5,7 +5,7 @@ import socket
 import ssl
 from dataclasses import dataclass
 
-from rollflow.nodes.remote.lines import Line
+from rollflow.nodes.remote.lines import Line, quoted
 from rollflow.nodes.remote.software import software
 from rollflow.nodes.remote.transport import transport_for
 from rollflow.sinks.trainer.shared.borrower import Borrower
@@ -19,11 +19,18 @@ class Peer(Line[TrainerConnection]):
     """A connection, and whose it is.
 
     source      None: it has not been taken in
+    called      as the rollout at its other end calls itself; None: that has not proved itself
     borrower    of what is lent through it; None: nothing is
     """
 
     source: Source | None = None
     borrower: Borrower | None = None
+    called: str | None = None
+
+    @property
+    def told(self) -> str:
+        """Who it is, as far as that is known, for people."""
+        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"
 
 
 def peer_on(

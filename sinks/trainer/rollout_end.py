@@ -30,6 +30,7 @@ from rollflow.sinks.trainer.pace_gate import PaceGate
 from rollflow.sinks.trainer.seen import Seen
 from rollflow.sinks.trainer.subscribers import Subscriber
 from rollflow.stream.errors import GraphError
+from rollflow.stream.wire import Receipt
 
 _MOST_VERSIONS = 64  # of weights that were converted
 
@@ -82,6 +83,8 @@ class RolloutEnd:
             rollout.watch(self.seen)
         self._can_be_paced = sends == "fragments"
         self._converted: dict[int, bytes] = {}  # version -> digest of weights as the module has them, if otherwise
+        # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
+        self._told: tuple[int, dict[str, Loaded]] = 0, {}
         if isinstance(rollout, Rollout):
             rollout.digest_loaded()
         if shares and sends == "fragments":
@@ -140,12 +143,26 @@ class RolloutEnd:
             self._note_conversion(version, weights)
         return publish_as(self.rollout, version, weights, self.ids)
 
-    def used_in(self, lane: int, version: int, came: Mapping[int, bytes]) -> Loaded | None:
-        """The newest weights that a lane's forward node is known to have; None: it is not known to have any that came.
+    def receipt_of(self, lane: int, version: int | None, came: Mapping[int, bytes], welcomes: int) -> Receipt | None:
+        """What a lane's forward node is seen to use; None: that is not known, or no news for the trainer.
 
-        version    that it last acted with
-        came       version -> digest, of weights as they came from the trainer
+        version     that it last acted with; None: it has not
+        came        version -> digest, of weights as they came from the trainer
+        welcomes    how often the trainer had come
         """
+        used = None if version is None else self._used_in(lane, version, came)
+        if used is None:
+            return None
+        if self._told[0] != welcomes:
+            self._told = welcomes, {}
+        node = f"lane {lane}"
+        if self._told[1].get(node) == used:
+            return None
+        self._told[1][node] = used
+        return Receipt(node, *used)
+
+    def _used_in(self, lane: int, version: int, came: Mapping[int, bytes]) -> Loaded | None:
+        """The newest weights, of those that came, that a lane's forward node is known to have; None: of none."""
         elsewhere = self.rollout.loaded if isinstance(self.rollout, Rollout) else None
         if elsewhere is None:
             return Loaded(version, came[version]) if version in came else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -162,6 +163,14 @@ class Source:
     def is_connected(self) -> bool:
         """Whether it can be told something."""
         return self.connection is not None and self.connection.is_open
+
+    def whereabouts(self, grace_s: float) -> str:
+        """Whether it is there or is waited for, at most so many seconds, and how long still, for people."""
+        if self.lost_at is None or self.is_connected:
+            return f"{self.name} is there"
+        gone = monotonic() - self.lost_at
+        left = max(0.0, grace_s - gone)
+        return f"{self.name} is lost since {gone:.0f} s, and waited for {left:.0f} s more (Limits.grace_s)"
 
     @property
     def waits_soon(self) -> bool:

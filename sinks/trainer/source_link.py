@@ -170,7 +170,7 @@ class SourceLink:
             except WireError as error:
                 if error.code not in (*_COMES_BACK, *(() if self._is_welcomed else _NO_TRAINER)):
                     raise self._where(error) from None
-                problem = f"trainer {self.address}: {error}"
+                problem = str(self._where(error))
             else:
                 problem = self.problem  # a goodbye
             if self.goodbye is not None and problem != self.problem:
@@ -183,11 +183,8 @@ class SourceLink:
             self._pause(pause_s(failures, _LONGEST_RETRY_S))
 
     def _where(self, error: WireError) -> WireError:
-        """The error, and which trainer it is from, where it is from one."""
-        whose, told = "trainer: ", str(error)
-        if not told.startswith(whose):
-            return error
-        return WireError(f"trainer {self.address}: {told.removeprefix(whose)}", error.code)
+        """The error, and which trainer it is from."""
+        return WireError(f"trainer {self.address}: {str(error).removeprefix('trainer: ')}", error.code)
 
     def _pause(self, seconds: float) -> None:
         until = monotonic() + seconds
@@ -314,7 +311,8 @@ class SourceLink:
                 self.problem = f"trainer {self.address} said goodbye: {quoted(event.reason)}"
                 logger.info("%s", self.problem)
             case Broken():
-                raise event.error
+                has_failed = event.error.code == FAILED  # another trainer may come in its place
+                raise WireError(str(event.error), "lost") if has_failed else event.error
         self.bell.ring()
 
     def _take_weights(self, message: Weights) -> None:

@@ -46,6 +46,8 @@ def state_of(
 
 def known_of(state: Mapping[str, Any]) -> Known:
     """What a state says, which may be one without `digest`, `lost` and `missed`. Raises ValueError for none."""
+    if not (isinstance(state, Mapping) and "sources" in state):
+        raise ValueError(f"state is {state!r:.100}, expected what state_dict() of a TrainerStream gave, with 'sources'")
     try:
         known = {}
         for token, told in state["sources"].items():

@@ -56,3 +56,10 @@ def in_use(sources: Iterable[Source], digests: Mapping[int, bytes]) -> list[InUs
             is_same = None if published is None else published == receipt.digest
             found.append(InUse(source.name, node, receipt.version, is_same))
     return found
+
+
+def told_failure(error: BaseException | None) -> str | None:
+    """Why the block was left, for rollouts that wait for another trainer; None: without an error."""
+    if error is None:
+        return None
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"

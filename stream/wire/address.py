@@ -60,26 +60,29 @@ class SharedAddress(UnixAddress):
 Address = TcpAddress | UnixAddress
 
 
-def parse_address(text: str) -> Address:
-    """The address that a text names. Raises WireError for one that names none."""
-    return _parsed(text, f"{_TCP_FORMS} or 'unix:/path'")
+def parse_address(given: str | Address) -> Address:
+    """The address that a text names, or that is one. Raises WireError for what is none."""
+    return _parsed(given, f"{_TCP_FORMS} or 'unix:/path'")
 
 
-def parse_trainer_address(text: str) -> Address:
-    """The address of a trainer that a text names, which may share memory. Raises WireError for one that names none."""
+def parse_trainer_address(given: str | Address) -> Address:
+    """The address of a trainer, which may share memory, likewise."""
+    text = str(given) if isinstance(given, Address) else given
     if isinstance(text, str) and text.startswith("shm:"):
         return SharedAddress(_path_behind("shm:", text))
     return _parsed(text, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'")
 
 
-def _parsed(text: str, forms: str) -> Address:
+def _parsed(given: str | Address, forms: str) -> Address:
+    text = str(given) if isinstance(given, Address) else given
     if not isinstance(text, str):
         raise _no_address(text, f"a string: {forms}")
     if text.startswith("unix:"):
         return UnixAddress(_path_behind("unix:", text))
     match = _TCP.fullmatch(text)
     if match is None:
-        raise _no_address(text, forms)
+        has_no_port = _TCP.fullmatch(f"{text}:0") is not None
+        raise _no_address(text, f"a port behind it: {forms}" if has_no_port else forms)
     port = int(match["port"])
     if port > 0xFFFF:
         raise _no_address(text, "a port from 0 to 65535")

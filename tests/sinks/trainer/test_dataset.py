@@ -242,8 +242,11 @@ def stream_dataset(stream: TrainerStream) -> TrainerDataset:
 
 def test_pace_is_not_for_workers_that_prefetch() -> None:
     with trainer(max_lag=0, on_excess="pace") as stream:
-        with pytest.raises(RunError, match="expected num_workers=0"):
-            list(loader(stream.dataset(), 1))
+        dataset = stream.dataset()
+        with pytest.raises(ValueError, match=r"num_workers is 1: on_excess='pace' .* expected num_workers=0"):
+            dataset.loader(num_workers=1)
+        with pytest.raises(RunError, match="expected num_workers=0"):  # one of the user's own says it in the loop
+            list(loader(dataset, 1))
 
 
 def test_workers_meet_in_a_folder_of_their_own_that_is_gone_afterwards() -> None:

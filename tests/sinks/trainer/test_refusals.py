@@ -2,6 +2,7 @@
 
 import socket
 import ssl
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,13 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import trustme
-from feeding import HASTY, feeding, graph_of, graph_over, running, trainer
+from feeding import HASTY, SHORT, feeding, graph_of, graph_over, running, trainer
 from numbered import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
-from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow.nodes import DefaultModule, EnvHost, GeneralAdvantageEstimation, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
 from rollflow.stream import Graph
 from rollflow.stream.errors import RunError, WireError
@@ -75,6 +77,9 @@ def test_without_a_secret_only_this_machine_is_listened_on_and_dialled() -> None
         ({"module": NumberedModule}, "module is <class .*NumberedModule'>, expected a module"),
         ({"learner_connector": 3}, "learner_connector is 3, expected a function that returns a piece"),
         ({"address": None}, "address None, expected a string: 'tcp://host:port', .*, 'unix:/path' or 'shm:/path'"),
+        ({"address": "tcp://host"}, "address 'tcp://host', expected a port behind it: 'tcp://host:port'"),
+        ({"yields": "episodes", "learner_connector": lambda *_: []}, "learner_connector makes batches, expected none"),
+        ({"tls": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}, "tls is a client's context, expected a server's"),
         ({"address": "http://x:1"}, "address 'http://x:1', expected 'tcp://host:port', .* or 'shm:/path'"),
     ],
 )
@@ -100,6 +105,15 @@ def test_what_a_sink_can_not_work_with_is_refused_when_it_is_made(options: dict[
         feed(**given)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("learner_connector", lambda *_: GeneralAdvantageEstimation()), ("max_lag", 1)]
+)
+def test_how_batches_are_made_is_said_to_the_trainer(name: str, value: Any) -> None:
+    rollout = Rollout("CartPole-v1", prefetch=1, **{name: value})
+    with pytest.raises(ValueError, match=rf"the rollout has {name}=, .*: expected TrainerStream\({name}=…\) there"):
+        feed(rollout, "tcp://127.0.0.1:1")
+
+
 def test_feeding_wants_a_rollout() -> None:
     with pytest.raises(ValueError, match="rollout is None, expected a Rollout or a MultiAgentRollout"):
         feed(None, "tcp://127.0.0.1:1")  # type: ignore[arg-type]
@@ -123,6 +137,10 @@ def test_an_address_that_is_none_or_taken_is_refused(tmp_path: Path) -> None:
         pytest.raises(RunError, match=r"can't listen on tcp://127.0.0.1:.*Address already in use"),
     ):
         TrainerStream(str(stream.address)).__enter__()
+    (tmp_path / "file").touch()
+    with pytest.raises(RunError, match=r"can't listen on shm:.*something else is there, expected nothing or a socket"):
+        TrainerStream(f"shm:{tmp_path}/file").__enter__()
+    assert (tmp_path / "file").exists()
     with pytest.raises(RunError, match=r"can't listen on unix:.*No such file or directory"):
         TrainerStream(f"unix:{tmp_path}/missing/trainer").__enter__()
 
@@ -278,3 +296,64 @@ def test_a_connection_may_be_encrypted_at_both_ends_and_not_at_one() -> None:
             feed.ended.result(60)
     with pytest.raises(WireError, match="no host name to check in a certificate"):
         graph_of("unix:/tmp/trainer", (0,), sink={"tls": client})
+
+
+class Wide(DefaultModule):
+    """The default module, with another shape of the same weights."""
+
+    def __init__(self, *spaces: Any) -> None:
+        super().__init__(*spaces, model_config={"fcnet_hiddens": [8]})
+
+
+class Narrow(DefaultModule):
+    def __init__(self, *spaces: Any) -> None:
+        super().__init__(*spaces, model_config={"fcnet_hiddens": [4]})
+
+
+def test_a_rollout_whose_weights_have_other_shapes_than_the_trainers_module_is_refused_before_any_are_published() -> (
+    None
+):
+    with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow:
+        policy = narrow.module
+    with ThreadPoolExecutor() as threads, trainer(module=policy, join_timeout=2.0) as stream:
+        fed = threads.submit(
+            feed, Rollout("CartPole-v1", module=Wide, seed=0), stream.address, name="wide", limits=SHORT
+        )
+        refused_by(stream, r"rollout wide at tcp://127.0.0.1: weights do not fit module 'Wide of rollout wide")
+        told = rf"trainer {stream.address}: refuses: weights do not fit module 'Wide .*: .*\[4, 4\], expected \[8, 4\]"
+        with pytest.raises(WireError, match=told):
+            fed.result(60)
+
+
+def test_a_module_that_is_like_the_rollouts_or_has_other_names_is_no_reason_to_refuse() -> None:
+    class Ensemble(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.members = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+    with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow:
+        policy = narrow.module
+    for module in (policy, Ensemble()):
+        with trainer(module=module) as stream:
+            rollout = Rollout("CartPole-v1", module=Narrow, num_envs=2, fragment_length=8, num_fragments=2, seed=0)
+            with running(*graph_over(rollout, stream.address)):
+                assert len(list(stream)) == 2
+
+
+def test_why_a_trainer_has_failed_is_told_to_its_rollouts_which_wait_for_another(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    with ThreadPoolExecutor() as threads:
+        options: dict[str, Any] = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
+        rollout = Rollout([partial(NumberedEnv, 0)], **options)
+        with pytest.raises(ZeroDivisionError), TrainerStream(address, yields="fragments", limits=SHORT) as stream:
+            fed = threads.submit(feed, rollout, stream.address, limits=SHORT)
+            next(iter(stream))
+            raise ZeroDivisionError("no steps")
+        await_that(lambda: "it has failed: ZeroDivisionError: no steps" in caplog.text)
+        told = f"waiting: trainer {address}: it has failed: ZeroDivisionError: no steps"
+        assert told in [record.getMessage() for record in caplog.records]
+        with TrainerStream(address, yields="fragments", limits=SHORT) as stream:
+            assert [fragment.sequence for fragment in stream] == [0, 1, 2]
+        fed.result(60)

@@ -213,3 +213,20 @@ def test_a_graph_of_ones_own_ends_with_its_trainer() -> None:
         with TrainerProcess(train) as trainer:
             anyio.run(main, trainer)
     assert "in node 'trainer_sink'" in raised.value.__notes__
+
+
+def test_a_trainer_that_ends_before_a_rollout_has_come_ends_it_as_well() -> None:
+    def train(stream: Any) -> int:
+        return 7  # it was at its last step when it was saved
+
+    with TrainerProcess(train) as trainer:
+        assert fed(rollout_of(), trainer) == "the trainer has ended"
+    assert trainer.result == 7
+
+
+def test_arguments_that_a_stream_has_not_are_refused_before_there_is_a_process() -> None:
+    for unknown in ("foo", "address"):
+        with pytest.raises(
+            ValueError, match=rf"stream has \['{unknown}'\], expected arguments of a TrainerStream among"
+        ):
+            TrainerProcess(print, stream={unknown: 1})
