@@ -84,16 +84,16 @@ def lane_makers(env: EnvSource, num_envs: int | None, lanes: int | None) -> list
         return _ready([env], num_envs, lanes)
     if isinstance(env, str):
         spec = _spec_of(env)
-        return [LaneMaker(size, spec=spec) for size in sizes_of(1 if num_envs is None else num_envs, lanes or 1)]
+        return [LaneMaker(size, spec=spec) for size in sizes_of(1 if num_envs is None else num_envs, lanes)]
     if callable(env):
-        sizes = sizes_of(1 if num_envs is None else num_envs, lanes or 1)
+        sizes = sizes_of(1 if num_envs is None else num_envs, lanes)
         return _of_makers([env] * sum(sizes), sizes)
     if isinstance(env, Sequence) and len(env) and all(isinstance(each, VectorEnv) for each in env):
         return _ready(list(env), num_envs, lanes)  # type: ignore[arg-type]
     if isinstance(env, Sequence) and len(env) and all(callable(each) for each in env):
         if num_envs not in (None, len(env)):
             raise EnvError(f"num_envs is {num_envs}, expected {len(env)}: one for each callable given")
-        return _of_makers(list(env), sizes_of(len(env), lanes or 1))  # type: ignore[arg-type]
+        return _of_makers(list(env), sizes_of(len(env), lanes))  # type: ignore[arg-type]
     raise EnvError(
         f"env is {env!r}, expected an environment's id, a callable that makes one, a list of such callables, "
         "a gymnasium.vector.VectorEnv, or a list of those"
@@ -118,8 +118,9 @@ def is_whole(number: Any) -> bool:
     return type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
 
 
-def sizes_of(num_envs: int, lanes: int) -> list[int]:
-    """How many slots each lane has: as even as it goes. Raises EnvError where there are not enough."""
+def sizes_of(num_envs: int, lanes: int | None) -> list[int]:
+    """How many slots each lane has: as even as it goes; None: there is one. Raises EnvError where there are too few."""
+    lanes = 1 if lanes is None else lanes
     for name, number in (("num_envs", num_envs), ("lanes", lanes)):
         if not is_whole(number):
             raise EnvError(f"{name} is {number!r}, expected a whole number")

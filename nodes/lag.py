@@ -25,6 +25,8 @@ class LagBound:
     def __init__(self, weights: PolicyWeights | None, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
         if on_excess not in ("drop", "pace"):
             raise ValueError(f"on_excess is {on_excess!r}, expected 'drop' or 'pace'")
+        if on_excess != "drop" and max_lag is None:
+            raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")
         self.max_lag = max_lag
         self.on_excess: OnExcess = on_excess
         self.dropped_fragments = 0

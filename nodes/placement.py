@@ -50,7 +50,8 @@ def environments_for(
         return Environments(env, lanes=lanes, **options)
     slots = count_of(env, num_envs)
     if where == "threads":
-        return ThreadEnvironments(env, lanes=lanes if lanes or is_ready(env) else slots, **timeouts, **options)
+        lanes = slots if lanes is None and not is_ready(env) else lanes
+        return ThreadEnvironments(env, lanes=lanes, **timeouts, **options)
     if where == "rollouts":
         lanes = min(slots, workers or core_count()) if lanes is None else lanes
         return RolloutProcesses(env, lanes=lanes, workers=workers, **timeouts, **options)

@@ -173,4 +173,4 @@ def lane_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[list[
                 "list of those, or a MultiAgentVectorEnv"
             )
     left = iter(makers)
-    return [list(islice(left, size)) for size in sizes_of(len(makers), lanes or 1)]
+    return [list(islice(left, size)) for size in sizes_of(len(makers), lanes)]
