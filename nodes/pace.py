@@ -56,6 +56,12 @@ class FragmentCredits:
         """The fragment that a lane has begun last never comes."""
         self.release(1)
 
+    def gone(self, lane: int, fragments: int) -> None:
+        """A lane has been set aside: where it has begun nothing it is waited for no more."""
+        if lane not in self._begun_by:
+            self._begun_by[lane] = -1
+            self._changed()
+
     def release(self, fragments: int) -> None:
         """Say that so many fragments are done with. In the thread that the graph runs in."""
         self._begun -= fragments

@@ -36,6 +36,16 @@ def test_in_rounds_a_lane_that_has_left_is_not_waited_for() -> None:
     assert credits.admits(Lane(1, 1))
 
 
+def test_in_rounds_a_lane_that_is_set_aside_is_not_waited_for() -> None:
+    credits, asked = FragmentCredits(2, in_rounds=True), list[None]()
+    credits.watch(lambda: asked.append(None))
+    assert credits.admits(Lane(1))
+    assert not credits.admits(Lane(1, 1))
+    credits.gone(0, 0)
+    assert asked
+    assert credits.admits(Lane(1, 1))
+
+
 def test_ahead_of_the_reader_a_fast_lane_takes_what_credits_there_are() -> None:
     credits = FragmentCredits(4)
     assert [credits.admits(Lane(1, sequence)) for sequence in range(5)] == [True, True, True, True, False]

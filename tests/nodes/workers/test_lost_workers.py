@@ -108,6 +108,25 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
 
 
+class NeverReset(NumberedEnv):
+    def reset(self, **kwargs: Any) -> Any:
+        raise RuntimeError("no reset")
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
+    where: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(NeverReset if slot == 1 else NumberedEnv, slot) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
+    with Rollout(makers, where=where, lanes=3, workers=2, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in (0, 2) for sequence in range(3)
+    ]
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: no reset" in caplog.text
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Path, prefetch: int) -> None:
     makers = [partial(Doomed, slot, tmp_path, "kill", 5, 2 * (slot == 1)) for slot in range(3)]

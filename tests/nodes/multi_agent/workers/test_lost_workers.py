@@ -170,6 +170,19 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
 
 
+class NeverReset(NumberedAgents):
+    def reset(self, **kwargs: Any) -> Any:
+        raise RuntimeError("no reset")
+
+
+def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(caplog: pytest.LogCaptureFixture) -> None:
+    makers = [partial(NeverReset if slot == 1 else NumberedAgents, slot, nested=0) for slot in range(3)]
+    with rollout_of(makers, lanes=3, workers=2, fragment_length=8, num_fragments=3) as rollout:
+        fragments = list(rollout.fragments())
+    assert [fragment.sequence for fragment in in_time(fragments)] == [0, 1, 2] * 2
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: no reset" in caplog.text
+
+
 def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
     makers = [partial(DoomedAgents, 0, tmp_path, fate="kill", step=0, lives=100, nested=0)]
     told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
