@@ -331,9 +331,14 @@ def test_a_module_that_is_like_the_rollouts_or_has_other_names_is_no_reason_to_r
             super().__init__()
             self.members = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
 
-    with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow:
-        policy = narrow.module
-    for module in (policy, Ensemble()):
+    class Twice(Wide):
+        def __init__(self, *spaces: Any) -> None:
+            super().__init__(*spaces)
+            self.other = torch.nn.Linear(2, 2)
+
+    with Rollout("CartPole-v1", module=Narrow, seed=0) as narrow, Rollout("CartPole-v1", module=Twice) as twice:
+        modules = narrow.module, twice.module, Ensemble()
+    for module in modules:
         with trainer(module=module) as stream:
             rollout = Rollout("CartPole-v1", module=Narrow, num_envs=2, fragment_length=8, num_fragments=2, seed=0)
             with running(*graph_over(rollout, stream.address)):
