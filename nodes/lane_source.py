@@ -1,6 +1,6 @@
 """What nodes that step environments have in common, of one agent each or of several."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -17,6 +17,7 @@ class LaneSource:
     is_started, is_closed    how far it is
     lost_steps               transitions that were under way where environments were lost: only workers are
     has_fixed_lanes          whether no others come, and none but those that are set aside goes
+    lane_lost                called with the number of a lane that is lost
     is_draining              whether lanes come back without having made a step, since no more are asked for
     """
 
@@ -30,6 +31,7 @@ class LaneSource:
         self.seed, self.fragment_length = seed, fragment_length
         self.is_started = self.is_closed = False
         self.lost_steps = 0
+        self.lane_lost: Callable[[int], None] = _nobody_knows
 
     @property
     def num_lanes(self) -> int:
@@ -59,3 +61,7 @@ class LaneSource:
         if self.is_started:
             raise RunError("these environments have been run before: a rollout runs once, make another one")
         self.is_started = True
+
+
+def _nobody_knows(lane: int) -> None:
+    """Called where nobody waits for a lane."""

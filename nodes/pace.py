@@ -1,6 +1,6 @@
 """How far a rollout may run ahead of whoever takes its fragments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from rollflow.stream.gate import Gate
@@ -25,13 +25,13 @@ class Paced(Protocol):
 class FragmentCredits:
     """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
 
-    limit        None: always
-    in_rounds    whether there is one credit for each lane: then none begins its second fragment before all that there
-                 are have begun their first, however long a reset takes
+    limit    None: always
+    first    lanes that none begins its second fragment before, until they have begun their first, or were lost
     """
 
-    def __init__(self, limit: int | None, *, in_rounds: bool = False) -> None:
-        self.limit, self._in_rounds = limit, in_rounds
+    def __init__(self, limit: int | None, *, first: Iterable[int] = ()) -> None:
+        self.limit = limit
+        self._yet_to_begin = set(first)
         self._begun = 0
         self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
         self._changed: Callable[[], None] = nobody
@@ -43,24 +43,23 @@ class FragmentCredits:
         fragment = lane.sequence
         if self._begun_by.get(lane.index) == fragment:
             return True
-        is_first = lane.index not in self._begun_by
-        if self._begun >= self.limit or (not is_first and self._waits_for_first):
+        if self._begun >= self.limit or (self._yet_to_begin and lane.index in self._begun_by):
             return False
         self._begun += 1
         self._begun_by[lane.index] = fragment
-        if is_first and not self._waits_for_first:
-            self._changed()
+        self.wait_no_more(lane.index)
         return True
+
+    def wait_no_more(self, lane: int) -> None:
+        """A lane has begun its first fragment, or was lost before."""
+        if lane in self._yet_to_begin:
+            self._yet_to_begin.remove(lane)
+            if not self._yet_to_begin:
+                self._changed()
 
     def leave(self, lane: int) -> None:
         """The fragment that a lane has begun last never comes."""
         self.release(1)
-
-    def gone(self, lane: int, fragments: int) -> None:
-        """A lane has been set aside: where it has begun nothing it is waited for no more."""
-        if lane not in self._begun_by:
-            self._begun_by[lane] = -1
-            self._changed()
 
     def release(self, fragments: int) -> None:
         """Say that so many fragments are done with. In the thread that the graph runs in."""
@@ -76,10 +75,6 @@ class FragmentCredits:
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
-
-    @property
-    def _waits_for_first(self) -> bool:
-        return self._in_rounds and self.limit is not None and len(self._begun_by) < self.limit
 
 
 class AllOf:

@@ -100,9 +100,8 @@ def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor in a `state_dict()`. Raises ModuleError where it is none."""
     if not isinstance(weights, Mapping):
         raise ModuleError(f"weights are {type(weights).__name__}, expected a state_dict(): name -> tensor")
-    arrays = [name for name, value in weights.items() if isinstance(value, np.ndarray) and "_extra_state" not in name]
-    if arrays:
-        raise ModuleError(f"weights {arrays[:4]} are numpy arrays, expected tensors, as a state_dict() has them")
+    if weights and all(isinstance(value, np.ndarray) for value in weights.values()):
+        raise ModuleError(f"weights {list(weights)[:4]} are numpy arrays, expected tensors, as a state_dict() has them")
     return {name: tuple(tensor.shape) for name, tensor in weights.items() if torch.is_tensor(tensor)}
 
 

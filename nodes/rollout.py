@@ -258,8 +258,6 @@ class Rollout(RolloutLoop[Fragment]):
         environments = self.environments
         if not environments.is_started:
             self._set_lookback()  # the pipelines may have been edited
-        if isinstance(gate, FragmentCredits):
-            self._prepare.gone = self._deal.gone = gate.gone
         if isinstance(gate, AllOf):
             self._prepare.gone = self._deal.gone = partial(gate.gone_unless, lambda: environments.is_draining)
             if not environments.has_fixed_lanes:

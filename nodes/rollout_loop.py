@@ -46,8 +46,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
         is_bound = lag.max_lag is not None and lag.on_excess == "pace"
         ahead = min(prefetch, lag.max_lag or 0) if is_bound else prefetch
         self._fragments_per_lane = 1 + ahead  # that may be begun and not done with
-        per_lane = self._fragments_per_lane
-        self._credits = FragmentCredits(environments.num_lanes * per_lane, in_rounds=per_lane == 1)
+        is_in_rounds = self._fragments_per_lane == 1 and environments.has_fixed_lanes
+        first = range(environments.num_lanes) if is_in_rounds else ()
+        self._credits = FragmentCredits(environments.num_lanes * self._fragments_per_lane, first=first)
+        environments.lane_lost = self._credits.wait_no_more
         self._runs_ahead = prefetch > 0
         self._gates: list[Gate] = []  # that hold it back in a graph
         self._watching: list[Callable[[Any], None]] = []  # nodes that see its fragments there

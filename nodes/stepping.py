@@ -24,6 +24,7 @@ from rollflow.stream.tree import Tree, leaves_in, map_tree, stack_in, stack_tree
 
 logger = logging.getLogger(__name__)
 
+_RESET_GIVES = "if that is reset's: each environment's takes seed and options by name, and gives (observation, info)"
 _STEP_GIVES = ("observation", "reward", "terminated", "truncated", "info")
 
 
@@ -84,7 +85,7 @@ def reset_with(
     try:
         observations, infos = env.reset(seed=seed, options=options)
     except (AttributeError, TypeError, ValueError) as error:
-        error.add_note("expected reset(*, seed=None, options=None) of every environment to give (observation, info)")
+        error.add_note(_RESET_GIVES)
         raise
     return observations, infos
 
@@ -178,6 +179,8 @@ def _begun_anew(
             observations[slot], infos[slot] = resets[slot]()
         except Exception as error:
             error.add_note(f"slot {slot}")
+            if isinstance(error, TypeError | ValueError):
+                error.add_note(_RESET_GIVES)
             raise
         finally:
             turn()

@@ -312,7 +312,8 @@ class TrainerSink:
             self._seen_error = error
             scope.cancel()
             return
-        await self._until(lambda: self._has_left() or not self.has_trainer)
+        while self.has_trainer and not self._has_left():
+            await self._changed.wait()
         self._is_without_trainer = True
         self._link.bell.ring()
 

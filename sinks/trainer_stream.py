@@ -17,7 +17,7 @@ from rollflow.nodes.remote.remote_envs import Secret, address_of, close_sockets,
 from rollflow.nodes.remote.transport import check_server_tls
 from rollflow.sinks.trainer.age import AgeBound, OnExcess
 from rollflow.sinks.trainer.async_block import AsyncBlock
-from rollflow.sinks.trainer.by_module import is_by_module, joined_weights
+from rollflow.sinks.trainer.by_module import is_by_module, joined_weights, own_shapes
 from rollflow.sinks.trainer.choices import check_choices, check_module
 from rollflow.sinks.trainer.compression import check_available
 from rollflow.sinks.trainer.dataset import TrainerDataset, unix_address
@@ -145,7 +145,7 @@ class TrainerStream(AsyncBlock):
             compression=compression,
             windows=Windows(self._age, yields, prefetch=prefetch, count=fragments_per_batch),
             shares=isinstance(self.address, SharedAddress),
-            module=module,
+            own=own_shapes(module),
         )
         self._intake = Intake(
             self._door,

@@ -1,13 +1,12 @@
 """The stage before the forward passes: connector pieces, module by module, and the cutting of fragments."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
 from rollflow.nodes.multi_agent.acting_module import acting_in
 from rollflow.nodes.multi_agent.joint_pieces import JointPieces
 from rollflow.nodes.multi_agent.module_set import ModuleSet
-from rollflow.nodes.pace import nobody_knows
 from rollflow.stream.errors import ConnectorError
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -29,8 +28,6 @@ class AgentsToModule:
     num_lanes        lanes that come by
     num_fragments    after so many fragments a lane stops; None: it never does
     metrics          what the pieces see as `metrics`
-
-    gone             called with a lane that has been set aside, and how many fragments it gives
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class AgentsToModule:
         self._modules, self._metrics = modules, metrics
         self._num_fragments, self._going = num_fragments, num_lanes
         self._lanes: dict[int, MultiAgentLane] = {}
-        self.gone: Callable[[int, int], None] = nobody_knows
 
     def __call__(self, steps: MultiAgentLane) -> PreparedAgents:
         """Turn the newest observations of those agents that are to act into batches."""
@@ -55,7 +51,6 @@ class AgentsToModule:
         if lane.is_set_aside:
             self._going -= 1
             known = self._lanes.pop(lane.index, None) is not None
-            self.gone(lane.index, lane.sequence)
             return PreparedAgents(None, lane.leave() if known else None)
         if lane.index not in self._lanes:
             self._take_in(lane)

@@ -22,7 +22,6 @@ from rollflow.nodes.multi_agent.joint_pieces import JointPieces
 from rollflow.nodes.multi_agent.module_set import AgentToModule, ModuleSet
 from rollflow.nodes.multi_agent.module_to_agents import ModuleToAgents
 from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
-from rollflow.nodes.pace import FragmentCredits
 from rollflow.nodes.policy_weights import Weights
 from rollflow.nodes.ring import ring_of, sampling_data
 from rollflow.nodes.rollout_loop import Batch, RolloutLoop
@@ -275,8 +274,6 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     def _ring(self, gate: Gate | None) -> Graph:
         if not self.environments.is_started:
             self._make_lanes()  # the pipelines may have been edited
-        if isinstance(gate, FragmentCredits):
-            self._prepare.gone = gate.gone
         return ring_of(self.environments, self._prepare, self._forward, self._act, gate)
 
     def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:

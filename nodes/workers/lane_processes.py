@@ -5,7 +5,7 @@ import logging
 import selectors
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -49,6 +49,7 @@ class LaneProcesses(abc.ABC):
     seed: int
     lanes: Any
     lost_steps: int
+    lane_lost: Callable[[int], None]
     is_closed: bool
 
     def __init__(
@@ -230,6 +231,7 @@ class LaneProcesses(abc.ABC):
     def _lane_lost(self, link: LaneLink, reason: str, told: str = "") -> Iterator[Any]:
         was = link.state
         link.fail(reason, 0 if self.is_draining else self._max_failures)
+        self.lane_lost(link.index)
         if self.is_draining:
             logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, told)
         elif link.state is State.ASIDE:

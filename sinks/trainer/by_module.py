@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from rollflow.stream.columns import Columns
 from rollflow.stream.errors import ModuleError
@@ -26,11 +27,15 @@ def joined_weights(weights: ByModule) -> dict[str, Any]:
     return {f"{module_id}/{name}": value for module_id, each in weights.items() for name, value in each.items()}
 
 
-def weights_of(module: Any) -> dict[str, Any]:
-    """The weights of a module, or of several by their ids; none of what is no torch module."""
+def own_shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes of a module's weights, or of several modules' by their ids; none where they are not known."""
     if isinstance(module, Mapping):
-        return joined_weights({module_id: weights_of(each) for module_id, each in module.items()})
-    return module.state_dict() if isinstance(module, torch.nn.Module) else {}
+        parts = {module_id: own_shapes(each) for module_id, each in module.items()}
+        return joined_weights(parts) if all(parts.values()) else {}
+    if not isinstance(module, torch.nn.Module):
+        return {}
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {} if any(map(is_lazy, (tensor for _, tensor in named))) else {name: tuple(it.shape) for name, it in named}
 
 
 def parted_weights(weights: Mapping[str, Any], ids: Iterable[str]) -> dict[str, dict[str, Any]]:

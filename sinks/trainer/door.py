@@ -8,8 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic, sleep
-from typing import Any
 
+from rollflow.nodes.policy_weights import Shapes
 from rollflow.nodes.remote.lines import Entrance, Lines, quoted
 from rollflow.sinks.trainer.forked import keep_from_forked
 from rollflow.sinks.trainer.meeting import check_shares, check_together, replace_lost
@@ -61,7 +61,7 @@ class Door:
     compression  of observations, for sources that can do it; None: none
     windows      how many items a source may send beyond what is done, and how many are needed
     shares       whether sources lend what they send
-    module       the trainer's own, for `NewestWeights`
+    own          shapes of the trainer's own weights, for `NewestWeights`
 
     lock       of the sources and of what has arrived
     sources    that are there or may come back, by the tokens of their sessions; those that have ended as well
@@ -83,7 +83,7 @@ class Door:
         compression: str | None,
         windows: Windows,
         shares: bool = False,
-        module: Any = None,
+        own: Shapes | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self.sources: dict[bytes, Source] = {}
@@ -92,7 +92,7 @@ class Door:
         self.error: Exception | None = None
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
-        self.weights = NewestWeights(self.wake, module)
+        self.weights = NewestWeights(self.wake, own)
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
@@ -211,8 +211,8 @@ class Door:
             self.error = error
         finally:
             for peer in self._peers:
-                if self._failure is not None:  # they wait for another trainer
-                    peer.connection.refuse(FAILED, f"it has failed: {self._failure}")
+                if self._failure is not None and peer.source is not None:  # it waits for another trainer
+                    peer.connection.refuse(FAILED, self._failure)
                 self._peers.drop(peer)
         self.bell.ring()
 

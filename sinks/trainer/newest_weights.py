@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Self
 
-from rollflow.nodes.policy_weights import check_shapes, shapes_of
+from rollflow.nodes.policy_weights import Shapes, check_shapes, shapes_of
 from rollflow.nodes.weights_codec import to_arrays
 from rollflow.nodes.weights_digest import digest_of
-from rollflow.sinks.trainer.by_module import weights_of
 from rollflow.sinks.trainer.source import Source
 from rollflow.stream.errors import ModuleError, RollflowError, WireError
 from rollflow.stream.wire import Weights, encode
@@ -74,7 +73,7 @@ class NewestWeights:
     """What has been published last. May be used from any thread, none of which waits for a digest of large weights.
 
     ready        called when weights may be sent, without this one's lock
-    module       the trainer's own, whose weights are likely to be published; None: nobody knows it
+    own          shapes of the weights of the trainer's own module, whose names say whether it is a rollout's as well
 
     version      their policy version, or a newer one that a rollout came with
     published    None: none have been
@@ -82,12 +81,12 @@ class NewestWeights:
     digests      of what was published, by version, the newest alone; b"" where nobody was sent it
     """
 
-    def __init__(self, ready: Callable[[], None], module: Any = None) -> None:
+    def __init__(self, ready: Callable[[], None], own: Shapes | None = None) -> None:
         self.version = 0
         self.published: Published | None = None
         self.sendable: Published | None = None
         self.digests: dict[int, bytes] = {}
-        self._ready, self._module = ready, module
+        self._ready, self._own = ready, own or {}
         self._changed = threading.Condition()
         self._resumed: tuple[int, bytes] | None = None
         self._is_closing = False
@@ -163,9 +162,12 @@ class NewestWeights:
 
     def _check_is_like_own(self, source: Source) -> None:
         """Raise ModuleError where a rollout's weights have the names of those here, and other shapes."""
-        own = shapes_of(weights_of(self._module))
-        if own.keys() == source.weights.keys():  # else it may be a critic alone, or one that is wrapped
-            check_shapes(own, source.weights, f"{source.module} of rollout {source.name}")
+        if self._own.keys() != source.weights.keys():  # it may be a critic alone, or one that is wrapped
+            return
+        try:
+            check_shapes(self._own, source.weights, f"{source.module} of rollout {source.name}")
+        except ModuleError as error:
+            raise ModuleError(f"by the module= of the TrainerStream, {error}") from None
 
     def _have(self, published: Published) -> None:
         self.published, self.version = published, published.version

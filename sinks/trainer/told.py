@@ -62,4 +62,4 @@ def told_failure(error: BaseException | None) -> str | None:
     """Why the block was left, for rollouts that wait for another trainer; None: without an error."""
     if error is None:
         return None
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+    return f"it has failed: {type(error).__name__}: {error}" if isinstance(error, Exception) else "it was interrupted"

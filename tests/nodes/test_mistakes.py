@@ -17,7 +17,7 @@ from rollflow.nodes import (
     Rollout,
     SingleAgentObservationPreprocessor,
 )
-from rollflow.sinks.trainer.by_module import weights_of
+from rollflow.sinks.trainer.by_module import own_shapes
 from rollflow.stream import ConnectorError, Graph, GraphError, ModuleError
 
 
@@ -113,10 +113,12 @@ def test_pieces_that_want_a_module_say_where_it_is_missing() -> None:
         piece(rl_module=None, batch={}, episodes=list(episodes), shared_data={})
 
 
-def test_the_weights_of_what_is_no_torch_module_are_none() -> None:
+def test_the_shapes_of_a_trainers_own_weights_are_known_where_they_are() -> None:
     linear = torch.nn.Linear(2, 1)
-    assert weights_of(object()) == {}
-    assert list(weights_of({"a": linear, "b": object()})) == ["a/weight", "a/bias"]
+    assert own_shapes(None) == own_shapes(object()) == own_shapes(torch.nn.LazyLinear(2)) == {}
+    assert own_shapes({"a": linear, "b": torch.nn.LazyLinear(2)}) == {}
+    assert own_shapes({"a": linear}) == {"a/weight": (1, 2), "a/bias": (1,)}
+    assert own_shapes(torch.nn.BatchNorm1d(3)).keys() == torch.nn.BatchNorm1d(3).state_dict().keys()
 
 
 @pytest.mark.parametrize(

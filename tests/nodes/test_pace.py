@@ -13,7 +13,7 @@ class Lane:
 
 
 def test_in_rounds_no_lane_begins_its_second_fragment_before_all_have_begun_their_first() -> None:
-    credits, asked = FragmentCredits(3, in_rounds=True), list[None]()
+    credits, asked = FragmentCredits(3, first=range(3)), list[None]()
     credits.watch(lambda: asked.append(None))
     assert credits.admits(Lane(1))
     assert not credits.admits(Lane(1, 1))  # the others are still being reset
@@ -27,23 +27,16 @@ def test_in_rounds_no_lane_begins_its_second_fragment_before_all_have_begun_thei
     assert credits.admits(Lane(1, 1))
 
 
-def test_in_rounds_a_lane_that_has_left_is_not_waited_for() -> None:
-    credits = FragmentCredits(2, in_rounds=True)
-    assert credits.admits(Lane(1))
-    credits.release(1)
-    assert not credits.admits(Lane(1, 1))
-    credits.add(-1)  # the other has gone before it began
-    assert credits.admits(Lane(1, 1))
-
-
-def test_in_rounds_a_lane_that_is_set_aside_is_not_waited_for() -> None:
-    credits, asked = FragmentCredits(2, in_rounds=True), list[None]()
+def test_in_rounds_a_lane_that_is_lost_before_it_has_begun_is_not_waited_for() -> None:
+    credits, asked = FragmentCredits(3, first=range(3)), list[None]()
     credits.watch(lambda: asked.append(None))
     assert credits.admits(Lane(1))
+    credits.wait_no_more(0)
+    credits.wait_no_more(0)  # again
     assert not credits.admits(Lane(1, 1))
-    credits.gone(0, 0)
-    assert asked
-    assert credits.admits(Lane(1, 1))
+    assert credits.admits(Lane(2))
+    assert len(asked) == 1
+    assert credits.admits(Lane(1, 1))  # its credit goes to another
 
 
 def test_ahead_of_the_reader_a_fast_lane_takes_what_credits_there_are() -> None:

@@ -319,8 +319,9 @@ def test_a_rollout_whose_weights_have_other_shapes_than_the_trainers_module_is_r
         fed = threads.submit(
             feed, Rollout("CartPole-v1", module=Wide, seed=0), stream.address, name="wide", limits=SHORT
         )
-        refused_by(stream, r"rollout wide at tcp://127.0.0.1: weights do not fit module 'Wide of rollout wide")
-        told = rf"trainer {stream.address}: refuses: weights do not fit module 'Wide .*: .*\[4, 4\], expected \[8, 4\]"
+        told = "by the module= of the TrainerStream, weights do not fit module 'Wide of rollout wide"
+        refused_by(stream, f"rollout wide at tcp://127.0.0.1: {told}")
+        told = rf"trainer {stream.address}: refuses: {told} .*: .*\[4, 4\], expected \[8, 4\]"
         with pytest.raises(WireError, match=told):
             fed.result(60)
 
