@@ -221,7 +221,7 @@ class Rollout(RolloutLoop[Fragment]):
             self.learner_pipeline = LearnerConnectorPipeline.default(
                 *acting.spaces, taught, stateful=acting.is_stateful
             )
-            self.has_learner_pieces = bool(taught)
+            self.has_learner_pieces = bool(taught)  # beside the default ones
             self._lookback_asked, self._stateful = lookback, acting.is_stateful
             self._set_lookback()
             self._lanes_count = self.environments.num_lanes

@@ -206,8 +206,15 @@ def _stacked(observations: list[Tree], structure: PyTreeSpec) -> Tree:
     try:
         return np.array(observations) if isinstance(observations[0], np.ndarray) else stack_trees(observations)
     except ValueError as error:
-        shapes = ", ".join(f"{map_tree(np.shape, each)} (slot {slot})" for slot, each in enumerate(observations))
+        shapes = ", ".join(f"{_shapes_in(each, structure)} (slot {slot})" for slot, each in enumerate(observations))
         raise EnvError(f"the environments gave observations of different shapes: {shapes}") from error
+
+
+def _shapes_in(observation: Tree, structure: PyTreeSpec) -> Tree:
+    try:
+        return structure.unflatten(map(np.shape, leaves_in(structure, observation)))
+    except ValueError:  # of another structure
+        return map_tree(np.shape, observation)
 
 
 def _next_step(env: VectorEnv[Any, Any, Any]) -> Step:

@@ -62,19 +62,22 @@ Address = TcpAddress | UnixAddress
 
 def parse_address(given: str | Address) -> Address:
     """The address that a text names, or that is one. Raises WireError for what is none."""
-    return _parsed(given, f"{_TCP_FORMS} or 'unix:/path'")
+    return _parsed(_text_of(given), f"{_TCP_FORMS} or 'unix:/path'")
 
 
 def parse_trainer_address(given: str | Address) -> Address:
     """The address of a trainer, which may share memory, likewise."""
-    text = str(given) if isinstance(given, Address) else given
+    text = _text_of(given)
     if isinstance(text, str) and text.startswith("shm:"):
         return SharedAddress(_path_behind("shm:", text))
     return _parsed(text, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'")
 
 
-def _parsed(given: str | Address, forms: str) -> Address:
-    text = str(given) if isinstance(given, Address) else given
+def _text_of(given: str | Address) -> str:
+    return str(given) if isinstance(given, Address) else given
+
+
+def _parsed(text: str, forms: str) -> Address:
     if not isinstance(text, str):
         raise _no_address(text, f"a string: {forms}")
     if text.startswith("unix:"):

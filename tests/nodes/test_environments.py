@@ -202,6 +202,18 @@ class Plain(Lists):
         return [self.slot, self.t, 7]
 
 
+class Ragged(Plain):
+    """One that gives ever more."""
+
+    def seen(self) -> Any:
+        return [0] * (3 + self.t * self.slot)
+
+
+def test_lists_of_different_lengths_are_told_with_their_slots() -> None:
+    with pytest.raises(EnvError, match=r"observations of different shapes: \(3,\) \(slot 0\), \(4,\) \(slot 1\)"):
+        fragments_of([lambda: Ragged(0), lambda: Ragged(1)])
+
+
 @pytest.mark.parametrize("kind", [Lists, Plain])
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])

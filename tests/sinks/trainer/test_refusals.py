@@ -19,9 +19,10 @@ from remote_rollouts import await_that, makers
 
 from rollflow.nodes import DefaultModule, EnvHost, GeneralAdvantageEstimation, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow.sinks.trainer.told import told_failure
 from rollflow.stream import Graph
 from rollflow.stream.errors import RunError, WireError
-from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, encode
+from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
 
 SECRET = "correct horse battery staple"
 
@@ -363,3 +364,22 @@ def test_why_a_trainer_has_failed_is_told_to_its_rollouts_which_wait_for_another
         with TrainerStream(address, yields="fragments", limits=SHORT) as stream:
             assert [fragment.sequence for fragment in stream] == [0, 1, 2]
         fed.result(60)
+
+
+def test_why_a_trainer_has_failed_is_told_to_nobody_who_has_not_proved_the_secret() -> None:
+    with pytest.raises(KeyError), trainer(secret=SECRET, join_timeout=0) as stream:
+        with pytest.raises(RunError, match="0 of 1 rollouts came"):
+            next(iter(stream))  # from now on it takes them in
+        assert isinstance(stream.address, TcpAddress)
+        stranger = socket.create_connection((stream.address.host, stream.address.port))
+        await_that(lambda: list(stream._door._peers))
+        raise KeyError("hunter2")
+    with stranger:
+        stranger.settimeout(60)
+        assert stranger.recv(1 << 16) == b""
+
+
+def test_leaving_a_trainer_by_no_error_of_its_own_is_no_failure() -> None:
+    assert told_failure(None) is None
+    assert told_failure(KeyboardInterrupt()) == told_failure(SystemExit(0)) == "it was interrupted"
+    assert told_failure(ValueError("x")) == "it has failed: ValueError: x"
