@@ -25,8 +25,7 @@ class LagBound:
     def __init__(self, weights: PolicyWeights | None, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
         if on_excess not in ("drop", "pace"):
             raise ValueError(f"on_excess is {on_excess!r}, expected 'drop' or 'pace'")
-        if on_excess != "drop" and max_lag is None:
-            raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")
+        check_bounded(on_excess, max_lag)
         self.max_lag = max_lag
         self.on_excess: OnExcess = on_excess
         self.dropped_fragments = 0
@@ -54,3 +53,9 @@ class LagBound:
         self.dropped_fragments += 1
         self.dropped_steps += fragment.num_steps
         return False
+
+
+def check_bounded(on_excess: str, max_lag: int | None) -> None:
+    """Raise ValueError where something is to be done with what is too old, and nothing is."""
+    if on_excess != "drop" and max_lag is None:
+        raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")

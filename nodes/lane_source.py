@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
+from rollflow.nodes.pace import nobody_waits
 from rollflow.stream.errors import RunError
 
 
@@ -31,7 +32,7 @@ class LaneSource:
         self.seed, self.fragment_length = seed, fragment_length
         self.is_started = self.is_closed = False
         self.lost_steps = 0
-        self.lane_lost: Callable[[int], None] = _nobody_knows
+        self.lane_lost: Callable[[int], None] = nobody_waits
 
     @property
     def num_lanes(self) -> int:
@@ -61,7 +62,3 @@ class LaneSource:
         if self.is_started:
             raise RunError("these environments have been run before: a rollout runs once, make another one")
         self.is_started = True
-
-
-def _nobody_knows(lane: int) -> None:
-    """Called where nobody waits for a lane."""

@@ -128,3 +128,7 @@ def nobody() -> None:
 
 def nobody_knows(lane: int, fragments: int) -> None:
     """Called with lanes that are gone where there is no gate that would have to know."""
+
+
+def nobody_waits(lane: int) -> None:
+    """Called with lanes of which nothing comes where there is no gate that has let them begin it."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.environments import Environments
-from rollflow.nodes.pace import nobody_knows
+from rollflow.nodes.pace import nobody_knows, nobody_waits
 from rollflow.stream.fragment import Fragment
 from rollflow.stream.gate import Gate
 from rollflow.stream.graph import Graph
@@ -105,7 +105,7 @@ class Deal:
     """
 
     def __init__(self, num_lanes: int, num_fragments: int | None) -> None:
-        self.leave: Callable[[int], None] = _ignored
+        self.leave: Callable[[int], None] = nobody_waits
         self.gone: Callable[[int, int], None] = nobody_knows
         self.ended: Callable[[int, int], None] = nobody_knows
         self._going = num_lanes
@@ -149,7 +149,3 @@ def ring_of_turns(rollouts: RolloutsElsewhere, deal: Deal, gate: Gate | None) ->
 
 def _passed_on(turns: Turns) -> Turns:
     return turns
-
-
-def _ignored(lane: int) -> None:
-    """There is no gate that has let it begin one."""

@@ -20,7 +20,7 @@ from rollflow.stream.errors import EnvError
 from rollflow.stream.infos import SlotInfos, replaced, without
 from rollflow.stream.seeding import seed_for
 from rollflow.stream.space import is_columnar, item_of
-from rollflow.stream.tree import Tree, leaves_in, map_tree, stack_in, stack_trees, structure_of
+from rollflow.stream.tree import Tree, map_in, map_tree, stack_in, stack_trees, structure_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def _begun_anew(
     last_infos: list[dict[str, Any]] = [{}] * len(resets)
     for slot in np.flatnonzero(done).tolist():
         # The reset may write over both.
-        last.append(_copied(observations[slot], structure))
+        last.append(_mapped(np.array, observations[slot], structure))
         last_infos[slot] = dict(infos[slot])
         turn()
         try:
@@ -192,29 +192,25 @@ def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
     return structure_of(item_of(space) if is_columnar(space) else 0)
 
 
-def _copied(observation: Tree, structure: PyTreeSpec) -> Tree:
+def _mapped(function: Callable[..., Any], observation: Tree, structure: PyTreeSpec) -> Tree:
     try:
-        return structure.unflatten(map(np.array, leaves_in(structure, observation)))
-    except ValueError:  # of another structure, which is refused where it is written
-        return map_tree(np.array, observation)
+        return map_in(structure, function, observation)
+    except ValueError:  # it has another structure, which is refused where it is written
+        return map_tree(function, observation)
 
 
 def _stacked(observations: list[Tree], structure: PyTreeSpec) -> Tree:
-    if not isinstance(observations[0], np.ndarray):
+    try:
+        if isinstance(observations[0], np.ndarray):
+            return np.array(observations)
         with suppress(ValueError):
             return stack_in(structure, observations)
-    try:
-        return np.array(observations) if isinstance(observations[0], np.ndarray) else stack_trees(observations)
+        return stack_trees(observations)
     except ValueError as error:
-        shapes = ", ".join(f"{_shapes_in(each, structure)} (slot {slot})" for slot, each in enumerate(observations))
+        shapes = ", ".join(
+            f"{_mapped(np.shape, each, structure)} (slot {slot})" for slot, each in enumerate(observations)
+        )
         raise EnvError(f"the environments gave observations of different shapes: {shapes}") from error
-
-
-def _shapes_in(observation: Tree, structure: PyTreeSpec) -> Tree:
-    try:
-        return structure.unflatten(map(np.shape, leaves_in(structure, observation)))
-    except ValueError:  # of another structure
-        return map_tree(np.shape, observation)
 
 
 def _next_step(env: VectorEnv[Any, Any, Any]) -> Step:
@@ -231,7 +227,10 @@ def _same_step(env: VectorEnv[Any, Any, Any]) -> Step:
         final = None
         if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
             slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
-            final = [_copied(item, structure) for item in _final_items(infos, slots)], infos.get("final_info", {})
+            final = (
+                [_mapped(np.array, item, structure) for item in _final_items(infos, slots)],
+                infos.get("final_info", {}),
+            )
         kept = without(infos, "final_obs", "final_info")
         return Stepped(observations, rewards, terminateds, truncateds, kept, final)
 

@@ -22,6 +22,7 @@ from rollflow.sinks.trainer.shared.descriptor_transport import check_shared
 from rollflow.sinks.trainer.shared.lender import Lender
 from rollflow.sinks.trainer.source_link import SourceLink
 from rollflow.sinks.trainer.spill import Spill
+from rollflow.sinks.trainer.told import HAS_ENDED
 from rollflow.stream.channel import Inlet
 from rollflow.stream.errors import GraphError
 from rollflow.stream.fragment import Fragment
@@ -39,7 +40,6 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _PATIENCE_S = 10.0  # after which it says what is waited for
-_HAS_ENDED = "the trainer has ended"  # why one left that has not said goodbye
 
 
 class TrainerSink:
@@ -208,7 +208,7 @@ class TrainerSink:
     @property
     def goodbye(self) -> str | None:
         """The reason that the trainer gave when it left; None: it has not, or there is another one."""
-        return self._link.goodbye or (_HAS_ENDED if self._is_without_trainer else None)
+        return self._link.goodbye or (HAS_ENDED if self._is_without_trainer else None)
 
     async def wait_goodbye(self) -> str | None:
         """Wait until a trainer has left: its reason; None where this has ended before, for whatever reason."""

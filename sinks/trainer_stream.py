@@ -34,7 +34,7 @@ from rollflow.sinks.trainer.source import Arrived
 from rollflow.sinks.trainer.state import known_of, state_of
 from rollflow.sinks.trainer.stream_returns import StreamReturns
 from rollflow.sinks.trainer.supply import FirstCome, Rounds
-from rollflow.sinks.trainer.told import Handed, InUse, handed, in_use, told_failure
+from rollflow.sinks.trainer.told import HAS_ENDED, Handed, InUse, handed, in_use, told_failure
 from rollflow.sinks.trainer.windows import Windows
 from rollflow.stream.errors import EnvError, RunError
 from rollflow.stream.wire import (
@@ -179,7 +179,7 @@ class TrainerStream(AsyncBlock):
         if error is None:
             self._move_on()
         self._closing.close()
-        self._door.close("the trainer has ended" if error is None else None, told_failure(error))
+        self._door.close(HAS_ENDED if error is None else None, told_failure(error))
         close_sockets(self._sockets)
 
     def __iter__(self) -> Iterator[Any]:

@@ -36,13 +36,13 @@ def stack_trees(items: Sequence[Tree]) -> Tree:
 
 
 def structure_of(tree: Tree) -> optree.PyTreeSpec:
-    """Its structure, for `leaves_in` and `stack_in`."""
+    """Its structure, for `map_in` and `stack_in`."""
     return optree.tree_structure(tree, none_is_leaf=True)
 
 
-def leaves_in(structure: optree.PyTreeSpec, tree: Tree) -> list[Any]:
-    """What stands where the structure has leaves, lists as they are. Raises ValueError for another structure."""
-    return structure.flatten_up_to(tree)
+def map_in(structure: optree.PyTreeSpec, function: Callable[..., Any], tree: Tree) -> Tree:
+    """As `map_tree`, of a tree of a given structure, whose leaves may be lists. Raises ValueError for another one."""
+    return structure.unflatten(map(function, structure.flatten_up_to(tree)))
 
 
 def stack_in(structure: optree.PyTreeSpec, items: Sequence[Tree]) -> Tree:

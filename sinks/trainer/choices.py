@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from rollflow.nodes.lag import check_bounded
 from rollflow.stream.errors import ModuleError
 
 # Why a loader can't have workers under "pace".
@@ -31,8 +32,7 @@ def check_choices(
         raise ValueError(
             "under on_excess='pace' a batch is one fragment of every lane, expected no fragments_per_batch"
         )
-    if on_excess != "drop" and max_lag is None:
-        raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")
+    check_bounded(on_excess, max_lag)
 
 
 def check_module(module: Any) -> None:

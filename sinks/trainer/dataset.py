@@ -13,7 +13,7 @@ from rollflow.sinks.trainer.choices import NO_WORKERS
 from rollflow.sinks.trainer.loader import TrainerLoader
 from rollflow.sinks.trainer.making import Making, Tagged
 from rollflow.sinks.trainer.told import Handed
-from rollflow.stream.wire import Address, UnixAddress, parse_address
+from rollflow.stream.wire import UnixAddress, parse_address
 
 
 class _Stream(Protocol):
@@ -177,7 +177,7 @@ class TrainerDataset(IterableDataset[Any]):
             yield from making.made_of(given)
 
 
-def unix_address(address: str | Address) -> UnixAddress:
+def unix_address(address: str) -> UnixAddress:
     """The address. Raises WireError where it is none, ValueError for one of another kind."""
     parsed = parse_address(address)
     if not isinstance(parsed, UnixAddress):

@@ -120,11 +120,10 @@ class NewestWeights:
                 self._check_is_like_own(source)
         except ModuleError as error:
             raise WireError(str(error), "weights") from error
-        if published is not None:
-            if source.connection is None and not published.counts_for(source):
-                with self._changed:
-                    self._have(Published(replace(published.message, version=source.version + 1), published.digest))
-                self._ready()
+        if published is not None and source.connection is None and not published.counts_for(source):
+            with self._changed:
+                self._have(Published(replace(published.message, version=source.version + 1), published.digest))
+            self._ready()
         self.raise_to(source.version)
 
     def raise_to(self, version: int) -> None:

@@ -7,6 +7,8 @@ from rollflow.sinks.trainer.age import lag_of
 from rollflow.sinks.trainer.source import Arrived, Source
 from rollflow.stream.fragment import Fragment
 
+HAS_ENDED = "the trainer has ended"  # why it leaves without an error
+
 
 class Handed(NamedTuple):
     """One fragment of what was handed over last.
