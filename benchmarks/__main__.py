@@ -25,6 +25,7 @@ PROGRAMS = (
     "placement",
     "connector",
     "multi_agent",
+    "serving",
     "remote",
     "transport",
     "beside_peers",

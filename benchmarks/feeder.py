@@ -3,7 +3,6 @@
 import secrets
 import select
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import gymnasium as gym
@@ -12,16 +11,17 @@ import numpy as np
 from benchmarks.envs import NoopEnv
 from benchmarks.policies import Noop
 from rollflow.nodes import Rollout
-from rollflow.sinks.trainer.any_rollout import Described
-from rollflow.sinks.trainer.introduction import introduction
-from rollflow.sinks.trainer.item_message import message_of_batch, message_of_fragment, nbytes_of
-from rollflow.sinks.trainer.kept import Kept
-from rollflow.sinks.trainer.shared.lender import Lender
-from rollflow.sinks.trainer.source_link import SourceLink
-from rollflow.stream.space_codec import describe_space
+from rollflow.sinks.trainer.messages.item_message import message_of_batch, message_of_fragment, nbytes_of
+from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
+from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
+from rollflow.stream.data.space_codec import describe_space
 from rollflow.stream.wire import (
+    NONCE_BYTES,
     SESSION_BYTES,
+    VERSION,
     Fragment,
+    Hello,
     Limits,
     SharedAddress,
     SourceSession,
@@ -63,9 +63,10 @@ def rollout_of(size: int) -> Rollout:
     return Rollout(env, module=Noop(_SLOTS), fragment_length=_ROWS, num_fragments=_FRAGMENTS, seed=0)
 
 
-def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any]) -> Described:
-    """A rollout of one lane, whose module has no weights; `spaces` are those that observations may come in."""
+def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any]) -> dict[str, Any]:
+    """Fields of a hello: one lane, whose module has no weights; `spaces` are those that observations may come in."""
     metadata = {
+        "compressions": [],
         "has_fixed_lanes": True,
         "spaces": [describe_space(space) for space in spaces],
         "is_stateful": False,
@@ -73,35 +74,38 @@ def _described(observation_space: Any, action_space: Any, spaces: Sequence[Any])
         "weights": {},
         "version": 0,
     }
-    return Described((1,), (describe_space(observation_space), describe_space(action_space)), metadata)
+    spaces_of_envs = {"observation_space": observation_space, "action_space": action_space}
+    return {name: describe_space(space) for name, space in spaces_of_envs.items()} | {"metadata": metadata}
 
 
-def _feed(address: str, told: Described, sends: str, message: Callable[[int], Fragment]) -> None:
+def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int], Fragment]) -> None:
     """Send one message after the other, as they are made of their numbers."""
-    target, limits, kept = parse_trainer_address(address), Limits(), Kept(1 << 30)
+    target, limits, kept = parse_trainer_address(address), Limits(), ResendBuffer(1 << 30)
     session = SourceSession(secrets.token_bytes(SESSION_BYTES))
-    lender = Lender(1 << 30) if isinstance(target, SharedAddress) else None
+    lender = FragmentLender(1 << 30) if isinstance(target, SharedAddress) else None
 
-    hello = partial(
-        introduction,
-        told,
-        session.token,
-        name="feeder",
-        sends=sends,
-        max_frame=limits.max_frame,
-        digests={},
-        shares_memory=lender is not None,
-    )
-    link = SourceLink(
-        target,
+    told["metadata"] |= {"sends": sends, "shares_memory": lender is not None}
+
+    def hello() -> Hello:
+        return Hello(
+            versions=(VERSION, VERSION),
+            role="source",
+            software="benchmark",
+            name="feeder",
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            session=session.token,
+            max_frame=limits.max_frame,
+            slots=(1,),
+            autoreset="SAME_STEP",
+            **told,
+        )
+
+    link = TrainerUplink(
+        TrainerLink(target, limits, lender=lender),
         hello,
         session,
         kept,
         lambda version, weights: False,
-        secret=None,
-        tls=None,
-        limits=limits,
-        lender=lender,
     )
     link.start()
     poll = select.poll()

@@ -27,7 +27,7 @@ from benchmarks.command import run
 from benchmarks.envs import CountingEnv
 from benchmarks.pairs import FULL, Record, Sizes, in_steady_state, in_turns, record, steps_per_s
 from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
-from rollflow.nodes.remote.remote_environments import RemoteEnvironments
+from rollflow.nodes.env.remote.remote_environments import RemoteEnvironments
 
 HOSTS, HOSTS_A_PROCESS = 200, 50
 REQUEST_BYTES, ANSWER_BYTES = 64, 200  # of a step of one slot with four numbers

@@ -34,7 +34,7 @@ from benchmarks.command import run
 from benchmarks.feeder import feed_batch, feed_fragments, rollout_of
 from benchmarks.pairs import Record, Run, Sizes, in_turns, record, steps_per_s
 from rollflow.sinks import TrainerStream
-from rollflow.stream.fragment import Fragment
+from rollflow.stream.fragments.fragment import Fragment
 
 SIZES = {"64 KiB": 64 << 10, "1 MiB": 1 << 20, "32 MiB": 32 << 20}
 AIMS = {"shm": 0.9, "unix": 1 / 1.2, "tcp": 1 / 1.2}

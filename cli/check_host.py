@@ -1,4 +1,4 @@
-"""`rollflow check-host`: whether somebody's host of environments keeps to the protocol."""
+"""`rollflow check-host`: a check that a host of environments keeps to the protocol."""
 
 import argparse
 import socket
@@ -8,10 +8,10 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from rollflow.cli import connection
-from rollflow.nodes.remote.host_checks import check_host
-from rollflow.nodes.remote.host_talk import encrypted
-from rollflow.nodes.remote.remote_envs import address_of, close_sockets, listen_on, secret_bytes
+from rollflow.cli import arguments
+from rollflow.nodes.env.remote.conformance.checks import check_host
+from rollflow.nodes.env.remote.conformance.dialogue import encrypted
+from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on, secret_bytes
 from rollflow.stream.wire import UnixAddress, check_secret, parse_address
 
 
@@ -24,23 +24,23 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("address", nargs="?", help="where the host listens: tcp://host:port or unix:/path")
     parser.add_argument("--listen", metavar="ADDRESS", help="wait here for a host that dials, again after each check")
-    connection.add_protection_to(parser)
+    arguments.add_protection(parser)
     parser.add_argument("--timeout", type=float, default=10.0, metavar="SECONDS", help="for a step or a reset (10)")
     parser.set_defaults(run=run)
 
 
-def run(told: argparse.Namespace) -> int:
-    """Do it; 0 where nothing is wrong."""
-    if (told.address is None) == (told.listen is None):
+def run(args: argparse.Namespace) -> int:
+    """Run the command; the exit status, 0 where nothing is wrong."""
+    if (args.address is None) == (args.listen is None):
         raise ValueError("expected either an address or --listen")
-    secret, tls = secret_bytes(connection.secret_of(told)), connection.tls_of(told)
+    secret, tls = secret_bytes(arguments.secret_of(args)), arguments.tls_of(args)
     wrong = 0
     with ExitStack() as stack:
-        if told.listen is None:
-            opened = _dialled(told.address, secret, tls)
+        if args.listen is None:
+            opened = _dialled(args.address, secret, tls)
         else:
-            opened = _listened(told.listen, secret, tls, stack)
-        for result in check_host(opened, secret=secret, patience_s=told.timeout):
+            opened = _listened(args.listen, secret, tls, stack)
+        for result in check_host(opened, secret=secret, patience_s=args.timeout):
             print(f"{'ok   ' if result.wrong is None else 'WRONG'}  {result.name}", flush=True)
             if result.wrong is not None:
                 wrong += 1

@@ -1,4 +1,4 @@
-"""The command `rollflow`: what to do, read from the command line, and done."""
+"""Entry point of the command `rollflow`."""
 
 import argparse
 import logging
@@ -6,9 +6,12 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.metadata import version
 
-from rollflow.cli import check_host, env_host, rollout, rollout_host
-from rollflow.stream.errors import RollflowError
+from rollflow.cli import check_host, hosts, policy, rollout, serve
+from rollflow.stream.data.errors import RollflowError
+
+LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
 
 
 class Terminated(BaseException):
@@ -16,19 +19,21 @@ class Terminated(BaseException):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the arguments say; the exit status."""
+    """Run the command that the arguments name; the exit status."""
     parser = argparse.ArgumentParser(
         prog="rollflow", description="Rollouts as streams: programs for other processes and hosts."
     )
+    parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (rollout, env_host, rollout_host, check_host):
-        command.add_to(commands)
-    told = parser.parse_args(arguments)
+    own = (rollout.add_to, hosts.add_env_host, hosts.add_rollout_host, check_host.add_to, policy.add_to, serve.add_to)
+    for add_to in own:
+        add_to(commands)
+    args = parser.parse_args(arguments)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)  # so that it says goodbye
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     try:
-        status: int = told.run(told)
+        status: int = args.run(args)
     except Terminated:
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:

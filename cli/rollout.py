@@ -4,10 +4,10 @@ import argparse
 import sys
 from typing import Any
 
-from rollflow.cli import acting, connection, hosting
+from rollflow.cli import arguments
 from rollflow.nodes import Rollout
 from rollflow.sinks import feed
-from rollflow.stream.report import Report
+from rollflow.stream.graph.report import Report
 
 _WHERE = ("inline", "threads", "processes", "rollouts", "auto")
 
@@ -21,7 +21,7 @@ def add_to(commands: Any) -> None:
         "until it says goodbye. Ctrl-C has the environments stop, and waits until the trainer has what was under way. "
         "At its end it says which stage has held the others back.",
     )
-    parser.add_argument("--env", required=True, help=hosting.ENV_HELP)
+    parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
     parser.add_argument(
         "--trainer",
         required=True,
@@ -35,39 +35,41 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--fragment-length", type=int, default=128, metavar="T", help="steps in a fragment (128)")
     parser.add_argument("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
     parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
-    acting.add_to(parser, otherwise="a default module for the spaces")
-    connection.add_protection_to(parser)
+    arguments.add_acting(parser, otherwise="a default module for the spaces")
+    arguments.add_protection(parser)
     parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
     parser.add_argument(
         "--linger", type=float, default=60.0, metavar="S", help="how long the trainer may take for the last ones (60)"
     )
     parser.add_argument(
-        "--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)"
+        "--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)"
     )
+    arguments.add_max_frame(parser)
     parser.set_defaults(run=run, listen=None)
 
 
-def run(told: argparse.Namespace) -> int:
-    """Do it; the exit status."""
+def run(args: argparse.Namespace) -> int:
+    """Run the command; the exit status."""
     options = {
-        "secret": connection.secret_of(told),
-        "tls": connection.tls_of(told),
-        "name": told.name,
-        "linger": told.linger,
-        "limits": hosting.limits_of(told.max_frame),
+        "secret": arguments.secret_of(args),
+        "tls": arguments.tls_of(args),
+        "name": args.name,
+        "linger": args.linger,
+        "retry_s": args.retry,
+        "limits": arguments.limits_of(args.max_frame),
     }
     rollout = Rollout(
-        hosting.environment_of(told.env),
-        num_envs=told.num_envs,
-        lanes=told.lanes,
-        where=told.where,
-        workers=told.workers,
-        fragment_length=told.fragment_length,
-        num_fragments=told.num_fragments,
-        seed=told.seed,
-        **acting.options_of(told),
+        arguments.environment_of(args.env),
+        num_envs=args.num_envs,
+        lanes=args.lanes,
+        where=args.where,
+        workers=args.workers,
+        fragment_length=args.fragment_length,
+        num_fragments=args.num_fragments,
+        seed=args.seed,
+        **arguments.acting_of(args),
     )
-    goodbye = feed(rollout, told.trainer, on_end=_show, **options)
+    goodbye = feed(rollout, args.trainer, on_end=_show, **options)
     print("the rollout has ended" if goodbye is None else f"the trainer said goodbye: {goodbye}", file=sys.stderr)
     return 0
 

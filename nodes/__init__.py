@@ -1,4 +1,4 @@
-"""What stands in a graph: environments, connectors, modules, and the rollout that joins them.
+"""Nodes of a graph: environments, connectors, modules, and the rollout that joins them.
 
 Names are imported when they are first asked for: a process that only steps environments needs no torch.
 """
@@ -7,62 +7,67 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollflow.nodes.connectors.by_module import module_by_module
-    from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import (
+    from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+    from rollflow.nodes.connectors.common.by_module import DEFAULT_MODULE_ID, AgentToModuleMapping, module_by_module
+    from rollflow.nodes.connectors.common.episode_columns import (
         LAST_OBSERVATIONS,
+        AddLaneAndSlotToBatch,
         AddObservationsFromEpisodesToBatch,
     )
-    from rollflow.nodes.connectors.common.add_states_from_episodes_to_batch import AddStatesFromEpisodesToBatch
-    from rollflow.nodes.connectors.common.add_time_dim_to_batch_and_zero_pad import AddTimeDimToBatchAndZeroPad
-    from rollflow.nodes.connectors.common.agent_to_module_mapping import DEFAULT_MODULE_ID, AgentToModuleMapping
-    from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
     from rollflow.nodes.connectors.common.frame_stacking import FrameStacking
-    from rollflow.nodes.connectors.common.numpy_to_tensor import NumpyToTensor
-    from rollflow.nodes.connectors.common.tensor_to_numpy import TensorToNumpy
-    from rollflow.nodes.connectors.connector_pipeline_v2 import ConnectorPipelineV2
+    from rollflow.nodes.connectors.common.stateful_columns import (
+        AddStatesFromEpisodesToBatch,
+        AddTimeDimToBatchAndZeroPad,
+    )
+    from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
     from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-    from rollflow.nodes.connectors.env_to_module.env_to_module_pipeline import EnvToModulePipeline
-    from rollflow.nodes.connectors.env_to_module.flatten_observations import FlattenObservations
     from rollflow.nodes.connectors.env_to_module.mean_std_filter import MeanStdFilter
+    from rollflow.nodes.connectors.env_to_module.observation_pieces import (
+        FlattenObservations,
+        OneHotObservations,
+        PrevActionsPrevRewards,
+        WriteObservationsToEpisodes,
+    )
     from rollflow.nodes.connectors.env_to_module.observation_preprocessor import (
         MultiAgentObservationPreprocessor,
         ObservationPreprocessor,
         SingleAgentObservationPreprocessor,
     )
-    from rollflow.nodes.connectors.env_to_module.one_hot_observations import OneHotObservations
-    from rollflow.nodes.connectors.env_to_module.prev_actions_prev_rewards import PrevActionsPrevRewards
-    from rollflow.nodes.connectors.env_to_module.write_observations_to_episodes import WriteObservationsToEpisodes
     from rollflow.nodes.connectors.lambda_connector import LambdaConnector
-    from rollflow.nodes.connectors.learner.add_columns_from_episodes_to_train_batch import (
+    from rollflow.nodes.connectors.learner.advantages import GeneralAdvantageEstimation, VTrace
+    from rollflow.nodes.connectors.learner.rewards import ClipRewards, ComputeReturnsToGo, NStepReturns
+    from rollflow.nodes.connectors.learner.train_columns import (
         AddColumnsFromEpisodesToBatch,
         AddColumnsFromEpisodesToTrainBatch,
-    )
-    from rollflow.nodes.connectors.learner.add_infos_from_episodes_to_train_batch import (
         AddInfosFromEpisodesToTrainBatch,
-    )
-    from rollflow.nodes.connectors.learner.add_next_observations_from_episodes_to_train_batch import (
         AddNextObservationsFromEpisodesToTrainBatch,
+        AddOneTsToEpisodesAndTruncate,
     )
-    from rollflow.nodes.connectors.learner.add_one_ts_to_episodes_and_truncate import AddOneTsToEpisodesAndTruncate
-    from rollflow.nodes.connectors.learner.clip_rewards import ClipRewards
-    from rollflow.nodes.connectors.learner.compute_returns_to_go import ComputeReturnsToGo
-    from rollflow.nodes.connectors.learner.general_advantage_estimation import GeneralAdvantageEstimation
-    from rollflow.nodes.connectors.learner.learner_connector_pipeline import LearnerConnectorPipeline
-    from rollflow.nodes.connectors.learner.n_step_returns import NStepReturns
-    from rollflow.nodes.connectors.learner.v_trace import VTrace
-    from rollflow.nodes.connectors.module_to_env.clip_actions import ClipActions
     from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
-    from rollflow.nodes.connectors.module_to_env.listify_data_for_vector_env import ListifyDataForVectorEnv
-    from rollflow.nodes.connectors.module_to_env.module_to_agent_unmapping import ModuleToAgentUnmapping
-    from rollflow.nodes.connectors.module_to_env.module_to_env_pipeline import ModuleToEnvPipeline
-    from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import NormalizeAndClipActions
-    from rollflow.nodes.connectors.module_to_env.remove_single_ts_time_rank_from_batch import (
+    from rollflow.nodes.connectors.module_to_env.individual_items import (
+        ListifyDataForVectorEnv,
+        ModuleToAgentUnmapping,
         RemoveSingleTsTimeRankFromBatch,
+        UnBatchToIndividualItems,
     )
-    from rollflow.nodes.connectors.module_to_env.unbatch_to_individual_items import UnBatchToIndividualItems
-    from rollflow.nodes.default_model_config import DefaultModelConfig
-    from rollflow.nodes.default_module import DefaultModule
-    from rollflow.nodes.distribution import (
+    from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import ClipActions, NormalizeAndClipActions
+    from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+    from rollflow.nodes.connectors.pipelines.default_pipelines import (
+        EnvToModulePipeline,
+        LearnerConnectorPipeline,
+        ModuleToEnvPipeline,
+    )
+    from rollflow.nodes.env.environments import Environments
+    from rollflow.nodes.env.multi_agent.array_vector import ArrayStep, MultiAgentVectorEnv
+    from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
+    from rollflow.nodes.env.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
+    from rollflow.nodes.env.remote.env_host import EnvHost
+    from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteRollouts
+    from rollflow.nodes.metrics.episode_returns import EpisodeReturns
+    from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+    from rollflow.nodes.modules.default_model_config import DefaultModelConfig
+    from rollflow.nodes.modules.default_module import DefaultModule
+    from rollflow.nodes.modules.distribution import (
         Bernoulli,
         Categorical,
         Deterministic,
@@ -71,25 +76,17 @@ if TYPE_CHECKING:
         MultiDistribution,
         distribution_for,
     )
-    from rollflow.nodes.env_to_module import EnvToModule
-    from rollflow.nodes.environments import Environments
-    from rollflow.nodes.episode_returns import EpisodeReturns
-    from rollflow.nodes.lag import LagBound
-    from rollflow.nodes.metrics_logger import MetricsLogger
-    from rollflow.nodes.module_forward import GatheringForward, ModuleForward, ReadyForward
-    from rollflow.nodes.module_to_env import ModuleToEnv
-    from rollflow.nodes.multi_agent.array_vector import ArrayStep, MultiAgentVectorEnv
-    from rollflow.nodes.multi_agent.multi_agent_env import MultiAgentEnv
-    from rollflow.nodes.multi_agent.multi_agent_rollout import MultiAgentRollout
-    from rollflow.nodes.multi_agent.multi_rl_module import MultiRLModule
-    from rollflow.nodes.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
-    from rollflow.nodes.multi_agent.random_module import RandomModule
-    from rollflow.nodes.policy_weights import PolicyWeights
-    from rollflow.nodes.remote.env_host import EnvHost
-    from rollflow.nodes.remote.remote_envs import RemoteEnvs, RemoteRollouts
-    from rollflow.nodes.remote.rollout_host import RolloutHost
-    from rollflow.nodes.rl_module import RLModule
-    from rollflow.nodes.rollout import Rollout
+    from rollflow.nodes.modules.multi_rl_module import MultiRLModule
+    from rollflow.nodes.modules.policy_weights import PolicyWeights
+    from rollflow.nodes.modules.random_module import RandomModule
+    from rollflow.nodes.modules.rl_module import RLModule
+    from rollflow.nodes.offloaded.rollout_host import RolloutHost
+    from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+    from rollflow.nodes.rollout.rollout import Rollout
+    from rollflow.nodes.stages.env_to_module import EnvToModule
+    from rollflow.nodes.stages.module_forward import GatheringForward, ModuleForward, ReadyForward
+    from rollflow.nodes.stages.module_to_env import ModuleToEnv
+    from rollflow.nodes.stages.staleness import LagBound
 
 __all__ = [
     "DEFAULT_MODULE_ID",
@@ -97,6 +94,7 @@ __all__ = [
     "AddColumnsFromEpisodesToBatch",
     "AddColumnsFromEpisodesToTrainBatch",
     "AddInfosFromEpisodesToTrainBatch",
+    "AddLaneAndSlotToBatch",
     "AddNextObservationsFromEpisodesToTrainBatch",
     "AddObservationsFromEpisodesToBatch",
     "AddOneTsToEpisodesAndTruncate",
@@ -170,83 +168,82 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DEFAULT_MODULE_ID": "connectors.common.agent_to_module_mapping",
-    "LAST_OBSERVATIONS": "connectors.common.add_observations_from_episodes_to_batch",
-    "AddColumnsFromEpisodesToBatch": "connectors.learner.add_columns_from_episodes_to_train_batch",
-    "AddColumnsFromEpisodesToTrainBatch": "connectors.learner.add_columns_from_episodes_to_train_batch",
-    "AddInfosFromEpisodesToTrainBatch": "connectors.learner.add_infos_from_episodes_to_train_batch",
-    "AddNextObservationsFromEpisodesToTrainBatch": (
-        "connectors.learner.add_next_observations_from_episodes_to_train_batch"
-    ),
-    "AddObservationsFromEpisodesToBatch": "connectors.common.add_observations_from_episodes_to_batch",
-    "AddOneTsToEpisodesAndTruncate": "connectors.learner.add_one_ts_to_episodes_and_truncate",
-    "AddStatesFromEpisodesToBatch": "connectors.common.add_states_from_episodes_to_batch",
-    "AddTimeDimToBatchAndZeroPad": "connectors.common.add_time_dim_to_batch_and_zero_pad",
-    "AgentToModuleMapping": "connectors.common.agent_to_module_mapping",
-    "ArrayStep": "multi_agent.array_vector",
+    "DEFAULT_MODULE_ID": "connectors.common.by_module",
+    "LAST_OBSERVATIONS": "connectors.common.episode_columns",
+    "AddColumnsFromEpisodesToBatch": "connectors.learner.train_columns",
+    "AddColumnsFromEpisodesToTrainBatch": "connectors.learner.train_columns",
+    "AddInfosFromEpisodesToTrainBatch": "connectors.learner.train_columns",
+    "AddLaneAndSlotToBatch": "connectors.common.episode_columns",
+    "AddNextObservationsFromEpisodesToTrainBatch": ("connectors.learner.train_columns"),
+    "AddObservationsFromEpisodesToBatch": "connectors.common.episode_columns",
+    "AddOneTsToEpisodesAndTruncate": "connectors.learner.train_columns",
+    "AddStatesFromEpisodesToBatch": "connectors.common.stateful_columns",
+    "AddTimeDimToBatchAndZeroPad": "connectors.common.stateful_columns",
+    "AgentToModuleMapping": "connectors.common.by_module",
+    "ArrayStep": "env.multi_agent.array_vector",
     "BatchIndividualItems": "connectors.common.batch_individual_items",
-    "Bernoulli": "distribution",
-    "Categorical": "distribution",
-    "ClipActions": "connectors.module_to_env.clip_actions",
-    "ClipRewards": "connectors.learner.clip_rewards",
-    "ComputeReturnsToGo": "connectors.learner.compute_returns_to_go",
-    "ConnectorPipelineV2": "connectors.connector_pipeline_v2",
+    "Bernoulli": "modules.distribution",
+    "Categorical": "modules.distribution",
+    "ClipActions": "connectors.module_to_env.normalize_and_clip_actions",
+    "ClipRewards": "connectors.learner.rewards",
+    "ComputeReturnsToGo": "connectors.learner.rewards",
+    "ConnectorPipelineV2": "connectors.pipelines.connector_pipeline_v2",
     "ConnectorV2": "connectors.connector_v2",
-    "DefaultModelConfig": "default_model_config",
-    "DefaultModule": "default_module",
-    "Deterministic": "distribution",
-    "DiagGaussian": "distribution",
-    "EnvHost": "remote.env_host",
-    "EnvToModule": "env_to_module",
-    "EnvToModulePipeline": "connectors.env_to_module.env_to_module_pipeline",
-    "Environments": "environments",
-    "EpisodeReturns": "episode_returns",
-    "FlattenObservations": "connectors.env_to_module.flatten_observations",
+    "DefaultModelConfig": "modules.default_model_config",
+    "DefaultModule": "modules.default_module",
+    "Deterministic": "modules.distribution",
+    "DiagGaussian": "modules.distribution",
+    "EnvHost": "env.remote.env_host",
+    "EnvToModule": "stages.env_to_module",
+    "EnvToModulePipeline": "connectors.pipelines.default_pipelines",
+    "Environments": "env.environments",
+    "EpisodeReturns": "metrics.episode_returns",
+    "FlattenObservations": "connectors.env_to_module.observation_pieces",
     "FrameStacking": "connectors.common.frame_stacking",
-    "GatheringForward": "module_forward",
-    "GeneralAdvantageEstimation": "connectors.learner.general_advantage_estimation",
+    "GatheringForward": "stages.module_forward",
+    "GeneralAdvantageEstimation": "connectors.learner.advantages",
     "GetActions": "connectors.module_to_env.get_actions",
-    "LagBound": "lag",
+    "LagBound": "stages.staleness",
     "LambdaConnector": "connectors.lambda_connector",
-    "LearnerConnectorPipeline": "connectors.learner.learner_connector_pipeline",
-    "ListifyDataForVectorEnv": "connectors.module_to_env.listify_data_for_vector_env",
+    "LearnerConnectorPipeline": "connectors.pipelines.default_pipelines",
+    "ListifyDataForVectorEnv": "connectors.module_to_env.individual_items",
     "MeanStdFilter": "connectors.env_to_module.mean_std_filter",
-    "MetricsLogger": "metrics_logger",
-    "ModuleForward": "module_forward",
-    "ModuleToAgentUnmapping": "connectors.module_to_env.module_to_agent_unmapping",
-    "ModuleToEnv": "module_to_env",
-    "ModuleToEnvPipeline": "connectors.module_to_env.module_to_env_pipeline",
-    "MultiAgentEnv": "multi_agent.multi_agent_env",
-    "MultiAgentRollout": "multi_agent.multi_agent_rollout",
-    "MultiAgentVectorEnv": "multi_agent.array_vector",
+    "MetricsLogger": "metrics.metrics_logger",
+    "ModuleForward": "stages.module_forward",
+    "ModuleToAgentUnmapping": "connectors.module_to_env.individual_items",
+    "ModuleToEnv": "stages.module_to_env",
+    "ModuleToEnvPipeline": "connectors.pipelines.default_pipelines",
+    "MultiAgentEnv": "env.multi_agent.multi_agent_env",
+    "MultiAgentRollout": "rollout.multi_agent_rollout",
+    "MultiAgentVectorEnv": "env.multi_agent.array_vector",
     "MultiAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
-    "MultiCategorical": "distribution",
-    "MultiDistribution": "distribution",
-    "MultiRLModule": "multi_agent.multi_rl_module",
-    "NStepReturns": "connectors.learner.n_step_returns",
+    "MultiCategorical": "modules.distribution",
+    "MultiDistribution": "modules.distribution",
+    "MultiRLModule": "modules.multi_rl_module",
+    "NStepReturns": "connectors.learner.rewards",
     "NormalizeAndClipActions": "connectors.module_to_env.normalize_and_clip_actions",
-    "NumpyToTensor": "connectors.common.numpy_to_tensor",
+    "NumpyToTensor": "connectors.common.tensors",
     "ObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
-    "OneHotObservations": "connectors.env_to_module.one_hot_observations",
-    "ParallelPettingZooEnv": "multi_agent.petting_zoo",
-    "PettingZooEnv": "multi_agent.petting_zoo",
-    "PolicyWeights": "policy_weights",
-    "PrevActionsPrevRewards": "connectors.env_to_module.prev_actions_prev_rewards",
-    "RLModule": "rl_module",
-    "RandomModule": "multi_agent.random_module",
-    "ReadyForward": "module_forward",
-    "RemoteEnvs": "remote.remote_envs",
-    "RemoteRollouts": "remote.remote_envs",
-    "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.remove_single_ts_time_rank_from_batch",
-    "Rollout": "rollout",
-    "RolloutHost": "remote.rollout_host",
+    "OneHotObservations": "connectors.env_to_module.observation_pieces",
+    "ParallelPettingZooEnv": "env.multi_agent.petting_zoo",
+    "PettingZooEnv": "env.multi_agent.petting_zoo",
+    "PolicyWeights": "modules.policy_weights",
+    "PrevActionsPrevRewards": "connectors.env_to_module.observation_pieces",
+    "RLModule": "modules.rl_module",
+    "RandomModule": "modules.random_module",
+    "ReadyForward": "stages.module_forward",
+    "RemoteEnvs": "env.remote.remote_envs",
+    "RemoteRollouts": "env.remote.remote_envs",
+    "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.individual_items",
+    "Rollout": "rollout.rollout",
+    "RolloutHost": "offloaded.rollout_host",
     "SingleAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
-    "TensorToNumpy": "connectors.common.tensor_to_numpy",
-    "UnBatchToIndividualItems": "connectors.module_to_env.unbatch_to_individual_items",
-    "VTrace": "connectors.learner.v_trace",
-    "WriteObservationsToEpisodes": "connectors.env_to_module.write_observations_to_episodes",
-    "distribution_for": "distribution",
-    "module_by_module": "connectors.by_module",
+    "TensorToNumpy": "connectors.common.tensors",
+    "UnBatchToIndividualItems": "connectors.module_to_env.individual_items",
+    "VTrace": "connectors.learner.advantages",
+    "WriteObservationsToEpisodes": "connectors.env_to_module.observation_pieces",
+    "distribution_for": "modules.distribution",
+    "module_by_module": "connectors.common.by_module",
 }
 
 

@@ -1,15 +1,15 @@
-"""Closing several things, of which one may fail to."""
+"""Closing of several things, also where one fails to close."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 Closing = tuple[str, Callable[[], Any]]
-"""What is closed, for errors, and how."""
+"""A name, for errors, and the function that closes."""
 
 
 def close_all(closings: Iterable[Closing]) -> None:
-    """Close each, also where one raises; then raise the first error, which tells of the others in its notes."""
+    """Close each, also where one raises; then raise the first error, with notes about the others."""
     first: Exception | None = None
     for what, close in closings:
         try:
@@ -26,7 +26,7 @@ def close_all(closings: Iterable[Closing]) -> None:
 
 @contextmanager
 def closing_on_error(close: Callable[[], Any]) -> Iterator[None]:
-    """Close where the block raises; what closing raises goes into the error's notes."""
+    """Close where the block raises; an error of closing goes into the notes of the block's error."""
     try:
         yield
     except BaseException as error:

@@ -1,11 +1,17 @@
-"""Where the stream ends."""
+"""Sinks: the nodes in which a stream ends, and trainers in other processes that they feed.
 
-from rollflow.sinks.feed import feed
-from rollflow.sinks.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
-from rollflow.sinks.trainer.dataset import TrainerDataset
-from rollflow.sinks.trainer_process import TrainerProcess
-from rollflow.sinks.trainer_sink import TrainerSink
-from rollflow.sinks.trainer_stream import TrainerStream
+A sink is a node without outputs: a callable of one item that is annotated `-> None`, or an object with
+`async def run(self, fragments: Inlet[Fragment]) -> None`. It needs no base class and no registration:
+`graph.add(replay=Replay())`, then `graph.connect("rollout.fragments", "replay")`. `examples/fan_out.py` has one of its
+own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
+"""
+
+from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks.trainer.feed import feed
+from rollflow.sinks.trainer.process import TrainerProcess
+from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
+from rollflow.sinks.trainer.sink import TrainerSink
+from rollflow.sinks.trainer.stream import TrainerStream
 
 __all__ = [
     "LearnerPipeline",

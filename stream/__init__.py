@@ -1,10 +1,7 @@
 """The engine and the data: graphs and how they run, episodes, columns, fragments."""
 
-from rollflow.stream.buffer import LookbackBuffer
-from rollflow.stream.channel import Inlet, Outlet
-from rollflow.stream.columns import Columns
-from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import (
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import (
     ColumnError,
     ConnectorError,
     EnvError,
@@ -14,23 +11,29 @@ from rollflow.stream.errors import (
     LagError,
     MetricsError,
     ModuleError,
+    PolicyError,
     RollflowError,
     RunError,
+    StateError,
     WireError,
 )
-from rollflow.stream.fragment import Fragment
-from rollflow.stream.fragment_episodes import FragmentEpisodes
-from rollflow.stream.gate import Gate
-from rollflow.stream.graph import Graph
-from rollflow.stream.inline_run import InlineRun
-from rollflow.stream.live_episode import LaneEpisodes
+from rollflow.stream.data.space import one_hot
+from rollflow.stream.episodes.buffer import LookbackBuffer
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.episode_collector import WholeEpisodes
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+from rollflow.stream.graph.channel import Inlet, Outlet
+from rollflow.stream.graph.gate import Gate
+from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.inline_run import InlineRun
+from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.run import Run
+from rollflow.stream.graph.seeding import generator_for, seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-from rollflow.stream.multi_agent_episode import MultiAgentEpisode
-from rollflow.stream.one_hot import one_hot
-from rollflow.stream.report import Report
-from rollflow.stream.run import Run
-from rollflow.stream.seeding import generator_for, seed_for
 
 __all__ = [
     "AgentPart",
@@ -55,11 +58,14 @@ __all__ = [
     "MultiAgentEpisode",
     "MultiAgentFragment",
     "Outlet",
+    "PolicyError",
     "Report",
     "RollflowError",
     "Run",
     "RunError",
     "SingleAgentEpisode",
+    "StateError",
+    "WholeEpisodes",
     "WireError",
     "generator_for",
     "one_hot",

@@ -1,4 +1,4 @@
-"""For tests of one's own pieces: whether two nested structures hold the same."""
+"""Comparison of nested structures, for tests of your own connector pieces."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,13 +9,13 @@ import numpy as np
 def check(
     x: Any, y: Any, decimals: int = 5, atol: float | None = None, rtol: float | None = None, false: bool = False
 ) -> None:
-    """Raise AssertionError, with the place, unless two structures hold the same.
+    """Raise AssertionError, with the place of the difference, unless two structures have equal values.
 
-    x, y          numbers, strings, arrays, tensors, or dicts, lists and tuples of those, of one structure; an
-                  array is as good as a list of its items
+    x, y          numbers, strings, arrays, tensors, or dicts, lists and tuples of them, of one structure; an
+                  array equals a list of its items
     decimals      digits after the point in which numbers agree, where neither `atol` nor `rtol` is given
-    atol, rtol    how far numbers may be apart: at most atol + rtol * |y|
-    false         raise when they do hold the same instead
+    atol, rtol    how far numbers may differ: at most atol + rtol * |y|
+    false         raise when the values are equal instead
     """
     if atol is None and rtol is None:
         atol = 0.5 * 10.0**-decimals
@@ -26,30 +26,30 @@ def check(
         raise AssertionError(difference)
 
 
-def _difference(x: Any, y: Any, apart: tuple[float, float], at: str) -> str | None:
-    told = f"at {at}" if at else "at the top"
+def _difference(x: Any, y: Any, tolerance: tuple[float, float], at: str) -> str | None:
+    place = f"at {at}" if at else "at the top"
     if isinstance(x, Mapping) or isinstance(y, Mapping):
         if not (isinstance(x, Mapping) and isinstance(y, Mapping)) or x.keys() != y.keys():
-            return f"{told}: x is {x!r}, y is {y!r}: expected dicts with the same keys"
+            return f"{place}: x is {x!r}, y is {y!r}: expected dicts with the same keys"
         parts = [(x[key], y[key], f"{at}[{key!r}]") for key in x]
     elif isinstance(x, list | tuple) or isinstance(y, list | tuple):
-        if not (_is_long(x) and _is_long(y)) or len(x) != len(y):
-            return f"{told}: x is {x!r}, y is {y!r}: expected as many items"
+        if not (_is_sequence(x) and _is_sequence(y)) or len(x) != len(y):
+            return f"{place}: x is {x!r}, y is {y!r}: expected as many items"
         parts = [(mine, other, f"{at}[{i}]") for i, (mine, other) in enumerate(zip(x, y, strict=True))]
     else:
-        return None if _same_leaves(x, y, apart) else f"{told}: x is {x!r}, y is {y!r}"
-    differences = (_difference(mine, other, apart, place) for mine, other, place in parts)
+        return None if _same_leaves(x, y, tolerance) else f"{place}: x is {x!r}, y is {y!r}"
+    differences = (_difference(mine, other, tolerance, path) for mine, other, path in parts)
     return next((difference for difference in differences if difference is not None), None)
 
 
-def _is_long(x: Any) -> bool:
+def _is_sequence(x: Any) -> bool:
     return isinstance(x, list | tuple) or bool(getattr(x, "ndim", 0))
 
 
-def _same_leaves(x: Any, y: Any, apart: tuple[float, float]) -> bool:
+def _same_leaves(x: Any, y: Any, tolerance: tuple[float, float]) -> bool:
     x, y = np.asarray(x), np.asarray(y)
     if x.shape != y.shape:
         return False
     if x.dtype.kind in "biufc" and y.dtype.kind in "biufc":
-        return bool(np.allclose(x, y, atol=apart[0], rtol=apart[1], equal_nan=True))
+        return bool(np.allclose(x, y, atol=tolerance[0], rtol=tolerance[1], equal_nan=True))
     return bool(np.array_equal(x, y))

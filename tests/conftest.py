@@ -1,25 +1,63 @@
+"""Options, hypothesis profiles and folders that every test shares."""
+
+import datetime
+import gc
 import os
-import time
+import ssl
+import tempfile
+from collections.abc import Callable, Iterator
 
 import hypothesis
 import pytest
+import trustme
 
 # How long an example takes says nothing of whether it is right.
-hypothesis.settings.register_profile("rollflow", deadline=None)
-hypothesis.settings.load_profile("rollflow")
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("random", deadline=None, database=None)
+hypothesis.settings.load_profile("fixed")
 
-# Seconds since the epoch, after which no slow test begins: on a slow machine those that are quick come first.
-SLOW_UNTIL = float(os.environ.get("ROLLFLOW_SLOW_UNTIL", "inf"))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests last."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+SLOW_TIMEOUT_S = 900  # most take a minute or two where nothing else runs
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() > SLOW_UNTIL and item.get_closest_marker("slow") is not None:
-        pytest.skip("the time for slow tests is over on this machine")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow tests as well, after the others")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    seed = config.getoption("--hypothesis-seed")
+    return f"property tests: profile {hypothesis.settings.get_current_profile_name()}, seed {seed}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Sort the slow tests to the end, with more time for each, or leave them out."""
+    slow = [item for item in items if item.get_closest_marker("slow") is not None]
+    quick = [item for item in items if item.get_closest_marker("slow") is None]
+    for item in slow:
+        item.add_marker(pytest.mark.timeout(SLOW_TIMEOUT_S))
+    if config.getoption("--slow"):
+        items[:] = [*quick, *slow]
+    elif slow:
+        items[:] = quick
+        config.hook.pytest_deselected(items=slow)
+
+
+def pytest_collection_finish() -> None:
+    """Keep what was imported and collected out of every later garbage collection: tests ask for many."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary folder of this test process alone: tests look at what a run has left there."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = tempfile.tempdir = str(tmp_path_factory.mktemp("t"))
+    yield
+    tempfile.tempdir = None
+    os.environ.pop("TMPDIR")
+    if before is not None:
+        os.environ["TMPDIR"] = before
 
 
 @pytest.fixture(
@@ -32,3 +70,47 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def anyio_backend(request: pytest.FixtureRequest) -> object:
     """Every asynchronous test runs on each of these."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def certificates() -> dict[str, ssl.SSLContext]:
+    """Contexts by what is theirs.
+
+    server, client                    good ones; each asks for the other's certificate
+    without                           a client that has no certificate
+    other client, other server        with a certificate of an authority that nobody here trusts
+    misnamed server, expired server   with one for another name, and with one that was good until yesterday
+    """
+    authority, other = trustme.CA(), trustme.CA()
+    issued = {
+        "client": authority.issue_cert("host@example.org"),
+        "without": None,
+        "other client": other.issue_cert("host@example.org"),
+        "server": authority.issue_cert("127.0.0.1"),
+        "other server": other.issue_cert("127.0.0.1"),
+        "misnamed server": authority.issue_cert("127.0.0.2"),
+        "expired server": authority.issue_cert("127.0.0.1", not_after=YESTERDAY),
+    }
+    contexts = {}
+    for name, certificate in issued.items():
+        is_server = name.endswith("server")
+        purpose = ssl.Purpose.CLIENT_AUTH if is_server else ssl.Purpose.SERVER_AUTH
+        contexts[name] = context = ssl.create_default_context(purpose)
+        authority.configure_trust(context)
+        context.verify_mode = ssl.CERT_REQUIRED
+        if certificate is not None:
+            certificate.configure_cert(context)
+    return contexts
+
+
+@pytest.fixture
+def forward(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets time go by for those who wait for environments; it stands still otherwise."""
+    now = [0.0]
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    for module in ("watch", "lane_supervisor", "worker_carrier"):
+        monkeypatch.setattr(f"rollflow.nodes.env.workers.{module}.monotonic", lambda: now[0])
+    return forward

@@ -1,18 +1,10 @@
-"""The programs that a user would write run as they are, and the README's do."""
+"""The programs that a user would write run as they are."""
 
 import runpy
-from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
-import torch
-from remote_hosts import hosting
-from torch import nn
-
-from rollflow.nodes import EnvHost, RLModule, Rollout, RolloutHost
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,6 +44,21 @@ def test_a_connector_of_ones_own_runs_at_a_hundredth_of_its_size(
     main.__globals__["UPDATES"] = 1
     main()
     assert capsys.readouterr().out.startswith(told)
+
+
+def test_a_policy_is_adapted_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("adapt_policy")["main"]
+    main.__globals__.update(UPDATES=1, EPISODES=1)
+    main()
+    printed = capsys.readouterr().out.splitlines()
+    assert "observation[5] came: -10 … 10; an agent connector drops it" in printed
+    assert "action[1] came: 0 … 1; an action connector adds a value for it" in printed
+    assert printed[-1].startswith("mean return ")
+
+
+@pytest.mark.slow
+def test_an_adapted_policy_plays_as_well_as_it_was_trained() -> None:
+    assert example("adapt_policy")["main"]() > 200
 
 
 def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,124 +171,3 @@ def test_tic_tac_toe_is_learnt_by_self_play() -> None:
     first, second = example("self_play")["main"]()  # by chance about 0.3 and -0.3
     assert first > 0.7
     assert second > 0.3
-
-
-class Policy(RLModule):
-    """For the README's programs, whatever the size of the observation."""
-
-    def setup(self) -> None:
-        self.heads = nn.LazyLinear(3)
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        output = self.heads(batch["obs"].float())
-        return {"action_dist_inputs": output[:, :2], "vf_preds": output[:, 2]}
-
-
-class Enough(Exception):
-    """Raised to leave a program that would go on for ever."""
-
-
-def readme_programs() -> list[str]:
-    text = (ROOT / "README.md").read_text()
-    return [block.split("```")[0] for block in text.split("```python\n")[1:]]
-
-
-@pytest.mark.parametrize(("name", "kind"), [("RemoteEnvs", EnvHost), ("RemoteRollouts", RolloutHost)])
-def test_the_readmes_programs_over_other_hosts_run(
-    name: str, kind: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    [program] = [program for program in readme_programs() if name in program]
-    address = f"unix:{tmp_path}/learner"
-    program = program.replace("tcp://0.0.0.0:7010", address).replace("=128", "=8, num_fragments=2")
-    (tmp_path / "key").write_text("open sesame\n")
-    monkeypatch.chdir(tmp_path)
-    with hosting(address, "CartPole-v1", kind=kind, num_envs=4, lanes=2, secret="open sesame"):
-        names: dict[str, Any] = {}
-        exec(program, names)
-    assert 4 * 8 < names["rollout"].num_steps <= 4 * 8 * 2
-
-
-def test_the_readmes_programs_with_a_trainer_elsewhere_run(tmp_path: Path) -> None:
-    [trains], [feeds], [draws] = (
-        [program for program in readme_programs() if words in program]
-        for words in ("TrainerStream(", "feed(Rollout(", "wait_goodbye")
-    )
-    policy, batches, rollouts = Policy(), list[Any](), list[Rollout]()
-    policy({"obs": torch.zeros(1, 4)})
-
-    def made(env: str = "CartPole-v1", **options: Any) -> Rollout:
-        ends = {"num_envs": 4, "fragment_length": 8, "num_fragments": 3}
-        rollouts.append(Rollout(env, **{"module": deepcopy(policy), **options, **ends}))
-        return rollouts[-1]
-
-    def run(program: str) -> None:
-        names = {"secret": "open sesame", "policy": policy, "update": lambda _, batch: batches.append(batch)}
-        names |= {"Rollout": made, "Policy": lambda observation_space, action_space: deepcopy(policy)}
-        names |= {"rollout": made() if program == draws else None}
-        exec(program.replace("tcp://0.0.0.0:7020", address).replace("tcp://trainer:7020", address), names)
-        if program == draws:
-            anyio.run(names["main"])
-
-    address = f"unix:{tmp_path}/trainer"
-    with ThreadPoolExecutor() as threads:
-        for program in (feeds, draws):
-            feeding = threads.submit(run, program)
-            run(trains)
-            feeding.result(60)
-    assert sum(len(batch["obs"]) for batch in batches) == sum(rollout.num_steps for rollout in rollouts) > 0
-
-
-def test_the_readmes_programs_with_a_data_loader_and_a_child_run() -> None:
-    [loader] = [program for program in readme_programs() if ".loader(" in program]
-    [child] = [program for program in readme_programs() if "TrainerProcess" in program]
-
-    def train(stream: Any, policy: Any) -> int:
-        batches: list[Any] = []
-        exec(loader, {"stream": stream, "policy": policy, "update": lambda policy, batch: batches.append(batch)})
-        return len(batches)
-
-    rollout = Rollout("CartPole-v1", num_envs=4, fragment_length=8, num_fragments=3, seed=0)
-    names: dict[str, Any] = {"rollout": rollout, "policy": rollout.module, "train": train}
-    exec(child, names)
-    assert names["trainer"].result == 3
-
-
-def test_the_readmes_program_with_several_agents_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    [program] = [program for program in readme_programs() if "MultiAgentRollout" in program]
-    names: dict[str, Any] = {}
-    exec(program, names)
-    assert {name: len(batch["obs"]) for name, batch in names["batches"].items()} == {
-        "agent_0": 16 * 32,
-        "default_policy": 2 * 16 * 32,
-    }
-    assert "torch.Size([512, 18])" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_the_readmes_programs_run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, batches = Policy(), []
-    policy({"obs": torch.zeros(1, 4)})
-    publish = Rollout.publish
-
-    def publish_thrice(self: Rollout, weights: Any) -> int:
-        version = publish(self, weights)
-        if version == 3:
-            raise Enough
-        return version
-
-    def update(given: Any, batch: dict[str, Any]) -> None:
-        assert given is policy
-        batches.append(batch)
-
-    monkeypatch.setattr(Rollout, "publish", publish_thrice)
-    programs = [each for each in readme_programs() if not ("Remote" in each or "MultiAgentRollout" in each)]
-    program = programs[number]
-    names = {"policy": policy, "update": update} if "update(policy, batch)" in program else {}
-    if number == 4:  # which would go on for ever
-        program = program.replace("fragment_length=32", "fragment_length=32, num_fragments=3")
-    if "publish" in program:
-        with pytest.raises(Enough):
-            exec(program, names)
-    else:
-        exec(program, names)
-    assert all(len(batch["obs"]) > 0 for batch in batches)

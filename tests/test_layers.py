@@ -1,6 +1,8 @@
-"""Imports go one way: the command, sinks, nodes, stream."""
+"""The house: imports go one way between layers and between folders, and no folder or file grows too large."""
 
 import ast
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -9,30 +11,75 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "stream": {"stream"},
     "nodes": {"stream", "nodes"},
+    "policy": {"stream", "nodes", "policy"},
     "sinks": {"stream", "nodes", "sinks"},
-    "cli": {"stream", "nodes", "sinks", "cli"},
+    "cli": {"stream", "nodes", "sinks", "policy", "cli"},
 }
-FILES = [path for layer in MAY_IMPORT for path in sorted((ROOT / layer).rglob("*.py"))]
+FILES = {path.relative_to(ROOT) for layer in MAY_IMPORT for path in (ROOT / layer).rglob("*.py")}
+MOST_FILES = 24  # in a folder
+MOST_LINES = 400  # in a file
+LONGER = {
+    "stream/episodes/single_agent.py": "RLlib's public methods of an episode, each with its contract",
+    "stream/episodes/multi_agent.py": "RLlib's public methods of an episode of several agents",
+}
+
+
+def imported_names(tree: ast.AST) -> Iterator[str]:
+    """Full names of all that is imported but for typing; a relative import counts as `rollflow..`."""
+    if isinstance(tree, ast.If) and "TYPE_CHECKING" in ast.dump(tree.test):
+        return
+    if isinstance(tree, ast.Import):
+        yield from (alias.name for alias in tree.names)
+    elif isinstance(tree, ast.ImportFrom):
+        module = "rollflow." if tree.level else tree.module
+        yield from (f"{module}.{alias.name}" for alias in tree.names)
+    for child in ast.iter_child_nodes(tree):
+        yield from imported_names(child)
 
 
 def imported_layers(source: str) -> set[str]:
     """The layers of rollflow that a file imports from; relative imports count as `.`."""
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            names.add("rollflow..")
-        elif isinstance(node, ast.ImportFrom) and node.module == "rollflow":
-            names |= {f"rollflow.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-    return {name.split(".")[1] or "." for name in names if name.startswith("rollflow.")}
+    names = [name for name in imported_names(ast.parse(source)) if name.startswith("rollflow.")]
+    return {name.split(".")[1] or "." for name in names}
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_layers_import_only_downwards(path: Path) -> None:
-    assert imported_layers(path.read_text()) <= MAY_IMPORT[path.relative_to(ROOT).parts[0]]
+def file_of(name: str) -> Path | None:
+    """The file that a full name lies in, if it is rollflow's."""
+    parts = name.split(".")[1:] if name.startswith("rollflow.") else []
+    for end in range(len(parts), 0, -1):
+        for path in (Path(*parts[:end]).with_suffix(".py"), Path(*parts[:end], "__init__.py")):
+            if path in FILES:
+                return path
+    return None
+
+
+def imports_of(path: Path) -> set[Path]:
+    """The other files that a file imports; a package's own `__init__` says nothing of who needs whom."""
+    found = {file_of(name) for name in imported_names(ast.parse((ROOT / path).read_text()))}
+    return {each for each in found if each not in (None, path) and each.name != "__init__.py"}
+
+
+def circles(edges: Mapping[object, Iterable[object]]) -> list[set[object]]:
+    """The groups in which everybody reaches everybody else along the edges, of two or more."""
+
+    def reached(start: object) -> set[object]:
+        seen: set[object] = set()
+        waiting = [start]
+        while waiting:
+            for each in edges.get(waiting.pop(), ()):
+                if each not in seen:
+                    seen.add(each)
+                    waiting.append(each)
+        return seen
+
+    reach = {each: reached(each) for each in edges}
+    groups = {frozenset(b for b in reach[a] if a in reach.get(b, ())) for a in reach}
+    return [set(group) for group in groups if len(group) > 1]
+
+
+def test_layers_import_only_downwards() -> None:
+    layers = {path: imported_layers((ROOT / path).read_text()) for path in FILES}
+    assert {path: found for path, found in layers.items() if not found <= MAY_IMPORT[path.parts[0]]} == {}
 
 
 @pytest.mark.parametrize(
@@ -41,9 +88,9 @@ def test_layers_import_only_downwards(path: Path) -> None:
         "import rollflow.sinks",
         "from rollflow import sinks",
         "from rollflow.sinks import x",
-        "from rollflow.sinks.learner_pipeline import x",
+        "from rollflow.sinks.learner.learner_pipeline import x",
         "from ..sinks import x",
-        "def f():\n    import rollflow.sinks.learner_pipeline as y",
+        "def f():\n    import rollflow.sinks.learner.learner_pipeline as y",
     ],
 )
 def test_every_form_of_import_is_seen(source: str) -> None:
@@ -51,4 +98,30 @@ def test_every_form_of_import_is_seen(source: str) -> None:
 
 
 def test_there_are_files_in_every_layer() -> None:
-    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(MAY_IMPORT)
+    assert {path.parts[0] for path in FILES} == set(MAY_IMPORT)
+
+
+def test_no_folders_import_each_other() -> None:
+    edges: dict[object, set[object]] = {path.parent: set() for path in FILES}
+    for path in FILES:
+        edges[path.parent] |= {other.parent for other in imports_of(path)} - {path.parent}
+    assert circles(edges) == []
+
+
+def test_no_files_import_each_other() -> None:
+    assert circles({path: imports_of(path) for path in FILES}) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({1: {2}, 2: {3}, 3: {1}, 4: {1}}) == [{1, 2, 3}]
+    assert circles({1: {2}, 2: {3}, 3: set()}) == []
+
+
+def test_a_folder_has_few_files() -> None:
+    sizes = Counter(path.parent for path in FILES)
+    assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}
+
+
+def test_a_file_is_short() -> None:
+    lines = {str(path): len((ROOT / path).read_text().splitlines()) for path in FILES}
+    assert {path for path, count in lines.items() if count > MOST_LINES} == set(LONGER)

@@ -1,1 +1,1 @@
-"""Connector pieces and pipelines, one piece a file."""
+"""Connector pieces: the interface, and what all pieces share."""

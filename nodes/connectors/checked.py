@@ -1,18 +1,18 @@
-"""Numbers that connector pieces are given, held against what they may be."""
+"""Checks of numbers that connector pieces take as arguments."""
 
 import operator
 from typing import Any
 
 
 def checked_gamma(gamma: float) -> float:
-    """`gamma` itself. Raises ValueError outside 0 … 1."""
+    """Return `gamma`. Raises ValueError outside 0 … 1."""
     if not 0.0 <= gamma <= 1.0:
         raise ValueError(f"gamma is {gamma}, expected 0 … 1")
     return gamma
 
 
 def checked_count(name: str, count: Any, least: int) -> int:
-    """A whole number of whatever type as an int. Raises ValueError for another, a bool, or one below `least`."""
+    """Return a whole number as an int. Raises ValueError for anything else, a bool, or one below `least`."""
     try:
         number = operator.index(count)
     except TypeError:

@@ -4,11 +4,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
-
 from rollflow.nodes.connectors.checked import checked_count
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.stream.errors import ConnectorError
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Space
+from rollflow.stream.data.errors import ConnectorError
 
 _OFFERED = ("rl_module", "batch", "episodes", "explore", "shared_data", "metrics")
 
@@ -18,14 +16,16 @@ class LambdaConnector(ConnectorV2):
 
         function             takes any of `rl_module`, `batch`, `episodes`, `explore`, `shared_data` and `metrics`, by
                              name; returns the batch, or None when it has changed that in place
-        name                 what the piece is called in a pipeline; None: the function's name
-        columnar             whether the function takes columns with the episodes, as the class attribute says
-        changes_episodes     whether it may write to the episodes, likewise
-        lookback             steps that it looks back in an episode
+        name                 name in a pipeline; None: the function's name
+        columnar             True if the function takes columns with the episodes, as the class attribute
+        changes_episodes     True if the function may write to the episodes, likewise
+        lookback             steps that the function looks back in an episode
         observation_space    (observation space, action space) -> the space it leaves observations in; None: the same
 
-    Raises ConnectorError for a function that wants anything else.
+    Raises ConnectorError for a function with any other argument.
     """
+
+    _may_hold_state = True  # a function may be an object that does
 
     def __init__(
         self,
@@ -35,39 +35,25 @@ class LambdaConnector(ConnectorV2):
         columnar: bool = False,
         changes_episodes: bool = True,
         lookback: int = 0,
-        observation_space: Callable[[gym.Space[Any], gym.Space[Any]], gym.Space[Any]] | None = None,
+        observation_space: Callable[[Space, Space], Space] | None = None,
     ) -> None:
         super().__init__()
         self.function = function
         self.name = getattr(function, "__name__", type(function).__name__) if name is None else name
         self.lookback = checked_count("lookback", lookback, 0)
-        self.columnar = columnar  # type: ignore[misc]  # an instance's word, for its own function
+        self.columnar = columnar  # type: ignore[misc]  # of this function
         self.changes_episodes = changes_episodes  # type: ignore[misc]
         self._recompute = observation_space
         self._wanted = _wanted(function, self.name)
 
-    def recompute_output_observation_space(
-        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
-    ) -> gym.Space[Any]:
+    def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         if self._recompute is None:
             return input_observation_space
         return self._recompute(input_observation_space, input_action_space)
 
-    def __call__(
-        self,
-        *,
-        rl_module: Any,
-        batch: Batch,
-        episodes: Episodes,
-        explore: bool | None = None,
-        shared_data: dict[str, Any] | None = None,
-        metrics: Any = None,
-        **kwargs: Any,
-    ) -> Batch:
-        given = (rl_module, batch, episodes, explore, shared_data, metrics)
-        returned = self.function(
-            **{name: value for name, value in zip(_OFFERED, given, strict=True) if name in self._wanted}
-        )
+    def __call__(self, *, batch: Batch, **kwargs: Any) -> Batch:
+        arguments = {"batch": batch, **kwargs}
+        returned = self.function(**{name: arguments.get(name) for name in self._wanted})
         return batch if returned is None else returned
 
 

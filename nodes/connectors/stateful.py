@@ -1,24 +1,24 @@
-"""What a module says of its state, and of the rows that it learns from."""
+"""Properties of stateful modules: whether a module is one, and the length of its training rows."""
 
 from typing import Any
 
 from rollflow.nodes.connectors.checked import checked_count
-from rollflow.stream.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError
 
 DEFAULT_MAX_SEQ_LEN = 20
 
 
 def is_stateful(rl_module: Any) -> bool:
-    """Whether a module's forward pass takes `state_in`; a module that doesn't say takes none."""
-    asked = getattr(rl_module, "is_stateful", None)
-    return asked is not None and bool(asked())
+    """True if a module's forward pass takes `state_in`; False for a module without `is_stateful()`."""
+    method = getattr(rl_module, "is_stateful", None)
+    return method is not None and bool(method())
 
 
 def max_seq_len_of(rl_module: Any) -> int:
     """Steps in a row of a stateful module's train batch, by its `model_config`. Raises ModuleError unless >= 1."""
     config = getattr(rl_module, "model_config", None)
-    told = config.get("max_seq_len") if isinstance(config, dict) else getattr(config, "max_seq_len", None)
+    length = config.get("max_seq_len") if isinstance(config, dict) else getattr(config, "max_seq_len", None)
     try:
-        return checked_count("max_seq_len", DEFAULT_MAX_SEQ_LEN if told is None else told, 1)
+        return checked_count("max_seq_len", DEFAULT_MAX_SEQ_LEN if length is None else length, 1)
     except ValueError as error:
         raise ModuleError(f"model_config of {type(rl_module).__name__}: {error}") from None

@@ -1,1 +1,1 @@
-"""Fragments to a trainer in another process or on another host, and weights back."""
+"""Trainer in another process or on another host: the stream, the sink, the feed and the child process."""

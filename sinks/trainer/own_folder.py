@@ -11,10 +11,10 @@ _PREFIX, _LOCK = "rollflow-", ".rollflow-sockets"
 
 
 class OwnFolder:
-    """A folder among temporary files, of this process and those that it forks; `close` removes it.
+    """Temporary folder of this process and those that it forks; `close` removes it.
 
-    What processes have left that were killed is removed when one is made: whoever has a folder locks a file in it, and
-    the system unlocks it when the last of them has ended, in whatever way.
+    Making one also removes folders of processes that were killed. Each owner holds a lock on a file in its folder. The
+    system releases it when the last owner has ended, in whatever way.
 
     path    of the folder
     """
@@ -27,7 +27,7 @@ class OwnFolder:
             self._lock = _locked(self.path / _LOCK)
 
     def close(self) -> None:
-        """Remove it, with all that is in it; again does nothing."""
+        """Remove the folder with all its contents; a second call does nothing."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -35,7 +35,7 @@ class OwnFolder:
 
 
 def _locked(path: Path) -> int | None:
-    """A descriptor of a new file that is locked; None where another process has been quicker, and removed it."""
+    """Descriptor of a new, locked file; None if another process has removed the file before it was locked."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX)
     if path.exists():
@@ -46,7 +46,7 @@ def _locked(path: Path) -> int | None:
 
 def _remove_left() -> None:
     for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with suppress(OSError):  # it is somebody's, or was removed meanwhile
+        with suppress(OSError):  # it has an owner, or was removed meanwhile
             fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

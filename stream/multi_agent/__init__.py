@@ -1,1 +1,1 @@
-"""Several agents in each environment: their columns, fragment by fragment."""
+"""Columns, lanes and fragments of environments with several agents each."""

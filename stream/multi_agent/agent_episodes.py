@@ -1,4 +1,4 @@
-"""The ongoing episodes of agents, as views that move on with their lane."""
+"""Live episodes of agents: the ongoing episodes of agent slots, as views that move on with their lane."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.column import Column
-from rollflow.stream.columns import Columns
-from rollflow.stream.live_episode import LaneEpisodes, LiveEpisode
-from rollflow.stream.tree import Tree, map_tree, stack_trees
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.fragments.live_episode import LaneEpisodes, LiveEpisode
 
 if TYPE_CHECKING:
-    from rollflow.stream.fragment import Fragment, FragmentLayout
+    from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
     from rollflow.stream.multi_agent.agent_lane import AgentLane
 
 
 class AgentEpisodes(LaneEpisodes):
-    """Episodes of some agent slots, K of them, with their newest observations: what pieces are shown of a part.
+    """Episodes of K agent slots of one part, with their newest observations, for connector pieces.
 
     slots           i64[K] ascending
     is_rewritten    whether pieces have written observations
     """
 
     def __init__(self, lane: "AgentLane", slots: NDArray[np.int64], observations: Tree, *, is_rewritten: bool) -> None:
-        super().__init__(lane)  # type: ignore[arg-type]  # it has what is asked of a lane here
+        super().__init__(lane)  # type: ignore[arg-type]  # it has the attributes that are used here
         self.slots = slots
         self.is_rewritten = is_rewritten
         self._agents = lane
@@ -41,8 +41,18 @@ class AgentEpisodes(LaneEpisodes):
             return [self._agents.live[slot] for slot in slots.tolist()]
         return self._agents.live[int(slots)]
 
+    @property
+    def lane_number(self) -> int:
+        """The number of the lane."""
+        return self._agents.lane
+
+    def env_slots(self) -> NDArray[np.int64]:
+        """i64[K]: the number in the lane of each agent's environment."""
+        envs: NDArray[np.int64] = self.slots // len(self._agents.part.agents)
+        return envs
+
     def observations(self) -> Tree:
-        """The newest observation of every slot, a tree of arrays `any[K, ...]`: views, not to be written to."""
+        """The newest observation of every slot: a tree of views `any[K, ...]`, not to be written to."""
         if self._items is not None:
             self._latest, self._items = stack_trees(self._items), None
         return self._latest
@@ -52,31 +62,31 @@ class AgentEpisodes(LaneEpisodes):
         self._latest, self._items, self.is_rewritten = observations, None, True
 
     def observation(self, slot: int) -> Tree:
-        """The newest observation of one slot."""
+        """The newest observation of one slot, any[...]."""
         place = self._place_of[slot]
         return self._items[place] if self._items is not None else map_tree(lambda leaf: leaf[place], self._latest)
 
     def set_observation(self, slot: int, observation: Tree) -> None:
-        """Replace the newest observation of one slot."""
+        """Replace the newest observation of one slot by `observation`, any[...]."""
         if self._items is None:
             self._items = [map_tree(lambda leaf, i=i: leaf[i], self._latest) for i in range(len(self))]
         self._items[self._place_of[slot]] = observation
         self.is_rewritten = True
 
     def whose(self, place: int) -> str:
-        """The environment, the agent and the module of the one at a place, in words."""
+        """A text of the environment, the agent and the module of the slot `slots[place]`, for errors."""
         lane, slot = self._agents, int(self.slots[place])
         env, agent = divmod(slot, len(lane.part.agents))
         module_id = lane.module_ids[lane.module[slot]]
         return f"environment {lane.first_env + env}, agent {lane.part.agents[agent]!r} of module '{module_id}'"
 
     def shows(self, slot: int) -> bool:
-        """Whether it is one of the slots."""
+        """True if `slot` is one of the slots."""
         return slot in self._place_of
 
     def recent_observations(self, count: int) -> Tree:
-        """See `LaneEpisodes.recent_observations`."""
-        if count == 1 or self._steps_there(count - 1).any():
+        """The last `count` observations, oldest first, `any[K, count, ...]`: see `LaneEpisodes.recent_observations`."""
+        if count == 1 or self.steps_there(count - 1).any():
             return super().recent_observations(count)
 
         def after_zeros(leaf: NDArray[Any]) -> NDArray[Any]:
@@ -84,11 +94,11 @@ class AgentEpisodes(LaneEpisodes):
             frames[:, -1] = leaf
             return frames
 
-        # At first the column may be of another type than that in which pieces have left the observations.
+        # Before the first step the column may have another type than the observations after the pieces.
         return map_tree(after_zeros, self.observations())
 
     def previous(self, name: str) -> Tree | None:
-        """What the step before recorded in a column, a tree of arrays `any[K, ...]`; None where it has nothing yet."""
+        """A column's values at the step before, a tree of arrays `any[K, ...]`; None if it has no value yet."""
         column = self._columns.get(name)
         return None if column is None else column.items(np.maximum(self._rows - 1, 0), self.slots)
 
@@ -111,14 +121,16 @@ class AgentEpisodes(LaneEpisodes):
         starts = self._agents.episode_start if ended is None else ended.starts
         return starts[self.slots]
 
-    def _steps_there(self, count: int, slots: Any = None) -> NDArray[np.bool_]:
+    def steps_there(self, count: int) -> NDArray[np.bool_]:
+        """bool[K, count]: which of the last `count` steps `recent` has values of, rather than zeros."""
         rows = self._rows[:, None] + np.arange(-count, 0)
         there: NDArray[np.bool_] = rows >= np.maximum(self._starts, 0)[:, None]
         return there
 
-    def _recent(self, name: str, count: int, slots: Any = None) -> Tree:
+    def recent(self, name: str, count: int) -> Tree:
+        """A column's values at the last `count` steps, oldest first: see `LaneEpisodes.recent`."""
         rows = np.maximum(self._rows[:, None] + np.arange(-count, 0), 0)
-        before = ~self._steps_there(count)
+        before = ~self.steps_there(count)
 
         def window(leaf: NDArray[Any]) -> NDArray[Any]:
             taken: NDArray[Any] = leaf[rows, self.slots[:, None]]
@@ -129,21 +141,21 @@ class AgentEpisodes(LaneEpisodes):
 
     @property
     def _columns(self) -> Mapping[str, Column]:
-        """As the module calls them whose agents these are."""
+        """The columns, by the names that the module of these slots uses."""
         lane = self._agents
         return (lane.fragment_for(_module_in(lane, int(self.slots[0]))) if len(self) else lane.fragment).columns
 
 
 def _module_in(lane: "AgentLane", slot: int) -> int:
-    """Place of the module that serves a slot, or that has served it in the episode that the last step has ended."""
+    """Place of the module that serves a slot, or that served it in the episode that the last step has ended."""
     has_ended = lane.ended is not None and lane.ended.has(slot)
     return int(lane.fragment.module_of[lane.at[slot] - 1, slot] if has_ended else lane.module[slot])
 
 
 class LiveAgents:
-    """The ongoing episode of every agent slot, made when first asked for, and then kept.
+    """The ongoing episode of every agent slot, made on first use, and then kept.
 
-    shown    what pieces are working on; None: nothing
+    shown    episodes that pieces are working on; None: pieces are not at work
     """
 
     def __init__(self, lane: "AgentLane") -> None:
@@ -155,7 +167,8 @@ class LiveAgents:
         made = self._made.get(slot)
         if made is None:
             made = self._made[slot] = LiveEpisode(_SlotLane(self._lane, slot), slot)  # type: ignore[arg-type]
-            made.agent_id = self._lane.part.agents[slot % len(self._lane.part.agents)]
+            made.slot, place = divmod(slot, len(self._lane.part.agents))
+            made.agent_id = self._lane.part.agents[place]
         lane, ended = self._lane, self._lane.ended
         module = _module_in(lane, slot)
         number = (ended.numbers if ended is not None and ended.has(slot) else lane.episode_number)[slot]
@@ -164,20 +177,24 @@ class LiveAgents:
         return made
 
     def show(self, slots: NDArray[np.int64], observations: Tree, *, is_rewritten: bool) -> AgentEpisodes:
-        """Have pieces work on some."""
+        """Begin the pieces' work on K slots, i64[K], with their observations, `any[K, ...]`."""
         self.shown = AgentEpisodes(self._lane, slots, observations, is_rewritten=is_rewritten)
         return self.shown
 
     def hide(self) -> None:
-        """The pieces are done."""
+        """End the pieces' work."""
         self.shown = None
 
 
 class _SlotLane:
-    """What a `LiveEpisode` asks of its lane, for one agent slot, which has a row of its own."""
+    """The part of a `Lane`'s interface that a `LiveEpisode` uses, for one agent slot with a row of its own."""
 
     def __init__(self, lane: "AgentLane", slot: int) -> None:
         self._lane, self._slot = lane, slot
+
+    @property
+    def index(self) -> int:
+        return self._lane.lane
 
     @property
     def layout(self) -> "FragmentLayout":
@@ -220,7 +237,8 @@ class _SlotLane:
         if shown is not None and shown.shows(slot):
             shown.set_observation(slot, observation)
         else:
-            self._lane.fragment.columns[Columns.OBS].write_slot(self.row, slot, observation)
+            column = self._lane.fragment.columns[Columns.OBS]
+            column.write_slot(self.row, slot, column.whole(observation))
 
     def is_settled(self, slot: int) -> bool:
         shown = self._lane.live.shown

@@ -1,4 +1,4 @@
-"""What the agents of one part did in one fragment of a multi-agent lane."""
+"""AgentFragment: the steps of one part's agents in a fragment of a multi-agent lane."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.agent_share import PendingAction
-from rollflow.stream.chunk_index import ChunkIndex
-from rollflow.stream.column import Column
-from rollflow.stream.columns import Columns
-from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ColumnError
-from rollflow.stream.fragment import Final, Fragment
-from rollflow.stream.infos import SlotInfos
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.episodes.agent_step import PendingAction
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.fragment import RECORDED, Final, Fragment
+from rollflow.stream.fragments.fragment_records import ChunkIndex
 from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.tree import Tree, map_tree
 
 
 class AgentInfos(SlotInfos):
-    """The infos of those agent slots that have any, in one row."""
+    """The infos of agent slots in one row, of slots that have any."""
 
     def __init__(self) -> None:
         super().__init__(())
@@ -29,43 +29,41 @@ class AgentInfos(SlotInfos):
 
     @property
     def dicts(self) -> list[dict[str, Any]]:
-        """Those that there are, by slot."""
+        """The dicts in the order of their slots."""
         return [dict(self.of_slots[slot]) for slot in sorted(self.of_slots)]
 
     def of(self, slot: int) -> dict[str, Any]:
-        """A copy of one slot's."""
+        """A copy of one slot's dict."""
         return dict(self.of_slots.get(slot, {}))
 
 
 class AgentFragment(Fragment):
-    """The steps of a part's agents: as in a `Fragment`, a slot being one agent of one environment, an agent slot.
+    """The steps of a part's agents: a `Fragment` with S agent slots, each of which is one agent of one environment.
 
-    A row is a step of that agent and not of its environment: slots have as many rows as they have made steps, up to
-    `stops`; what stands behind is of no meaning. Next to the columns:
+    A row is a step of the agent, not of its environment. A slot has as many rows as it has made steps, up to `stops`;
+    values in later rows have no meaning. Next to the columns:
 
         clock        i64[H+T+1, S]   vector step at which the observation came
-        module_of    i16[H+T, S]     which of `module_ids` acted; several may have one id, added one after the other
+        module_of    i16[H+T, S]     index in `module_ids` of the module that acted; an id may be there several
+                                     times, for modules added one after the other
         stops        i64[S]          row after the slot's last transition
         acts         bool[S]         whether the newest observation, in row `stops`, waits for an action
-        waits        bool[S]         whether an action stands there whose observation is yet to come
-        received     f32[S]          what the agent received since
-        serves       i16[S]          which of `module_ids` serves the slot at the end
-        ends         (row, slot) of an episode's last step -> the vector step that it was
-        parents      (slot, number of its episode) -> id of the multi-agent episode that it is a part of
-        outputs      module id -> its extra outputs, name -> column: those that all modules give alike which have been
-                     added under the id. Columns of others have zeros in its rows. An output that is not like one of
-                     the same name of another module has a column of its own, which `of_module` calls by the name
+        waits        bool[S]         whether row `stops` has an action whose observation is yet to come
+        received     f32[S]          reward received since that action
+        serves       i16[S]          index in `module_ids` of the module that serves the slot at the end
+        ends         (row, slot) of an episode's last step -> vector step of its end
+        parents      (slot, number of its episode) -> id of the multi-agent episode
+        outputs      module id -> extra outputs, name -> column: the outputs that all modules with the id have
+                     alike. Columns of other modules have zeros in its rows. An output with another type than
+                     one of the same name has a column of its own; `of_module` shows it under its name
     """
 
-    clock: NDArray[np.int64]
-    module_of: NDArray[np.int16]
-
-    def __init__(self, *args: Any, part: AgentPart, **options: Any) -> None:
+    def __init__(
+        self, *args: Any, part: AgentPart, clock: NDArray[np.int64], module_of: NDArray[np.int16], **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self.part = part
+        self.part, self.clock, self.module_of = part, clock, module_of
         rows, slots = self.first_row + self.num_rows, self.layout.num_slots
-        self.clock = np.zeros((rows + 1, slots), np.int64)
-        self.module_of = np.zeros((rows, slots), np.int16)
         self.ends: dict[tuple[int, int], int] = {}
         self.parents: Mapping[tuple[int, int], str] = {}
         self.module_ids: Sequence[Any] = ()
@@ -83,17 +81,17 @@ class AgentFragment(Fragment):
 
     @property
     def policy_version(self) -> int:
-        """The oldest policy version that an action of this fragment was computed with; -1 without any."""
+        """The oldest policy version that an action of this fragment was computed with; -1: there is no action."""
         versions = self.gather(Columns.POLICY_VERSION)
         return int(versions.min()) if len(versions) else -1
 
     @cached_property
     def chunk_modules(self) -> NDArray[np.int16]:
-        """i16[C]: which of `module_ids` acted in each chunk."""
+        """i16[C]: index in `module_ids` of the module that acted in each chunk."""
         return self.module_of[self.chunks.start, self.chunks.slot]
 
     def of_module(self, module_id: Any) -> "ModuleFragment":
-        """The chunks in which this module acted. Raises ColumnError for a module that never did, nor could have."""
+        """The chunks in which a module acted. Raises ColumnError for a module without outputs here."""
         if module_id not in self.outputs:
             raise ColumnError(f"{self!r}: module '{module_id}' has not acted; {sorted(map(str, self.outputs))} have")
         made = self._of_modules.get(module_id)
@@ -101,8 +99,12 @@ class AgentFragment(Fragment):
             made = self._of_modules[module_id] = ModuleFragment(self, module_id)
         return made
 
+    def env_slots(self, slot: Any, number: Any) -> Any:
+        """The numbers in the lane of the environments that chunks are from: an int or i64[C], as `slot` is."""
+        return slot // len(self.part.agents)
+
     def chunk(self, index: int) -> SingleAgentEpisode:
-        """Chunk number `index` of `chunks`, as an episode that knows its agent, module and multi-agent episode."""
+        """Chunk number `index` of `chunks`, as an episode with the ids of its agent, module and multi-agent episode."""
         episode = super().chunk(index)
         slot, number = int(self.chunks.slot[index]), int(self.chunks.number[index])
         episode.agent_id = self.part.agents[slot % len(self.part.agents)]
@@ -111,7 +113,7 @@ class AgentFragment(Fragment):
         return episode
 
     def rest_of(self, slot: int) -> SingleAgentEpisode:
-        """The episode of a slot that has made no step here: with its lookback, and its newest observation."""
+        """The episode of a slot without a step here: its lookback, and its newest observation."""
         stop, ended = int(self._stops[slot]), int(np.count_nonzero(self.chunks.slot == slot))
         ended += sum(slot in loss.slots and slot not in loss.cut for loss in self.losses)
         t_started = 0 if ended else max(0, self.first_row - int(self.episode_start[slot]))
@@ -122,18 +124,30 @@ class AgentFragment(Fragment):
         return view._episode(slot, number, stop, stop, lookback, **flags)
 
     def action_in(self, row: int, slot: int) -> PendingAction:
-        """What a slot did in a row, with the extra outputs, before an observation answers it."""
+        """The action and extra outputs of a slot in a row, trees of arrays `any[...]`, while no observation answers."""
         values = {name: map_tree(lambda leaf: leaf[row, slot], self.columns[name].tree) for name in self.extra_columns}
         return PendingAction(map_tree(lambda leaf: leaf[row, slot], self.columns[Columns.ACTIONS].tree), values)
 
     def seal_at(self, stops: NDArray[np.int64]) -> None:
-        """Take so many rows of every slot as the whole, and make all of it read-only."""
+        """End every slot at the row in `stops`, i64[S], and make all arrays read-only."""
+        first, rows = self.first_row, np.arange(self.first_row, int(stops.max()) + 1)[:, None]
+        for name, column in self.columns.items():
+            # What nobody has written is no bool.
+            for leaf in (each for each in leaves_of(column.tree) if each.dtype == np.bool_):
+                if name == Columns.OBS:
+                    beyond = rows > stops
+                elif name in RECORDED and name != Columns.ACTIONS:
+                    beyond = rows >= stops
+                else:
+                    beyond = rows >= stops + self.waits
+                there = leaf[first : first + len(rows)]
+                there[beyond[: len(there)]] = False
+        self.restore_stops(stops)
+
+    def restore_stops(self, stops: NDArray[np.int64]) -> None:
+        """Take over the rows of every slot, i64[S], from a fragment that was sealed by `seal_at`."""
         self._stops = stops
-        rows = int(stops.max()) - self.first_row
-        beyond = np.arange(self.first_row, self.first_row + rows)[:, None] >= stops
-        for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
-            self.columns[name].tree[self.first_row : self.first_row + rows][beyond] = False
-        self.seal(rows)
+        self.seal(int(stops.max()) - self.first_row)
         self.clock.flags.writeable = self.module_of.flags.writeable = False
 
     def __repr__(self) -> str:
@@ -142,12 +156,13 @@ class AgentFragment(Fragment):
 
 
 class ModuleFragment(AgentFragment):
-    """Those chunks of an `AgentFragment` in which one module acted, over the same columns."""
+    """View of an `AgentFragment` with the chunks in which one module acted, over the same columns."""
 
     def __init__(self, whole: AgentFragment, module_id: Any) -> None:
-        # All but the chunks is the whole one's, so its constructor is not called again.
+        # Only the chunks differ, so the other attributes are taken over and the constructor is not called.
         self.__dict__.update(whole.__dict__)
         self._module_id = module_id
+        self._of_modules = {}  # a reference to itself would keep the columns until a collection
         renamed = {column for names in whole.outputs.values() for name, column in names.items() if name != column}
         if renamed:
             self.columns = named_columns(whole.columns, whole.outputs[module_id], renamed)
@@ -190,10 +205,10 @@ class ModuleFragment(AgentFragment):
 def named_columns(
     columns: Mapping[str, Column], outputs: Mapping[str, str], renamed: Collection[str]
 ) -> dict[str, Column]:
-    """Columns as one module calls them.
+    """Columns by the names that one module uses.
 
-    outputs    of the module: name -> column
-    renamed    columns that are not called as the outputs in them
+    outputs    the module's outputs: name -> name of the column
+    renamed    names of columns that differ from their outputs' names
     """
     own = {name: columns[column] for name, column in outputs.items()}
     return {name: column for name, column in columns.items() if name not in renamed} | own

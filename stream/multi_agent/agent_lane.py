@@ -1,15 +1,15 @@
-"""The agents of one part in the environments of a lane, and the fragment that they are filling.
+"""AgentLane: the agents of one part in the environments of a lane, and the fragment that they are filling.
 
-Every agent slot stands at a row of its own: its newest observation is in row `at[slot]`, and so is the action that
-answers it. A vector step is, for those that act and for those that hear of it,
+Every agent slot stands at a row of its own: row `at[slot]` has its newest observation, and the action that answers it.
+A vector step is
 
-    record_actions(...)    what modules chose, into the rows of those that act
-    record_step(...)       what the environments answered: who has an observation moves on by one row
-    begin(...)             first observations, where environments were reset
+    record_actions(...)    write the modules' actions into the rows of slots that act
+    record_step(...)       write the environments' answer; slots with an observation move on by one row
+    begin(...)             write first observations, where environments were reset
     show(...), settle(...) connector pieces read the newest observations and may write them back
 
-An agent that acted and has no observation yet stays in its row, and what it receives is added up there. As long as all
-agents of the part act in every step, they stand in one row, and a step is a handful of writes of whole rows.
+An agent that acted and has no observation yet stays in its row, and its rewards are added up. While all agents of the
+part act in every step, they stand in one row. Then a step is a handful of writes of whole rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,32 +18,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.column import Column
-from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ColumnError
-from rollflow.stream.fragment import Final, FragmentLayout
-from rollflow.stream.infos import copied
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.infos import copied
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
+from rollflow.stream.fragments.fragment import Final, FragmentLayout
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes, LiveAgents
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, AgentInfos
+from rollflow.stream.multi_agent.agent_lane_rows import AgentLaneRows
 from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.multi_agent.agent_rows import AgentRows
-from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots
-from rollflow.stream.multi_agent.lost_agents import mark_lost
+from rollflow.stream.multi_agent.ended_agents import EndedAgents, Slots, mark_lost
 from rollflow.stream.multi_agent.vector_step import Observed, PartStep
-from rollflow.stream.space import row_of
-from rollflow.stream.tree import Tree, concatenate_trees, map_tree
 
 
-class AgentLane(AgentRows):
-    """The agent slots of one part, S in all.
+class AgentLane(AgentLaneRows):
+    """The S agent slots of one part. Constructed as `AgentLaneRows`.
 
-        acting               i64[K] ascending: slots whose newest observation is to be answered by an action
+        acting               i64[K] ascending: slots whose newest observation needs an action
         lives                bool[S] whether the slot has an episode
-        observation_spaces   that observations may be in where pieces rewrite them, the environments' first
+        observation_spaces   spaces that observations may be in after pieces rewrite them, the environments' first
         num_steps            agent steps recorded so far
-        ended                slots whose episodes have ended with the last step, until pieces have seen it
-
-    What it is made with, and where its slots stand, is as in `AgentRows`.
+        ended                episodes that ended with the last step, until pieces have seen them; else None
 
     Raises ColumnError whenever an array does not fit its column.
     """
@@ -58,19 +55,19 @@ class AgentLane(AgentRows):
         self.ended: EndedAgents | None = None
         self.live = LiveAgents(self)
         self._is_assigned = np.zeros(slots, np.bool_)
-        self._waits = np.zeros(slots, np.bool_)  # acted, and has no observation since
-        self._received = np.zeros(slots, np.float32)  # by those that wait
-        self._fresh = np.zeros(slots, np.bool_)  # acting, as a mask
-        self._raw: Column | None = None  # newest observations, where the column's are of another type; one row
-        self._edited: tuple[Slots, Tree] | None = None  # newest ones that pieces have written before others look
-        self._typing = True  # until the first observations are settled the obs column may take another type
+        self._waits = np.zeros(slots, np.bool_)  # slots that acted and have no observation since
+        self._received = np.zeros(slots, np.float32)  # rewards of slots that wait
+        self._fresh = np.zeros(slots, np.bool_)  # `acting` as a mask
+        self._raw: Column | None = None  # newest observations in one row, if pieces change their type
+        self._edited: tuple[Slots, Tree] | None = None  # newest observations as joint pieces left them
+        self._typing = True  # until the first `settle` the obs column may take another type
         self._begun: list[Slots] = []
-        self._groups: list[tuple[int, Slots]] | None = None  # where all act, and nobody has begun since
+        self._groups: list[tuple[int, Slots]] | None = None  # `by_module` of all slots, while modules stay the same
 
-    # What the environments and the modules say
+    # Recording
 
     def begin(self, observed: Observed, vector_step: int) -> None:
-        """Take the first observations of episodes."""
+        """Write the first observations of episodes."""
         slots, observations = observed
         slots = self.everyone if slots is None else slots
         self._begin(slots)
@@ -78,16 +75,16 @@ class AgentLane(AgentRows):
         self.acting = self.everyone if self._fresh.all() else np.flatnonzero(self._fresh)
 
     def record_actions(self, slots: Slots, outputs: Mapping[str, Tree], module: int, version: int) -> None:
-        """Write what a module gave for these slots: `actions` and every extra output, trees of arrays `any[K, ...]`.
+        """Write a module's outputs for K slots: `actions` and every extra output, trees of arrays `any[K, ...]`.
 
-        module     its place
-        version    of its weights
+        module     place of the module
+        version    version of its weights
         """
         self._write_outputs(slots, outputs, module, version)
         self._waits[slots] = True
 
     def record_step(self, step: PartStep, vector_step: int) -> None:
-        """Take what the vector step with this number, counted from 1, gave the agents of the part."""
+        """Write the results of a vector step for the part; `vector_step` is its number, counted from 1."""
         self._fresh[:] = False
         self._edited = None
         done = np.logical_or(step.terminateds, step.truncateds)
@@ -100,10 +97,10 @@ class AgentLane(AgentRows):
     def lose(self, reason: str, *, is_under_way: bool) -> int:
         """End every episode with its newest observation: the environments were lost.
 
-        is_under_way    whether they had got the newest actions
+        is_under_way    whether the environments had got the newest actions
 
-        Those that have a step in this fragment end as truncated, with `reason` in their chunks' `custom_data["lost"]`.
-        Returns how many steps of agents were under way. New episodes begin by `begin`.
+        Episodes with a step in this fragment end as truncated, with `reason` in their chunks' `custom_data["lost"]`.
+        Returns the number of agent steps under way. New episodes begin by `begin`.
         """
         under_way = self._waits if is_under_way else self._waits & ~self._fresh
         lost, slots = int(np.count_nonzero(under_way)), np.flatnonzero(self.lives)
@@ -116,9 +113,9 @@ class AgentLane(AgentRows):
         return lost
 
     def record_infos(self, infos: Mapping[int, Mapping[str, Any]], *, are_first: bool = False) -> None:
-        """Keep what came with the step, slot -> info, or with first observations after it; before `settle_ended`.
+        """Keep the infos of the step, or of first observations after it: slot -> info. Call it before `settle_ended`.
 
-        Infos that come without an observation are dropped.
+        Infos without an observation are dropped.
         """
         self._has_infos = self._has_infos or bool(infos)
         for slot, info in infos.items():
@@ -128,12 +125,12 @@ class AgentLane(AgentRows):
                 self._infos_in(self.fragment, int(self.at[slot])).of_slots[slot] = copied(dict(info))
 
     def take_begun(self) -> Slots:
-        """The slots whose episodes have begun since this was asked last."""
+        """The slots, i64[K], whose episodes have begun since the last call."""
         begun, self._begun = self._begun, []
         return np.concatenate(begun) if begun else self.everyone[:0]
 
     def assign(self, slots: Slots, modules: Slots, parents: Sequence[str]) -> None:
-        """Have modules serve slots in their episodes, parts of the multi-agent episodes with the ids `parents`."""
+        """Set the modules, i16[K], that serve slots, i64[K], and the ids of their multi-agent episodes."""
         self.parents.update(
             zip(zip(slots.tolist(), self.episode_number[slots].tolist(), strict=True), parents, strict=True)
         )
@@ -146,24 +143,23 @@ class AgentLane(AgentRows):
                 self.fragment.module_of[row:, slots[here]] = modules[here]
 
     def serving(self) -> set[int]:
-        """Places of the modules that serve a slot whose episode goes on."""
+        """Places of the modules that serve slots with an ongoing episode."""
         return set(np.unique(self.module[self.lives]).tolist())
 
     def ended_by_module(self) -> list[tuple[int, Slots]]:
-        """The slots whose episodes have ended with the last step, by the modules that served them."""
+        """Pairs (place of a module, i64[K] slots that it served) of the episodes that ended with the last step."""
         assert self.ended is not None
         served = self.fragment.module_of[self.ended.rows, self.ended.slots]
         return [(module, self.ended.slots[served == module]) for module in np.unique(served).tolist()]
 
     def recorded_actions(self) -> tuple[Slots | None, Tree]:
-        """What those that act have been given to do, as it was recorded: their slots (None: all), any[K, ...]."""
+        """The slots that act (None: all) and copies of their recorded actions, a tree of arrays `any[K, ...]`."""
         column, slots = self.fragment.columns[Columns.ACTIONS], self.acting
-        # Copies: what an environment does with them is its own affair.
         actions = column.items(self._rows_of(slots), slots)
         return (None if len(slots) == self.layout.num_slots else slots), actions
 
     def by_module(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """Slots by the modules that serve them."""
+        """Pairs (place of a module, i64[K] slots that it serves) of the slots given."""
         if slots is self.everyone and self._groups is not None:
             return self._groups
         serves = self.module[slots]
@@ -174,31 +170,31 @@ class AgentLane(AgentRows):
             self._groups = groups
         return groups
 
-    # What connector pieces read and write
+    # Reading and writing by connector pieces
 
     def show(self, slots: Slots) -> AgentEpisodes:
-        """The episodes of some of those that act, for pieces; what they make of them is taken by `settle`."""
+        """The episodes of some acting slots, for pieces; `settle` records the observations that they leave."""
         return self.live.show(slots, self._newest(slots), is_rewritten=self._edited is not None)
 
     def show_ended(self, slots: Slots) -> AgentEpisodes:
-        """The episodes of some of `ended`, each with its last observation."""
+        """The episodes of some slots in `ended`, each with its last observation."""
         assert self.ended is not None
         return self.live.show(slots, self.ended.of(slots), is_rewritten=False)
 
     def edit_ended(self, shown: AgentEpisodes) -> None:
-        """Have the last observations of episodes that have ended recorded as pieces have left them."""
+        """Take the last observations of ended episodes as pieces have left them."""
         assert self.ended is not None
         self.ended.put(shown.slots, shown.observations())
 
     def reveal_ended(self, envs: Slots | None, *, of_these: bool = True) -> None:
-        """Have pieces see as ended only agents of these environments, or only those of others; None: all."""
+        """Show pieces only the ended agents of `envs`, i64[E], or (`of_these` False) only the others; None: all."""
         if self.ended is not None:
             slots = self.ended.slots
             is_theirs = np.isin(slots // len(self.part.agents), envs) if envs is not None else None
             self.ended.show(None if is_theirs is None else slots[is_theirs == of_these])
 
     def show_jointly(self, *, with_those_that_act: bool) -> AgentEpisodes:
-        """The episodes that are seen as ended, and of those that act: what pieces make of them goes on to others."""
+        """The episodes shown as ended, and those of acting slots, for joint pieces; see `take_jointly`."""
         shown = [(self.acting, self._newest(self.acting))] if with_those_that_act else []
         if self.ended is not None and (self.ended.shown or not shown):
             ended = np.array(sorted(self.ended.shown), np.int64)
@@ -211,7 +207,7 @@ class AgentLane(AgentRows):
         return self.live.show(slots[order], joined, is_rewritten=False)
 
     def take_jointly(self, shown: AgentEpisodes) -> None:
-        """Have others see the observations as pieces have left them."""
+        """Take the observations as joint pieces have left them: the modules' own pieces see them next."""
         self.live.hide()
         acts = np.isin(shown.slots, self.acting)
         if self.ended is not None:
@@ -224,7 +220,7 @@ class AgentLane(AgentRows):
     def settle(self, shown: AgentEpisodes) -> None:
         """Record the newest observations as the pieces have left them.
 
-        The first time this settles the type of the `obs` column, with the matching one of `observation_spaces`.
+        The first call fixes the type of the `obs` column, with the matching space of `observation_spaces`.
         """
         if shown.is_rewritten and self._typing:
             self._settle_type(shown.observations(), len(shown))
@@ -233,7 +229,8 @@ class AgentLane(AgentRows):
         if not shown.is_rewritten and self._raw is None:
             return
         try:
-            self._write(self.fragment.columns[Columns.OBS], shown.slots, shown.observations())
+            column = self.fragment.columns[Columns.OBS]
+            self._write(column, shown.slots, column.whole(shown.observations()))
         except ColumnError as error:
             error.add_note(
                 "connector pieces wrote these observations into the episodes; a piece that changes their shape or "
@@ -248,29 +245,29 @@ class AgentLane(AgentRows):
         if ended is None:
             return
         column = self.fragment.columns[Columns.OBS]
-        observations = column.cast(ended.observations, len(ended.slots))
+        observations = column.cast(column.whole(ended.observations), len(ended.slots))
         for row in np.unique(ended.rows).tolist():
             at = np.flatnonzero(ended.rows == row)
             last = map_tree(lambda leaf, at=at: leaf[at], observations)
             self.fragment.finals.append(Final(row, ended.slots[at], last, ended.infos))
 
     def newest_of(self, slot: int) -> Tree:
-        """The newest observation of one slot, as it has been recorded."""
+        """The newest recorded observation of one slot, any[...]."""
         row = int(self.at[slot])
         return map_tree(lambda leaf: leaf[row, slot], self.fragment.columns[Columns.OBS].tree)
 
     def waits(self, slot: int) -> bool:
-        """Whether a slot has acted and has no observation since."""
+        """True if a slot has acted and has no observation since then."""
         return bool(self._waits[slot])
 
     def received(self, slot: int) -> np.float32:
-        """What a slot that waits has received since it acted."""
+        """The reward of a waiting slot since its action."""
         return np.float32(self._received[slot])
 
     def cut(self) -> AgentFragment:
-        """Give the fragment away, read-only, and begin the next one with the last H steps of every slot."""
+        """Return the fragment, read-only, and begin the next one with the last H steps of every slot."""
         old = self._turn_over(are_written=self._raw is None)
-        # Where the lane was stopped before its environments got the newest actions, these are nobody's.
+        # A slot in `_fresh` that also waits has an action that the environments never got: it does not count.
         old.acts, old.waits, old.received = self._fresh.copy(), self._waits & ~self._fresh, self._received.copy()
         old.seal_at(self.at.copy())
         self.at[:] = self._row = self.layout.lookback
@@ -279,7 +276,7 @@ class AgentLane(AgentRows):
     # Inside
 
     def _record_all(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
-        """All have acted, and all have an observation."""
+        """Write a step after which all slots have an observation, and before which all acted."""
         assert self._row is not None
         row, columns, observations = self._row, self.fragment.columns, step.observed.observations
         columns[Columns.REWARDS].write(row, step.rewards + self._received)
@@ -298,10 +295,10 @@ class AgentLane(AgentRows):
         self._take(going, map_tree(lambda leaf: leaf[going], observations), vector_step)
 
     def _record_some(self, step: PartStep, done: NDArray[np.bool_], vector_step: int) -> None:
-        """Whoever acted and has an observation, or has ended, has made a step; whoever is new begins."""
+        """Write a step of some slots: those that acted and have an observation or ended; new agents begin."""
         slots, observations = step.observed
         slots = self.everyone if slots is None else slots
-        place = np.full(self.layout.num_slots, -1)  # of each slot among those with an observation
+        place = np.full(self.layout.num_slots, -1)  # index of each slot in `slots`; -1: it has no observation
         place[slots] = np.arange(len(slots))
         np.add(self._received, step.rewards, out=self._received, where=self._waits)
         closed = np.flatnonzero(self._waits & ((place >= 0) | done))
@@ -322,7 +319,7 @@ class AgentLane(AgentRows):
         self._take(going, observations, vector_step)
 
     def _close(self, slots: Slots, step: PartStep) -> None:
-        """Write what the steps of these slots came to, in the rows where they stand."""
+        """Write the rewards and flags of the slots' steps, into the rows where they stand."""
         rows, columns = self.at[slots], self.fragment.columns
         columns[Columns.REWARDS].tree[rows, slots] = self._received[slots]
         columns[Columns.TERMINATEDS].tree[rows, slots] = step.terminateds[slots]
@@ -332,11 +329,11 @@ class AgentLane(AgentRows):
         self.num_steps += len(slots)
 
     def _end(self, slots: Slots, came: Slots, observations: Tree, vector_step: int) -> None:
-        """The episodes of these slots have ended, in the rows before those where they stand now.
+        """End the episodes of `slots`, i64[K], in the rows before those where the slots stand now.
 
-        came, observations    those of the slots that have a last observation, and these, `any[E, ...]`
+        came, observations    slots with a last observation, i64[E], and these, `any[E, ...]`
 
-        Of the others the observation before counts once more: pieces have seen it, and don't see it again.
+        For other slots the observation before is repeated: pieces have seen it, and don't see it again.
         """
         if len(came):
             starts, numbers = self.episode_start.copy(), self.episode_number.copy()
@@ -352,11 +349,11 @@ class AgentLane(AgentRows):
         self.lives[slots] = False
 
     def _begin(self, slots: Slots) -> None:
-        """Episodes of these slots begin where they stand."""
+        """Begin episodes of these slots in the rows where they stand."""
         self.lives[slots] = True
         self.episode_start[slots] = self.at[slots]
-        new = slots[self.at[slots] == self.layout.lookback]
-        self.fragment.episode_start[new] = self.layout.lookback  # in which these had no episode so far
+        new = slots[self.at[slots] == self.layout.lookback]  # slots without an episode in the fragment so far
+        self.fragment.episode_start[new] = self.layout.lookback
         self._begun.append(slots)
 
     def _take(self, slots: Slots, observations: Tree, vector_step: int) -> None:
@@ -373,10 +370,10 @@ class AgentLane(AgentRows):
         self._fresh[slots] = True
 
     def _newest(self, slots: Slots) -> Tree:
-        """The newest observations of slots, `any[K, ...]`, as they came or as pieces have left them so far."""
+        """The newest observations of slots, `any[K, ...]`, as they came or as joint pieces have left them."""
         if self._edited is not None:
-            known, values = self._edited
-            places = np.searchsorted(known, slots)
+            edited, values = self._edited
+            places = np.searchsorted(edited, slots)
             return map_tree(lambda leaf: leaf[places], values)
         if self._raw is not None:
             return self._raw.items(0, slots)
@@ -386,7 +383,7 @@ class AgentLane(AgentRows):
         return column.items(self._rows_of(slots), slots)
 
     def _settle_type(self, observations: Tree, count: int) -> None:
-        """Give the column the type that pieces have left observations in, the last of the spaces that they fit."""
+        """Give the column the type of the pieces' observations, any[K, ...]: the last space that they fit."""
         for space in reversed(self.observation_spaces):
             column = self._columns.observations(space)
             if space is not self._space and column.fits_items(observations, count):

@@ -1,4 +1,4 @@
-"""A fragment of a lane of environments with several agents each."""
+"""MultiAgentFragment: T vector steps of a lane of environments with several agents each."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,20 +7,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.fragment_episodes import FragmentEpisodes
-from rollflow.stream.multi_agent.agent_chunks import episode_of
+from rollflow.stream.data.loss_ledger import Traced
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment, ModuleFragment
-from rollflow.stream.multi_agent_episode import MultiAgentEpisode
+from rollflow.stream.multi_agent.env_episodes import sealed_episode
 
 
 class EnvClock:
-    """When the episodes of N environments began and ended in one fragment, in vector steps since the first reset.
+    """Begins and ends of the episodes of N environments in one fragment, in vector steps since the first reset.
 
     first      vector step at which the fragment began
-    started    i64[N] at which the episode began that was going on then
-    numbers    i64[N] how many episodes the environment had before that one
-    ends       in their order: (vector step, environment, whether it was truncated)
-    losses     (vector step after which the environments were lost, why)
+    started    i64[N]  vector step at which the episode began that was going on then
+    numbers    i64[N]  number of episodes that the environment had before that one
+    ends       (vector step, environment, whether the episode was truncated), in the order of time
+    losses     (vector step after which the environments were lost, reason)
     """
 
     def __init__(self, first: int, started: NDArray[np.int64], numbers: NDArray[np.int64]) -> None:
@@ -32,29 +34,29 @@ class EnvClock:
         self._lost: set[tuple[int, int]] = set()
 
     def end(self, envs: NDArray[np.int64], vector_step: int, truncated: NDArray[np.bool_]) -> None:
-        """The episodes of these environments have ended with a vector step, and others have begun."""
+        """Record that episodes of `envs`, i64[E], ended with a vector step (`truncated`, bool[E]), and others began."""
         for env, is_truncated in zip(envs.tolist(), truncated.tolist(), strict=True):
             self.ends.append((vector_step, env, is_truncated))
             self._ends_of.setdefault(env, []).append(vector_step)
             self._truncated_of.setdefault(env, []).append(is_truncated)
 
     def lose(self, vector_step: int, reason: str) -> None:
-        """All episodes that were going on after a vector step have ended with it, since the environments were lost."""
+        """Record that all episodes ended with a vector step, since the environments were lost."""
         envs = np.arange(len(self.numbers))
         self.losses.append((vector_step, reason))
         self._lost |= {(env, self.count(env) - 1) for env in envs.tolist()}
         self.end(envs, vector_step, np.ones(len(envs), np.bool_))
 
     def was_lost(self, env: int, nth: int) -> bool:
-        """Whether an episode ended because its environment was lost."""
+        """True if an episode ended because its environment was lost."""
         return (env, nth) in self._lost
 
     def nth(self, env: int, vector_step: int) -> int:
-        """How many episodes of the environment had ended in the fragment when a vector step began."""
+        """Number of episodes of the environment that had ended in the fragment when a vector step began."""
         return bisect_right(self._ends_of.get(env, ()), vector_step)
 
     def nth_of(self, envs: NDArray[np.int64], vector_steps: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`nth`, i64[K], of several."""
+        """`nth` of several environments, i64[K], at vector steps, i64[K]: i64[K]."""
         ends = np.array(sorted((env, end) for end, env, _ in self.ends), np.int64).reshape(-1, 2)
         most = 1 + max(int(vector_steps.max(initial=0)), int(ends[:, 1].max(initial=0)))
         ordered = ends[:, 0] * most + ends[:, 1]
@@ -62,7 +64,7 @@ class EnvClock:
         return before - np.searchsorted(ordered, envs * most)
 
     def number(self, env: int, vector_step: int) -> int:
-        """The number of the episode that the environment was in then."""
+        """The number of the episode that the environment was in at a vector step."""
         return int(self.numbers[env]) + self.nth(env, vector_step)
 
     def start(self, env: int, nth: int) -> int:
@@ -70,7 +72,7 @@ class EnvClock:
         return self._ends_of[env][nth - 1] if nth else int(self.started[env])
 
     def count(self, env: int) -> int:
-        """How many episodes of the environment there are in the fragment, one of them going on at its end."""
+        """Number of episodes of the environment in the fragment, with the one that goes on at its end."""
         return 1 + len(self._ends_of.get(env, ()))
 
     def end_of(self, env: int, nth: int) -> tuple[int, bool] | None:
@@ -78,24 +80,36 @@ class EnvClock:
         ends = self._ends_of.get(env, ())
         return (ends[nth], self._truncated_of[env][nth]) if nth < len(ends) else None
 
+    def after_loss(self, reason: str) -> "EnvClock":
+        """This clock, with episodes before its own that were lost before its first vector step."""
+        clock = EnvClock(self.first, np.full_like(self.started, self.first), self.numbers - 1)
+        clock.lose(self.first, reason)
+        losses = list(self.losses)
+        for vector_step, env, is_truncated in self.ends:
+            if losses and self.was_lost(env, len(clock._ends_of[env]) - 1):
+                clock.lose(*losses.pop())
+                break  # these are the last: environments that are lost begin no more episodes here
+            clock.end(np.array([env]), vector_step, np.array([is_truncated]))
+        return clock
+
     def next(self, vector_step: int) -> "EnvClock":
-        """Of the fragment that begins now."""
+        """The clock of the fragment that begins now."""
         started, numbers = self.started.copy(), self.numbers.copy()
         for end, env, _ in self.ends:
             started[env], numbers[env] = end, numbers[env] + 1
         return EnvClock(vector_step, started, numbers)
 
 
-class MultiAgentFragment:
+class MultiAgentFragment(Traced):
     """T vector steps of N environments with several agents each; read-only.
 
     lane, sequence    number of the lane, and of the fragment in it
-    parts             the agents' steps, by their spaces
+    parts             the agents' steps, one fragment for each part
     num_envs          N
     num_rows          T
-    clock             when episodes began and ended
-    custom_data       (environment, number of its episode) -> what pieces keep with the episode
-    is_last           whether the lane has left: no other comes after this one
+    clock             begins and ends of episodes
+    custom_data       (environment, number of its episode) -> data that pieces keep with the episode
+    is_last           whether this is the lane's last fragment
     """
 
     def __init__(
@@ -117,22 +131,22 @@ class MultiAgentFragment:
 
     @property
     def num_steps(self) -> int:
-        """Agent steps held, lookback left out."""
+        """Number of agent steps, without lookback."""
         return sum(part.num_steps for part in self.parts)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no environment steps; agents may wait all the while, and have made no step."""
+        """True if there are no environment steps; a fragment with some may still have no agent step."""
         return not self.num_rows
 
     @property
     def num_env_steps(self) -> int:
-        """Environment steps held."""
+        """Number of environment steps."""
         return self.num_rows * self.num_envs
 
     @property
     def nbytes(self) -> int:
-        """Bytes held in columns."""
+        """Bytes in the columns."""
         return sum(part.nbytes for part in self.parts)
 
     @property
@@ -142,10 +156,9 @@ class MultiAgentFragment:
 
     @property
     def losses(self) -> list[tuple[int, str]]:
-        """When the environments were lost, in vector steps since the first reset, and why.
+        """Losses of the environments: (vector step since the first reset, reason).
 
-        Episodes that were going on ended with it, as truncated; an agent without a step in this fragment has no chunk
-        that could say so.
+        Ongoing episodes ended as truncated. An agent without a step in this fragment has no chunk to mark so.
         """
         return self.clock.losses
 
@@ -157,28 +170,36 @@ class MultiAgentFragment:
         raise KeyError(f"module '{module_id}' has not acted in {self!r}, expected one of {self.module_ids}")
 
     def policy_versions(self) -> dict[Any, int]:
-        """Module id -> the oldest version that an action was computed with, for those that acted."""
+        """Module id -> the oldest version that an action was computed with, of modules that acted."""
         mine = {module_id: self.of_module(module_id) for module_id in self.module_ids}
         return {module_id: part.policy_version for module_id, part in mine.items() if len(part.chunks.slot)}
 
     def agent_episodes(self, module_id: Any) -> FragmentEpisodes:
-        """The chunks of one module's agents as a sequence of `SingleAgentEpisode`, made when asked for."""
+        """The chunks of one module's agents as a sequence of `SingleAgentEpisode`, made on demand."""
         return FragmentEpisodes([self.of_module(module_id)])
 
     def episodes(self) -> Iterator[MultiAgentEpisode]:
         """The chunks of the environments' episodes, environment by environment, in the order of time.
 
-        Of an agent that waits for its next observation, what it received since the last one counts as received in
-        the last env step.
+        The rewards of an agent that waits for its next observation count as received in the last env step.
         """
         for env in range(self.num_envs):
             for nth in range(self.clock.count(env)):
-                episode = episode_of(self, env, nth)
-                if len(episode) and episode.agent_ids:  # who waits as environments are lost may be all there are
+                episode = sealed_episode(self, env, nth)
+                if len(episode) and episode.agent_ids:  # after a loss, no agent may be left
                     yield episode
+
+    def begin_after_loss(self, reason: str) -> None:
+        """Record that the environments were lost before this fragment's first step: all open episodes ended."""
+        self.clock = self.clock.after_loss(reason)
+        for part in self.parts:
+            part.begin_after_loss(reason)
 
     def __repr__(self) -> str:
         return (
             f"<MultiAgentFragment {self.sequence} of lane {self.lane}: {self.num_rows} vector steps x {self.num_envs} "
             "environments>"
         )
+
+
+AnyFragment = Fragment | MultiAgentFragment

@@ -1,4 +1,4 @@
-"""A lane of environments with several agents each: what circulates in the ring, and the fragment in the making."""
+"""MultiAgentLane: environments with several agents each that step together, and the fragment that they fill."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -7,9 +7,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.episode_ids import EpisodeIds
-from rollflow.stream.errors import EnvError
-from rollflow.stream.fragment import FragmentLayout
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.fragments.fragment import FragmentLayout
+from rollflow.stream.fragments.fragment_records import EpisodeIds
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -20,10 +20,10 @@ Infos = Mapping[Any, Mapping[str, Any]]
 
 
 class ServingModule(Protocol):
-    """A module as it was added: one that is added later under the same id is another.
+    """A module as it was added; a module added later under the same id is another one.
 
-    module_id     its id
-    is_removed    whether it serves nobody any more but those whom it serves already
+    module_id     id of the module
+    is_removed    whether the module gets no new agents; it still serves ongoing episodes
     """
 
     @property
@@ -34,9 +34,9 @@ class ServingModule(Protocol):
 
 
 class AgentMapping(Protocol):
-    """Says which module serves an agent.
+    """Maps agents to the modules that serve them.
 
-    is_by_agent    whether that is the same in every episode that begins now
+    is_by_agent    whether the module is the same in every episode that begins now
     """
 
     @property
@@ -50,21 +50,22 @@ class AgentMapping(Protocol):
 class MultiAgentLane:
     """N environments that step together, with several agents each.
 
-    index         number of this lane
-    parts         the agents by their spaces
-    num_envs      N
-    num_rows      vector steps in a fragment (T)
-    lookback      agent steps of the fragment before that each begins with (H)
-    name          what episode ids are derived from; of this lane alone
-    mapping       which module serves an agent in an episode: asked when agents begin
+    index          number of this lane
+    parts          the agents by their spaces
+    num_envs       N
+    first_env      number of the lane's first environment in the rollout
+    num_rows       vector steps in a fragment (T)
+    lookback       agent steps of lookback at the head of a fragment (H)
+    name           prefix of episode ids, unique to this lane
+    mapping        gives the module that serves an agent in an episode, asked when the agent begins
+    shared_data    makes the data that the connector pieces of a module share
 
-    modules         that serve agents, or have served; lanes refer to them by place. None: the place is free, as that of
-                    a removed module becomes when a fragment is cut and none of its agents' episodes goes on
-    module_ids      their ids
-    vector_steps    since the first reset
-    batches         (part, module) by places -> what flows between the stages: column -> tree of arrays any[K, ...]
-    shared_data     module place -> what connector pieces tell each other
-    is_set_aside    whether its environments are gone for good
+    modules         modules that serve or have served agents; lanes refer to them by place. None: a free place. The
+                    place of a removed module becomes free at a cut, when none of its agents' episodes goes on
+    module_ids      ids of the modules, by place
+    vector_steps    vector steps since the first reset
+    batches         module place -> data between the stages: column -> tree of arrays `any[K, ...]`
+    is_set_aside    whether the environments are gone for good
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class MultiAgentLane:
         self.sequence = 0
 
     def reset(self, observed: Sequence[Observed], infos: Sequence[Infos]) -> None:
-        """Take the first observations of every environment, part by part, and what came with them by environment."""
+        """Take the first observations of every environment, part by part, and the infos by environment."""
         self._begin(observed, infos, range(self.num_envs))
 
     def record_step(self, step: VectorStep) -> None:
-        """Take what one vector step gave."""
+        """Take the results of one vector step."""
         self.vector_steps += 1
         self.just_ended = step.ended
         for lane, part in zip(self.parts, step.parts, strict=True):
@@ -125,10 +126,10 @@ class MultiAgentLane:
     def lose(self, reason: str, *, is_under_way: bool = True) -> int:
         """End every episode: the environments were lost.
 
-        is_under_way    whether they had got the newest actions
+        is_under_way    whether the environments had got the newest actions
 
-        What agents have of steps stays; chunks of episodes that ended thus are truncated, with `reason` in
-        `custom_data["lost"]`. New episodes begin by `reset`. Returns how many steps of agents were under way.
+        Recorded steps stay. The episodes' chunks are truncated, with `reason` in `custom_data["lost"]`. New episodes
+        begin by `reset`. Returns the number of agent steps under way.
         """
         for env in range(self.num_envs):
             key = env, self.clock.number(env, self.vector_steps)
@@ -137,8 +138,13 @@ class MultiAgentLane:
         self.just_ended = self.just_ended[:0]
         return sum(part.lose(reason, is_under_way=is_under_way) for part in self.parts)
 
+    def share(self) -> None:
+        """Let other processes see the columns of all fragments but the first. Before the first step only."""
+        for part in self.parts:
+            part.share()
+
     def shared_data_of(self, module: int) -> dict[str, Any]:
-        """What the connector pieces of a module tell each other."""
+        """The data that the connector pieces of a module share."""
         made = self._shared_data.get(module)
         if made is None:
             serving = self.modules[module]
@@ -150,12 +156,12 @@ class MultiAgentLane:
 
     @property
     def is_full(self) -> bool:
-        """Whether the fragment has its T vector steps."""
+        """True if the fragment has its T vector steps."""
         return self.vector_steps - self.clock.first == self.num_rows
 
     @property
     def at_start(self) -> bool:
-        """Whether the next step is the first of a fragment."""
+        """True if the next vector step is the first of a fragment."""
         return self.vector_steps == self.clock.first
 
     @property
@@ -164,12 +170,12 @@ class MultiAgentLane:
         return sum(lane.num_steps for lane in self.parts)
 
     @property
-    def uncut_steps(self) -> int:
-        """Agent steps in the fragment in the making."""
-        return sum(lane.uncut_steps for lane in self.parts)
+    def steps_under_way(self) -> int:
+        """Number of agents that have acted and have no observation since: the next vector step may end their steps."""
+        return sum(part.waits(slot) for part in self.parts for slot in range(part.layout.num_slots))
 
     def cut(self) -> MultiAgentFragment:
-        """Give the fragment away, read-only, and begin the next one."""
+        """Return the fragment, read-only, and begin the next one."""
         clock, self.clock = self.clock, self.clock.next(self.vector_steps)
         custom_data, going = copy.deepcopy(self.custom_data), set(enumerate(self.clock.numbers.tolist()))
         self.custom_data = {key: data for key, data in self.custom_data.items() if key in going}
@@ -188,13 +194,13 @@ class MultiAgentLane:
         )
 
     def leave(self) -> MultiAgentFragment:
-        """Give the last fragment away, and all memory back: no step is made any more."""
+        """Return the last fragment, and release all memory: no more steps are made."""
         last = self.cut()
         last.is_last = True
         for lane in self.parts:
             lane.release()
-        kept = (self.modules, self.module_ids, self._places, self._part_of)
-        for each in (*kept, self.batches, self.shown, self.policy_versions, self._shared_data):
+        by_module = (self.modules, self.module_ids, self._places, self._part_of)
+        for each in (*by_module, self.batches, self.shown, self.policy_versions, self._shared_data):
             each.clear()
         return last
 
@@ -205,7 +211,7 @@ class MultiAgentLane:
             num_slots=self.num_envs * len(part.agents),
             num_rows=self.num_rows,
             lookback=self.lookback,
-            action_space=part.action_space,
+            action_space=part.recorded_space,
             resets_next_step=False,
             episode_id=EpisodeIds(f"{name}/agents/{index}"),
         )
@@ -221,7 +227,7 @@ class MultiAgentLane:
             self._record_infos(infos, envs, are_first=True)
 
     def _assign(self, lane: AgentLane) -> None:
-        """Find out which module serves the agents that have begun."""
+        """Ask the mapping for the modules of the agents that have begun, and assign them."""
         slots = lane.take_begun()
         if not len(slots):
             return
@@ -244,9 +250,9 @@ class MultiAgentLane:
         except Exception as error:
             error.add_note(f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}")
             raise
-        known, served = self._part_of.setdefault(module.module_id, (part, agent))
-        if known != part:
-            other = self.parts[known].part
+        other_part, served = self._part_of.setdefault(module.module_id, (part, agent))
+        if other_part != part:
+            other = self.parts[other_part].part
             raise EnvError(
                 f"environment {self._first_env + env}, agent '{agent}', vector step {self.vector_steps}: module "
                 f"'{module.module_id}' serves agent '{served}', with observations in "
@@ -256,10 +262,10 @@ class MultiAgentLane:
         return self._place_for(module)
 
     def _place_for(self, module: ServingModule) -> int:
-        """The module's place, a free one where it is new."""
-        known = self._places.get(module)
-        if known is not None:
-            return known
+        """The module's place; a new module takes a free one."""
+        place = self._places.get(module)
+        if place is not None:
+            return place
         if None not in self.modules:
             self.modules.append(None)
             self.module_ids.append(None)
@@ -268,14 +274,14 @@ class MultiAgentLane:
         return place
 
     def _drop_removed(self) -> None:
-        """Keep nothing of removed modules that serve no episode that goes on; a fragment has just been cut."""
+        """Forget removed modules that serve no ongoing episode; called when a fragment has just been cut."""
         removed = [place for place, module in enumerate(self.modules) if module is not None and module.is_removed]
         if not removed:
             return
         serving = set().union(*(lane.serving() for lane in self.parts))
         for place in set(removed) - serving:
             module_id = self.module_ids[place]
-            del self._places[self.modules[place]]  # type: ignore[arg-type]  # it is none of the free ones
+            del self._places[self.modules[place]]  # type: ignore[arg-type]  # its place is not free
             self.modules[place] = self.module_ids[place] = None
             for by_place in (self._shared_data, self.batches, self.shown, self.policy_versions):
                 by_place.pop(place, None)

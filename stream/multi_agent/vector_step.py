@@ -1,7 +1,7 @@
-"""One vector step of environments with several agents: what a lane records of it.
+"""Records of one vector step of environments with several agents.
 
-A *part* is all agents that have the same observation space and the same action space. In N environments a part with A
-agents has S = N * A *agent slots*: slot = environment * A + place of the agent in the part.
+A *part* is all agents that have the same observation space and the same action space. A part with A agents in N
+environments has S = N * A *agent slots*. The slot's number is environment * A + place of the agent in the part.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,47 +11,47 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.tree import Tree
 from rollflow.stream.multi_agent.agent_part import AgentPart
-from rollflow.stream.tree import Tree
 
 
 class Observed(NamedTuple):
-    """Observations of one part: K of its S agent slots have one."""
+    """Observations of K of a part's S agent slots."""
 
-    slots: NDArray[np.int64] | None  # i64[K], ascending: agent slots that got an observation; None: all
+    slots: NDArray[np.int64] | None  # i64[K] ascending: agent slots with an observation; None: all
     observations: Tree  # any[K, ...] in the part's space
 
 
 class PartStep(NamedTuple):
-    """What a vector step gave to the agents of one part.
+    """Results of a vector step for the agents of one part.
 
-    An agent that ended without ever having had an observation in the episode is in neither flag: it has no episode.
+    An agent that ended without any observation in the episode is in neither flag: it has no episode.
     """
 
-    observed: Observed  # after the step; of agents that ended with it: their last one, where they got one
-    rewards: NDArray[np.float32]  # f32[S], 0.0 where none came
-    # bool[S]: agents that ended with this step (of an env whose episode ended: all its live agents)
+    observed: Observed  # after the step; for an agent that ended with it, its last one, if it got one
+    rewards: NDArray[np.float32]  # f32[S]  0.0: none came
+    # bool[S]  agents that ended with this step: all live agents of an environment whose episode ended
     terminateds: NDArray[np.bool_]
     truncateds: NDArray[np.bool_]
 
 
 class VectorStep(NamedTuple):
-    """What a vector step gave."""
+    """Results of a vector step."""
 
     parts: Sequence[PartStep]
-    ended: NDArray[np.int64]  # i64[E] envs whose episode ended with this step; they have been reset
-    truncated: NDArray[np.bool_]  # bool[E]: whether that was by truncation; False where the episode was terminated
-    first: Sequence[Observed]  # per part, the first observations after that; () where none ended
-    infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env: agent -> info, of the step; () where all are empty
-    first_infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # per env in `ended`; () likewise
+    ended: NDArray[np.int64]  # i64[E]  environments whose episode ended with this step; they have been reset
+    truncated: NDArray[np.bool_]  # bool[E]  True: the episode was truncated; False: it was terminated
+    first: Sequence[Observed]  # first observations after the resets, for each part; () where none ended
+    infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # agent -> info of the step, for each environment; () if all empty
+    first_infos: Sequence[Mapping[Any, Mapping[str, Any]]]  # the same of the resets, for each environment in `ended`
 
 
 Actions = Sequence[tuple[NDArray[np.int64] | None, Tree]]
-"""Per part: i64[K], ascending, the agent slots that act (None: all), and their actions, any[K, ...]."""
+"""For each part: agent slots that act, i64[K] ascending (None: all), and a tree of their actions `any[K, ...]`."""
 
 
 class AgentEnvs(Protocol):
-    """N environments with several agents that step together, here or elsewhere."""
+    """N environments with several agents each that step together, in this process or another."""
 
     num_envs: int
     possible_agents: tuple[Any, ...]
@@ -64,14 +64,14 @@ class AgentEnvs(Protocol):
     ) -> tuple[Sequence[Observed], Sequence[Mapping[Any, Mapping[str, Any]]]]:
         """Begin an episode in every environment, each with a seed of its own.
 
-        Returns the first observations per part, and per environment agent -> info; () where all are empty.
+        Returns the first observations of each part, and agent -> info of each environment; () if all are empty.
         """
         ...
 
     def step(self, actions: Actions) -> VectorStep:
-        """Step every environment; those whose episode ends are reset.
+        """Step every environment, and reset those whose episode ends.
 
-        Arrays that are returned may be written over by the next call.
+        The next call may overwrite the arrays that are returned.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The protocol between a gateway and the hosts of environments and rollouts, or a trainer and sources: no I/O."""
+"""The protocol, without I/O: between a gateway and hosts of environments or rollouts, and a trainer and sources."""
 
 from rollflow.stream.wire.address import (
     Address,
@@ -9,12 +9,9 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
-from rollflow.stream.wire.agent_form import AgentForm
-from rollflow.stream.wire.agent_rows import AgentRows
-from rollflow.stream.wire.connection import FAILED, Broken, Connection, Event, Phase
-from rollflow.stream.wire.frame import Buffer, FrameDecoder
-from rollflow.stream.wire.gateway import GatewayConnection
-from rollflow.stream.wire.handshake import (
+from rollflow.stream.wire.codec.agent_rows import AgentRows
+from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
+from rollflow.stream.wire.codec.handshake import (
     NONCE_BYTES,
     SESSION_BYTES,
     VERSION,
@@ -24,17 +21,21 @@ from rollflow.stream.wire.handshake import (
     Proof,
     Welcome,
 )
-from rollflow.stream.wire.host import HostConnection
-from rollflow.stream.wire.joined import Joined, bytes_of
-from rollflow.stream.wire.lent_columns import LentLeaf, can_be_lent, lent_columns, pack_columns
-from rollflow.stream.wire.limits import Limits
-from rollflow.stream.wire.message import Message, decode, encode
-from rollflow.stream.wire.rows import RowForm
-from rollflow.stream.wire.running import (
+from rollflow.stream.wire.codec.lent_columns import (
+    EACH,
+    LANE,
+    LentLeaf,
+    can_be_lent,
+    lent_columns,
+    pack_columns,
+    series_parts,
+)
+from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.message import Message, decode, encode
+from rollflow.stream.wire.codec.messages import (
     Answer,
-    Aside,
     Block,
-    Come,
+    BlocksReleased,
     Credit,
     Cut,
     Done,
@@ -42,8 +43,9 @@ from rollflow.stream.wire.running import (
     Finished,
     Forget,
     Fragment,
-    Free,
     Goodbye,
+    LaneJoined,
+    LaneLeft,
     Lent,
     Metrics,
     Ping,
@@ -60,84 +62,10 @@ from rollflow.stream.wire.running import (
     Turn,
     Weights,
 )
-from rollflow.stream.wire.series import EACH, LANE, series_parts
+from rollflow.stream.wire.codec.rows import AgentForm, RowForm
+from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
+from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.session import GatewaySession, HostSession
-from rollflow.stream.wire.source import SourceConnection, SourceSession
-from rollflow.stream.wire.trainer import TrainerConnection, TrainerSession
+from rollflow.stream.wire.source import SourceConnection, SourceSession, TrainerConnection, TrainerSession
 
-__all__ = [
-    "EACH",
-    "FAILED",
-    "LANE",
-    "NONCE_BYTES",
-    "SESSION_BYTES",
-    "VERSION",
-    "Address",
-    "AgentForm",
-    "AgentRows",
-    "Answer",
-    "Aside",
-    "Block",
-    "Broken",
-    "Buffer",
-    "Challenge",
-    "Come",
-    "Connection",
-    "Credit",
-    "Cut",
-    "Done",
-    "Event",
-    "Failed",
-    "Finished",
-    "Forget",
-    "Fragment",
-    "FrameDecoder",
-    "Free",
-    "GatewayConnection",
-    "GatewaySession",
-    "Goodbye",
-    "Hello",
-    "HostConnection",
-    "HostSession",
-    "Joined",
-    "LaneGrant",
-    "Lent",
-    "LentLeaf",
-    "Limits",
-    "Message",
-    "Metrics",
-    "Phase",
-    "Ping",
-    "Pong",
-    "Proof",
-    "Receipt",
-    "Refused",
-    "Request",
-    "Reset",
-    "RowForm",
-    "Rows",
-    "Series",
-    "Settings",
-    "SharedAddress",
-    "SourceConnection",
-    "SourceSession",
-    "States",
-    "Step",
-    "TcpAddress",
-    "TrainerConnection",
-    "TrainerSession",
-    "Turn",
-    "UnixAddress",
-    "Weights",
-    "Welcome",
-    "bytes_of",
-    "can_be_lent",
-    "check_secret",
-    "decode",
-    "encode",
-    "lent_columns",
-    "pack_columns",
-    "parse_address",
-    "parse_trainer_address",
-    "series_parts",
-]
+__all__ = ["Limits"]  # for users; all else is for rollflow itself

@@ -1,26 +1,27 @@
-"""Where a gateway, a host or a trainer listens: `tcp://host:port`, `tcp://[::1]:port`, `unix:/path`, `shm:/path`."""
+"""Addresses of gateways, hosts and trainers: `tcp://host:port`, `tcp://[::1]:port`, `unix:/path`, `shm:/path`."""
 
 import ipaddress
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 
 _TCP = re.compile(r"tcp://(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^\[\]:/?#@\s]+)):(?P<port>[0-9]{1,5})", re.ASCII)
 _TCP_FORMS = "'tcp://host:port', 'tcp://[ipv6]:port'"
-_MOST_PATH = 103  # bytes: what the system with the least takes
+_MOST_PATH = 103  # bytes: the lowest limit among supported systems
 
 
 @dataclass(frozen=True, slots=True)
 class TcpAddress:
-    """A port of a host; 0, to listen on, is any that is free."""
+    """A port of a host; to listen on port 0 means any free port."""
 
     host: str
     port: int
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """True if only this machine can reach the address."""
         if self.host.lower() == "localhost":
             return True
         try:
@@ -39,42 +40,38 @@ class UnixAddress:
     """A socket in the file system."""
 
     path: str
-
-    @property
-    def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
-        return True
+    is_local: ClassVar[bool] = True  # only this machine can reach it
+    scheme: ClassVar[str] = "unix:"
 
     def __str__(self) -> str:
-        return f"unix:{self.path}"
+        return f"{self.scheme}{self.path}"
 
 
 @dataclass(frozen=True, slots=True)
 class SharedAddress(UnixAddress):
-    """A socket in the file system, for whoever shares memory with the other end: a trainer and its sources."""
+    """A socket in the file system whose two ends, a trainer and a source, share memory."""
 
-    def __str__(self) -> str:
-        return f"shm:{self.path}"
+    scheme: ClassVar[str] = "shm:"
 
 
 Address = TcpAddress | UnixAddress
 
 
-def parse_address(given: str | Address) -> Address:
-    """The address that a text names, or that is one. Raises WireError for what is none."""
-    return _parsed(_text_of(given), f"{_TCP_FORMS} or 'unix:/path'")
+def parse_address(address: str | Address) -> Address:
+    """Parse the address of a gateway or host. Raises WireError for a text that is no address."""
+    return _parsed(_text_of(address), f"{_TCP_FORMS} or 'unix:/path'")
 
 
-def parse_trainer_address(given: str | Address) -> Address:
-    """The address of a trainer, which may share memory, likewise."""
-    text = _text_of(given)
+def parse_trainer_address(address: str | Address) -> Address:
+    """Parse the address of a trainer, which may be `shm:/path`. Raises WireError for a text that is no address."""
+    text = _text_of(address)
     if isinstance(text, str) and text.startswith("shm:"):
         return SharedAddress(_path_behind("shm:", text))
     return _parsed(text, f"{_TCP_FORMS}, 'unix:/path' or 'shm:/path'")
 
 
-def _text_of(given: str | Address) -> str:
-    return str(given) if isinstance(given, Address) else given
+def _text_of(address: str | Address) -> str:
+    return str(address) if isinstance(address, Address) else address
 
 
 def _parsed(text: str, forms: str) -> Address:
@@ -98,7 +95,7 @@ def _parsed(text: str, forms: str) -> Address:
 
 
 def check_secret(address: Address, secret: bytes | None) -> None:
-    """Raise WireError where anybody on the network could come in without a secret, or where it is empty."""
+    """Raise WireError for a network address without a secret, and for an empty secret."""
     if secret is None and not address.is_local:
         raise WireError(
             f"address {str(address)!r} without a secret, expected one, or a loopback address or Unix socket", "secret"

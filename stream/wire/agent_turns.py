@@ -1,22 +1,22 @@
-"""Who takes part in a lane's episodes, by what its host has answered: held against what it answers next."""
+"""AgentTurns: the agents in a lane's episodes, by the host's answers so far, which check its next answer."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.stream.errors import WireError
-from rollflow.stream.wire.agent_rows import AgentRows, AgentSlots
-from rollflow.stream.wire.handshake import Hello
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots
+from rollflow.stream.wire.codec.handshake import Hello
 
 Mask = NDArray[np.bool_]
 
 
 class AgentTurns:
-    """The agents of a lane of N environments, one number for every agent slot of one part after the other.
+    """State of all agent slots of a lane of N environments, part after part.
 
-    An agent acts on its newest observation, and has ended when it says so; an episode goes on for as long as an agent
-    is there, and in every step somebody must be able to act.
+    An agent acts on its newest observation, until it is terminated or truncated. An episode goes on as long as one of
+    its agents is left. In every step of an episode an agent must be able to act.
     """
 
     def __init__(self, hello: Hello, num_envs: int) -> None:
@@ -26,17 +26,16 @@ class AgentTurns:
         self._sizes = [num_envs * len(agents) for agents in by_part]
         self._envs = np.concatenate([np.repeat(np.arange(num_envs), len(agents)) for agents in by_part])
         nobody = np.zeros(len(self._envs), np.bool_)
-        # Who has come since the episode began, who of them has ended, who waits for an answer, who acts next.
+        # Agents that had an observation in the episode, have ended, wait for an observation, and act next.
         self._has_come, self._has_ended, self._waits, self._acts = (nobody.copy() for _ in range(4))
 
     @property
     def acting(self) -> tuple[NDArray[np.int64], ...]:
-        """Of every part, the agent slots that act next: i64[K], ascending."""
+        """The agent slots of every part that act next: i64[K] each, ascending."""
         return tuple(map(np.flatnonzero, np.split(self._acts, np.cumsum(self._sizes)[:-1])))
 
     def take(self, rows: AgentRows) -> None:
-        """Take an answer that is right as far as its form goes. Raises WireError, and takes none of it, where it is
-        not what can come next."""
+        """Take an answer whose form is right. Raises WireError, with the state unchanged, if it can't come next."""
         where = f"{'reset' if rows.rewards is None else 'step'} {rows.number} of lane {rows.lane}"
         seen = self._mask(rows.agent_slots)
         if rows.rewards is None:
@@ -64,14 +63,14 @@ class AgentTurns:
     # Inside
 
     def _begin(self, anew: Mask, first: Mask) -> None:
-        """Agents whose environments have been reset, and those of them that have an observation."""
+        """Begin episodes: `anew` masks agents of reset environments, `first` those of them with an observation."""
         self._has_come[anew], self._has_ended[anew], self._waits[anew] = first[anew], False, False
         self._acts[anew] = first[anew]
 
     def _check_ended(
         self, rows: AgentRows, stays: Mask, terminated: Mask, truncated: Mask, where: str
     ) -> NDArray[np.bool_]:
-        """Which agents' environments have ended. Raises WireError where those that are said to are others."""
+        """Mask of agents whose episodes have ended. Raises WireError if the answer names other episodes."""
         assert rows.ended is not None
         assert rows.ended_truncated is not None
         expected = np.flatnonzero(self._counts(stays) == 0)
@@ -108,7 +107,7 @@ class AgentTurns:
             raise WireError(f"{where}: slot {env}, agent {agents[place]!r}: it {what}", "rows")
 
     def _counts(self, mask: Mask) -> NDArray[np.int64]:
-        """i64[N], of every environment how many of its agents are in the mask."""
+        """i64[N]: number of each environment's agents in the mask."""
         return np.bincount(self._envs[mask], minlength=self._num_envs)
 
     def _mask(self, agent_slots: AgentSlots | Sequence[NDArray[np.int64]]) -> Mask:

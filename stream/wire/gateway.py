@@ -1,54 +1,125 @@
-"""A gateway's end of a connection to a host."""
+"""Connections between a gateway and hosts of environments or of whole rollouts."""
 
-from rollflow.stream.errors import WireError
-from rollflow.stream.wire.agent_rows import AgentRows
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire.codec import messages
+from rollflow.stream.wire.codec.agent_rows import AgentRows
+from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
+from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.connection import Event, encoded
-from rollflow.stream.wire.form import Form, form_of
-from rollflow.stream.wire.gateway_end import GatewayEnd
-from rollflow.stream.wire.handshake import Hello
-from rollflow.stream.wire.limits import Limits
-from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import (
-    Answer,
-    Credit,
-    Cut,
-    Metrics,
-    Request,
-    Reset,
-    Rows,
-    Settings,
-    States,
-    Step,
-    Weights,
-)
-from rollflow.stream.wire.session import GatewaySession
+from rollflow.stream.wire.ends import Acceptor, Initiator
+from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
 
 
-class GatewayConnection(GatewayEnd):
-    """A gateway's end.
+class HostConnection(Initiator):
+    """A host's end. Constructed as an `Initiator`.
 
-    software    what runs here, for people
-    nonce       32 random bytes, new for every connection
-    secret      None: the gateway has none, and takes no host that has one
-    credits     messages that nobody asked for which the host may still send
-    hello       what the host is; None before it has proved itself
+    hello      has the token of `session` as its `session`
+    session    the host's memory, the same for one connection after another
+    credits    unrequested messages that the host may send
 
-    Events: Hello, once the host has proved itself, which is to be answered with `welcome` or `refuse`; then Rows,
-    AgentRows, Failed and Fragment, the answer to each request once, and Metrics; Goodbye; Broken.
+    Events:
+
+        Welcome                     the gateway has accepted the host
+        Reset, Step or Turn         each request once: answer with `answer`, different lanes in any order
+        Settings, Weights, States   between the requests of a rollout host
+        Cut                         a Turn that is not answered yet is to end now
+        Goodbye, ConnectionBroken   the end
+
+    Raises WireError for invalid spaces in `hello`.
     """
 
-    def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
-        super().__init__(software=software, nonce=nonce, secret=secret, limits=limits, now=now)
+    def __init__(self, hello: Hello, session: HostSession, *, secret: bytes | None, limits: Limits, now: float) -> None:
+        super().__init__(hello, secret=secret, limits=limits, now=now)
+        if hello.session != session.token:
+            raise WireError("hello.session is not the token of the session that it comes with", "session")
         self.credits = 0
-        self._form: Form | None = None
-        self._session: GatewaySession | None = None
+        self._session = session
+        self._form = form_of(hello)
+
+    def answer(self, request: messages.Request, answer: messages.Answer) -> bool:
+        """Answer a request; return False if another session has begun since, so that it needs no answer.
+
+        The answer goes through the running connection of the session, or waits for the next one. Its arrays must not
+        change until the lane's next request comes.
+
+        Raises WireError if the answer does not fit the request or the spaces, or is larger than the gateway takes.
+        Raises ColumnError for infos that can't be sent. The request is then not answered. A WireError with the code
+        "undelivered" says that the connection is broken: the answer waits for the next one.
+        """
+        check_answer(request, answer, self._hello.role)
+        if not self._session.waits_for(request):
+            return False
+        if isinstance(answer, messages.Rows | AgentRows) and isinstance(request, messages.Reset | messages.Step):
+            self._form.check_rows(answer, request, self._session.slots_of(request.lane))
+        buffers = encoded(answer, self._session.max_frame, self.peer)
+        self._session.keep(answer)
+        if self._session.send is not None:
+            self._session.send(buffers, answer.lane)
+        return True
+
+    def tell(self, news: Message) -> None:
+        """Send metrics, for a credit. Raises WireError if no credit is left, or the connection is not running."""
+        self._check_running(news.kind)
+        if not self.credits:
+            raise WireError("metrics: no credit left, expected to wait for more", "credit")
+        super().tell(news)
+        self.credits -= 1
+
+    def _begin(self, welcome: Welcome) -> None:
+        self._session.begin(welcome, self._hello)
+        self._session.max_frame = self._peer_max_frame
+        self._session.send = self._queue_if_running
+        self.credits = welcome.credits
+
+    def _take_running(self, message: Message) -> list[Event]:
+        match message:
+            case messages.Credit():
+                self.credits += message.count
+                return []
+            case messages.Reset() | messages.Step() if self._hello.role in ("env", "agents"):
+                request = self._form.check_request(message, self._session.slots_of(message.lane))
+                return self._take_request(request)
+            case messages.Turn() if self._hello.role in ROLLOUTS:
+                return self._take_request(message)
+            case messages.Settings() | messages.Weights() | messages.States() if self._hello.role in ROLLOUTS:
+                return [message]
+            case messages.Cut() if self._hello.role in ROLLOUTS:
+                return [message] if self._session.cuts(message) else []
+            case _:
+                raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
+
+    def _take_request(self, request: messages.Request) -> list[Event]:
+        taken = self._session.take(request)
+        if taken is TakenRequest.AGAIN:
+            answer = self._session.answer_to(request)
+            self._send(answer, answer.lane)
+        return [request] if taken is TakenRequest.NEW else []
+
+
+class GatewayConnection(Acceptor):
+    """A gateway's end. Constructed as an `Acceptor`.
+
+    credits    unrequested messages that the host may still send
+
+    Events:
+
+        Hello                               the host has proved itself: answer with `welcome` or `refuse`
+        Rows, AgentRows, Failed, Fragment   the answer to each request, once
+        Metrics                             unrequested, each for a credit
+        Goodbye, ConnectionBroken           the end
+    """
+
+    credits = 0
+    _form: AnswerSchema | None = None
+    _session: GatewaySession | None = None
 
     def welcome(self, session: GatewaySession, *, credits: int = 0) -> None:
-        """Take the host in, with the session that its Hello names, which is new or was there before.
+        """Welcome the host, with the new or earlier session that its Hello names.
 
-        What was under way in the session is asked again, and its connection before this one is asked nothing more: it
-        may be closed. Raises WireError where there is no Hello to answer, or the host is not what it was when the
-        session began.
+        Requests under way in the session are sent again. The session's connection before this one gets no more
+        requests, and may be closed. Raises WireError if there is no Hello to answer, or the host is not the one with
+        which the session began.
         """
         if session.is_welcomed and self.hello is not None:
             session.check_same(self.hello)
@@ -60,17 +131,18 @@ class GatewayConnection(GatewayEnd):
         for request in session.under_way:
             self._send(request, request.lane)
 
-    def ask(self, request: Request) -> None:
-        """Ask for something, under the lane's next number.
+    def ask(self, request: messages.Request) -> None:
+        """Send a request, under the lane's next number.
 
-        It goes through whichever connection of the session is running. Where none is, it is asked by the next. Its
-        arrays must stay as they are until the answer comes.
+        It goes through the running connection of the session, or through the next one. Its arrays must not change
+        until the answer comes.
 
-        Raises WireError where it does not fit the lane or the spaces, or is larger than the host takes: it is not
-        asked then. A WireError with the code "undelivered" says that the connection is broken; the next one asks.
+        Raises WireError if the request does not fit the lane or the spaces, or is larger than the host takes. It is
+        then not sent. A WireError with the code "undelivered" says that the connection is broken: the next one sends
+        the request.
         """
         session, form = self._welcomed(request.kind)
-        if isinstance(request, Reset | Step):
+        if isinstance(request, messages.Reset | messages.Step):
             request = form.check_request(request, session.slots_of(request.lane))
         buffers = encoded(request, self._peer_max_frame, self.peer)
         session.ask(request)
@@ -78,26 +150,23 @@ class GatewayConnection(GatewayEnd):
         session.send(buffers, request.lane)
 
     def give(self, count: int) -> None:
-        """Let the host send so many messages more that nobody asked for. Raises WireError when not running."""
-        self._check_running(Credit.kind)
-        self._send(Credit(count))
+        """Let the host send `count` more unrequested messages. Raises WireError if the connection is not running."""
+        super().tell(messages.Credit(count))
         self.credits += count
 
-    def tell(self, news: Settings | Weights | States | Cut) -> None:
-        """Send settings, weights, states or a cut, whose arrays must stay as they are until sent.
+    def tell(self, news: Message) -> None:
+        """Send settings, weights, states or a cut, whose arrays must not change until they are sent.
 
-        A cut of a turn that has been answered is not sent; none is sent again by the session's next connection.
-
-        Raises WireError when not running, the host runs no rollouts, or a cut is of a turn that was not asked for.
+        A cut of an answered turn is not sent. The session's next connection sends none of these again. Raises WireError
+        if the connection is not running, the host runs no rollouts, or a cut is of a turn that was not requested.
         """
         self._check_running(news.kind)
-        if self.hello is None or self.hello.role != "rollout":
+        if self.hello is None or self.hello.role not in ROLLOUTS:
             raise WireError(f"{news.kind}: not for a host of environments", "role")
-        if isinstance(news, Cut) and not self._welcomed(news.kind)[0].cuts(news):
-            return
-        self._send(news)
+        if not isinstance(news, messages.Cut) or self._welcomed(news.kind)[0].cuts(news):
+            super().tell(news)
 
-    def _welcomed(self, what: str) -> tuple[GatewaySession, Form]:
+    def _welcomed(self, what: str) -> tuple[GatewaySession, AnswerSchema]:
         if self._session is None or self._form is None:
             raise WireError(f"{what}: the host has not been welcomed", "order")
         return self._session, self._form
@@ -107,22 +176,22 @@ class GatewayConnection(GatewayEnd):
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
-            return []  # a goodbye has been said in the handshake
-        if isinstance(message, Answer):
+            return []  # after a goodbye in the handshake
+        if isinstance(message, messages.Answer):
             return self._take_answer(message)
-        if isinstance(message, Metrics):
+        if isinstance(message, messages.Metrics):
             if not self.credits:
                 raise WireError("metrics without a credit, expected to wait for more", "credit")
             self.credits -= 1
             return [message]
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
 
-    def _take_answer(self, answer: Answer) -> list[Event]:
+    def _take_answer(self, answer: messages.Answer) -> list[Event]:
         session, form = self._welcomed(answer.kind)
         request = session.asked(answer)
         if request is None:
             return []
-        if isinstance(answer, Rows | AgentRows) and isinstance(request, Reset | Step):
+        if isinstance(answer, messages.Rows | AgentRows) and isinstance(request, messages.Reset | messages.Step):
             answer = form.check_rows(answer, request, session.slots_of(answer.lane))
         session.take(answer)
         return [answer]

@@ -1,57 +1,44 @@
-"""A source's end of a connection to a trainer, and what it remembers from one connection to the next.
+"""Connections between a source and its trainer, and their memories across connections.
 
-Fragments are numbered 1, 2, … over the whole stream, whatever their lanes. A trainer says in its Welcome which is the
-last that it has; the source goes on behind that. So each is taken once, however often connections break.
+Fragments are numbered 1, 2, … over the whole stream, whatever their lanes. A trainer's Welcome has the number of the
+last fragment that it has got; the source goes on after it. So each is taken once, however often connections break.
 """
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire.codec import messages
+from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
+from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.connection import Event
-from rollflow.stream.wire.handshake import Hello, Welcome
-from rollflow.stream.wire.host_end import HostEnd
-from rollflow.stream.wire.limits import Limits
-from rollflow.stream.wire.message import Message
-from rollflow.stream.wire.running import (
-    Aside,
-    Block,
-    Come,
-    Done,
-    Finished,
-    Forget,
-    Fragment,
-    Free,
-    Lent,
-    Receipt,
-    Series,
-    Settings,
-    Weights,
-)
+from rollflow.stream.wire.ends import Acceptor, Initiator
 
 
 class SourceSession:
     """A source's memory.
 
-    token    16 random bytes to come back with
-    given    number of the last fragment of the stream, whether it has been sent or not
-    done     of the last one that the trainer has moved on from, with all before it
-    kept     of the last one that it never wants again, with all before it
+    token    16 random bytes that identify the session
+    given    number of the last fragment of the stream, sent or not
+    done     number of the last fragment such that the trainer has moved on from it and all before
+    kept     number of the last fragment such that the trainer never wants it or any before again
     """
 
     def __init__(self, token: bytes) -> None:
         self.token = token
         self.given = self.done = self.kept = 0
 
-    def take(self, done: Done) -> None:
-        """Take down how far the trainer is: to be called once what came before it has been done."""
+    def take(self, done: messages.Done) -> None:
+        """Record how far the trainer is; to be called when events before this one have been handled."""
         self.done, self.kept = max(self.done, done.number), max(self.kept, done.kept)
 
 
-class SourceConnection(HostEnd):
-    """A source's end; its Hello, of role "source", is what it sends first.
+class SourceConnection(Initiator):
+    """A source's end, with a Hello of role "source". Constructed as an `Initiator`.
 
     session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
-    Events: Welcome; then Settings, Weights, Free, and Done, which is for `SourceSession.take`; Goodbye; Broken.
+    Events: Welcome; then Settings, Weights, BlocksReleased, and Done, which is for `SourceSession.take`; at the end
+    Goodbye or ConnectionBroken.
     """
 
     roles = "rollout", "trainer"
@@ -63,24 +50,19 @@ class SourceConnection(HostEnd):
         self.session = session
         self.next = 0
 
-    def send(self, fragment: Fragment | Lent | Series) -> None:
-        """Send the next fragment, or several, whose arrays stay as they are until it is sent, or as long as it is lent.
+    def send(self, fragment: messages.Fragment | messages.Lent | messages.Series) -> None:
+        """Send the next fragment, or several, whose arrays must not change until they are sent, or while they are lent.
 
-        Raises WireError where it is another one, is larger than the trainer takes, or the connection is not running.
+        Raises WireError if it has another number, is larger than the trainer takes, or the connection is not running.
         """
         self._check_running(fragment.kind)
-        last = fragment.number + (fragment.count if isinstance(fragment, Series) else 1) - 1
+        last = fragment.number + (fragment.count if isinstance(fragment, messages.Series) else 1) - 1
         if fragment.number != self.next:
             raise WireError(f"fragment {fragment.number}, expected {self.next}", "number")
         if last > self.session.given:
             raise WireError(f"fragment {last}, expected {self.session.given} at most", "number")
         self._send(fragment)
         self.next = last + 1
-
-    def tell(self, news: Receipt | Come | Aside | Finished | Block | Forget) -> None:
-        """Say something beside the fragments. Raises WireError where the connection is not running."""
-        self._check_running(news.kind)
-        self._send(news)
 
     def _begin(self, welcome: Welcome) -> None:
         session = self.session
@@ -95,11 +77,11 @@ class SourceConnection(HostEnd):
                 "session",
             )
         self.next = max(has, session.kept) + 1
-        session.done = session.kept  # until it says: it may have been started again, and want the rest once more
+        session.done = session.kept  # a restarted trainer may want later fragments again
 
     def _take_running(self, message: Message) -> list[Event]:
         match message:
-            case Done():
+            case messages.Done():
                 if not message.kept <= message.number < self.next:
                     raise WireError(
                         f"done {message.number}, of which {message.kept} are kept, expected kept <= done < "
@@ -107,7 +89,98 @@ class SourceConnection(HostEnd):
                         "number",
                     )
                 return [message]
-            case Settings() | Weights() | Free():
+            case messages.Settings() | messages.Weights() | messages.BlocksReleased():
                 return [message]
             case _:
                 raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")
+
+
+class TrainerSession:
+    """A trainer's memory of one source.
+
+    token     16 random bytes of the source that identify the session
+    taken     number of the last fragment such that it and all before have come
+    done      number of the last fragment such that the trainer has moved on from it and all before
+    kept      number of the last fragment such that the trainer never wants it or any before again
+    missed    number of skipped fragments, which the source forgot for an earlier trainer
+    window    how many fragments beyond `done` the source may send; None: any number
+    """
+
+    def __init__(self, token: bytes, taken: int = 0) -> None:
+        self.token = token
+        self.taken = self.done = self.kept = taken
+        self.missed = 0
+        self.window: int | None = None
+        self.is_welcomed = bool(taken)
+
+    def take(self, number: int, *, may_skip: bool, count: int = 1) -> None:
+        """Record `count` fragments from `number` on. Raises WireError if they are not next, or beyond the window."""
+        last = number + count - 1
+        if number <= self.taken or (number > self.taken + 1 and not may_skip):
+            raise WireError(f"fragment {number}, expected {self.taken + 1}", "number")
+        skipped = number - self.taken - 1
+        if skipped:
+            self.missed += skipped if self.taken else 0
+            self.done, self.kept = max(self.done, number - 1), max(self.kept, number - 1)
+        if self.window is not None and last > self.done + self.window:
+            raise WireError(
+                f"fragment {last}, expected at most {self.done + self.window}: {self.window} beyond the last that is "
+                "done",
+                "credit",
+            )
+        self.taken = last
+
+    def miss(self, last: int) -> None:
+        """Record the last number of the stream: missing fragments up to it have gone to an earlier trainer."""
+        if last > self.taken:
+            self.missed += last - self.taken if self.taken else 0
+            self.taken = self.done = self.kept = last
+
+
+class TrainerConnection(Acceptor):
+    """A trainer's end. Constructed as an `Acceptor`.
+
+    Events:
+
+        Hello                             the source has proved itself: answer with `welcome` or `refuse`
+        Fragment, Lent, Series            the fragments of the stream, each once and in order
+        Receipt, LaneJoined, LaneLeft, Finished, Block, Forget
+        Goodbye, ConnectionBroken         the end
+    """
+
+    roles = "trainer", "rollout"
+
+    _session: TrainerSession | None = None
+    _is_first = True  # the next fragment is the first of this connection
+
+    def welcome(self, session: TrainerSession) -> None:
+        """Welcome the source, with the session that its Hello names. Raises WireError if no Hello has come."""
+        slots = 1 if self.hello is None else self.hello.num_envs
+        grant = LaneGrant(0, slots, 0, session.taken)
+        self._welcome(session.token, resumed=session.is_welcomed, credits=0, lanes=(grant,))
+        self._session = session
+        session.is_welcomed = True
+
+    def _check(self, hello: Hello) -> None:
+        if hello.role != "source":
+            raise WireError(f"hello.role is {hello.role!r}, expected 'source': this is a trainer", "role")
+
+    def _take_running(self, message: Message) -> list[Event]:
+        if self._session is None:
+            return []  # after a goodbye in the handshake
+        if isinstance(message, messages.Fragment | messages.Lent | messages.Series):
+            count = message.count if isinstance(message, messages.Series) else 1
+            self._session.take(message.number, may_skip=self._is_first, count=count)
+            self._is_first = False
+            return [message]
+        if isinstance(
+            message,
+            messages.Receipt
+            | messages.LaneJoined
+            | messages.LaneLeft
+            | messages.Finished
+            | messages.Block
+            | messages.Forget,
+        ):
+            return [message]
+        raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

@@ -21,6 +21,7 @@ from benchmarks import (
     pixels,
     placement,
     scaling,
+    serving,
     stragglers,
     transport,
     two_cores,
@@ -45,8 +46,19 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
         lambda: placement.measure(TINY, cases=(("tiny", plain_cartpole, Mlp, 2, 16, ("inline", "threads")),)),
         lambda: beside_peers.measure(TINY),
         lambda: multi_agent.measure(TINY),
+        lambda: serving.measure(TINY, batch=4),
     ],
-    ids=["cartpole", "overhead", "pixels", "stragglers", "scaling", "placement", "beside_peers", "multi_agent"],
+    ids=[
+        "cartpole",
+        "overhead",
+        "pixels",
+        "stragglers",
+        "scaling",
+        "placement",
+        "beside_peers",
+        "multi_agent",
+        "serving",
+    ],
 )
 def test_every_line_says_what_was_measured(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
     lines = measure()

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from rollflow.nodes import (
     RemoteRollouts,
     Rollout,
 )
-from rollflow.nodes.remote.host_lane import HostLane
-from rollflow.stream.errors import EnvError
+from rollflow.nodes.env.remote.host_lane import HostLane
+from rollflow.stream.data.errors import EnvError
 from rollflow.stream.wire import Limits
 
 
@@ -97,11 +98,17 @@ def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> Non
     assert [fragment.num_rows for fragment in fragments] == [8] * 3
 
 
+def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"rollflow {version('rollflow')}\n"
+
+
 def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:
     rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
     with command("rollout-host", "--env", "CartPole-v1", "--connect", f"unix:{tmp_path}/learner") as process:
         with Rollout(rollouts, module=lambda obs, act: Mine(obs, act), fragment_length=8) as rollout:
-            rollout.environments._join_timeout = 0.0  # type: ignore[attr-defined]  # nobody else is waited for
+            rollout.environments.carrier.join_timeout = 0.0  # type: ignore[attr-defined]  # nobody else is waited for
             with pytest.raises(EnvError, match=r"module is Mine, and host .* was given none, expected the same"):
                 next(iter(rollout.fragments()))
         assert process.wait() == 1
@@ -237,16 +244,16 @@ def test_wrong_environments_are_found_out(
 def test_a_host_that_steps_twice_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollflow.stream.wire.session import HostSession, Taken
+    from rollflow.stream.wire.session import HostSession, TakenRequest
 
     take = HostSession.take
 
-    def takes_again(self: HostSession, request: Any) -> Taken:
+    def takes_again(self: HostSession, request: Any) -> TakenRequest:
         taken = take(self, request)
-        if taken is Taken.AGAIN:
+        if taken is TakenRequest.AGAIN:
             lane = self._lane(request.lane)
             lane.request, lane.answer = request, None
-            return Taken.NEW
+            return TakenRequest.NEW
         return taken
 
     monkeypatch.setattr(HostSession, "take", takes_again)
@@ -258,7 +265,7 @@ def test_a_host_that_steps_twice_is_found_out(
 def test_a_host_that_steps_again_after_a_break_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollflow.stream.wire.session import HostSession, Taken
+    from rollflow.stream.wire.session import HostSession, TakenRequest
 
     take, begin = HostSession.take, HostSession.begin
     broken: set[HostSession] = set()
@@ -268,14 +275,14 @@ def test_a_host_that_steps_again_after_a_break_is_found_out(
         if welcome.resumed:
             broken.add(self)
 
-    def takes_again(self: HostSession, request: Any) -> Taken:
+    def takes_again(self: HostSession, request: Any) -> TakenRequest:
         taken = take(self, request)
-        if taken is Taken.NEW or self not in broken:
+        if taken is TakenRequest.NEW or self not in broken:
             return taken
         broken.discard(self)
         lane = self._lane(request.lane)
         lane.request, lane.answer = request, None
-        return Taken.NEW
+        return TakenRequest.NEW
 
     monkeypatch.setattr(HostSession, "begin", begins)
     monkeypatch.setattr(HostSession, "take", takes_again)

@@ -1,4 +1,4 @@
-"""What `rollflow.nodes` exports, and what it imports when."""
+"""Exports of `rollflow.nodes`, and the modules that each one imports."""
 
 import ast
 import subprocess
@@ -26,5 +26,5 @@ def test_a_name_that_is_not_there_is_refused_as_ever() -> None:
 
 
 def test_a_process_that_only_steps_environments_does_without_torch() -> None:
-    program = "import sys, rollflow.nodes.environments; sys.exit('torch' in sys.modules)"
+    program = "import sys, rollflow.nodes.env.environments; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], env={"PYTHONPATH": ":".join(sys.path)}).returncode == 0

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gave: a value, or an error."""
+    """Result of a call: a value, or an error."""
 
     value: Any = None
     error: Exception | None = None
@@ -41,7 +41,7 @@ def assert_same(ours: Any, theirs: Any, **how: Any) -> None:
 
 
 def difference_of(ours: Any, theirs: Any, *, dtypes: bool = True, rtol: float = 0.0, at: str = "") -> str | None:
-    """Where two answers differ, None where they don't.
+    """Return where two answers differ, None where they don't.
 
         dtypes    whether arrays must have one dtype
         rtol      how far numbers may be apart

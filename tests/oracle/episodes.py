@@ -54,7 +54,7 @@ numbers = st.integers(0, 20)
 
 @dataclass(frozen=True)
 class Setting:
-    """What the items of an episode are."""
+    """Random settings of an episode's items."""
 
     observation: Kind
     action: Kind
@@ -62,7 +62,7 @@ class Setting:
     outputs: tuple[str, ...]
 
     def step(self, numbers: tuple[int, int, int, int], **flags: bool) -> dict[str, Any]:
-        """What `add_env_step` takes."""
+        """Return arguments of `add_env_step`."""
         observation, action, reward, extra = numbers
         return {
             "observation": self.observation.item(observation),
@@ -81,7 +81,7 @@ any_setting = st.builds(Setting, kinds, kinds, st.booleans(), st.sampled_from([(
 
 @st.composite
 def arguments(draw: st.DrawFn, setting: Setting, min_steps: int = 0, max_steps: int = 6) -> dict[str, Any]:
-    """What both constructors take: a chunk, mostly with a lookback."""
+    """Return arguments that both constructors take: of a chunk, mostly with a lookback."""
     steps = draw(st.lists(quads, min_size=min_steps, max_size=max_steps))
     made = [setting.step(step) for step in steps]
     spaces_ = {"observation_space": setting.observation.space, "action_space": setting.action.space}

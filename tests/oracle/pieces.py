@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from ray.rllib.utils.spaces.space_utils import BatchedNdArray
 
 from rollflow import nodes
-from rollflow.nodes.connectors.agents import is_keyed_by_episode
 from rollflow.nodes.connectors.connector_v2 import BatchedArray
-from rollflow.stream.tree import leaves_of, map_tree
+from rollflow.nodes.connectors.list_form import is_keyed_by_episode
+from rollflow.stream.data.tree import leaves_of, map_tree
 
 LENGTH = 3
 """Steps in a row of a stateful module's train batch."""
 
 
 class Module:
-    """What pieces ask of a module."""
+    """Module with the attributes that pieces read."""
 
     framework = "torch"
     model_config: dict[str, Any] = {"max_seq_len": LENGTH}  # noqa: RUF012
@@ -51,8 +51,10 @@ class Setup:
     stateful: bool
     spaces: tuple[Any, Any]
 
-    def run(self, ours: list[Any], theirs: list[Any], batch: Any = None) -> tuple[Answer, Answer]:
-        """The batches that a row of our pieces and one of Ray's make, with what they leave in `shared_data`."""
+    def run(
+        self, ours: list[Any], theirs: list[Any], batch: Any = None, shown: Callable[[Any], Any] | None = None
+    ) -> tuple[Answer, Answer]:
+        """The batches that a row of our pieces and one of Ray's make, as `shown`, or else in single items."""
         answers = []
         for pieces, episodes in (
             (ours, [pair.ours for pair in self.pairs]),
@@ -67,7 +69,7 @@ class Setup:
                     made = piece(
                         rl_module=Module(self.stateful), batch=made, episodes=episodes, explore=True, shared_data=shared
                     )
-                return in_items(made)
+                return (shown or in_items)(made)
 
             answers.append(ask(run))
         return answers[0], answers[1]
@@ -121,8 +123,20 @@ def _items(data: dict[Any, list[Any]]) -> list[Any]:
     return [single for items in data.values() for item in items for single in singles_of(item)]
 
 
+def forms(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the form of each item of a batch in list form: several in one, or one of a shape."""
+    return {column: [_form(item) for items in data.values() for item in items] for column, data in batch.items()}
+
+
+def _form(item: Any) -> str:
+    leaf = (leaves_of(item) or [None])[0]
+    if isinstance(leaf, BatchedArray | BatchedNdArray):
+        return "several in one"
+    return "a dict" if leaf is None else str(np.shape(leaf))
+
+
 def singles_of(item: Any) -> list[Any]:
-    """What was added as one, one by one."""
+    """Split items that were added as one into single ones."""
     leaf = leaves_of(item)[0] if leaves_of(item) else None
     if not isinstance(leaf, BatchedArray | BatchedNdArray):
         return [item]

@@ -1,10 +1,10 @@
 """Plays of several agents that our episodes and Ray's take alike."""
 
-from turns import Told, turns
+from drawn_turns import Told, turns
 
 
 def has_heir(told: Told) -> bool:
-    """Whether an agent enters in the very env step that ends all others: there the two differ, as told below."""
+    """Return True where an agent enters in the env step that ends all others: there the two differ, as told below."""
     live: set[str] = set()
     for step in told.steps:
         before = set(live)
@@ -16,7 +16,7 @@ def has_heir(told: Told) -> bool:
 
 
 def has_repeat(told: Told) -> bool:
-    """Whether an agent ends without an observation: Ray takes the one before again, but for one env step too late."""
+    """Return True where an agent ends without an observation: Ray repeats the one before, one env step too late."""
     return any(step["terminateds"].keys() - step["observations"].keys() for step in told.steps)
 
 

@@ -1,4 +1,4 @@
-"""Where our connector pieces differ from Ray's on purpose: what each does, and why."""
+"""Deliberate differences between our connector pieces and Ray's: what each does, and why."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import pytest
 import ray.rllib.connectors.common as ray_common
 import ray.rllib.connectors.env_to_module as ray_env_to_module
 import ray.rllib.connectors.learner as ray_learner
-import ray.rllib.connectors.module_to_env as ray_module_to_env
 from both import Answer, ask, assert_same, assert_same_answer
 from episodes import KINDS, OUTPUTS, Pair, Setting
 from gymnasium import spaces
@@ -203,15 +202,6 @@ def test_all_columns_of_a_module_have_one_order() -> None:
     differ(answers, {"m": {"obs": [1, 2], "rewards": [10, 20]}}, {"m": {"obs": [1, 2], "rewards": [20, 10]}})
 
 
-def test_actions_that_need_no_bounds_get_no_second_column() -> None:
-    options: Any = {"normalize_actions": True, "clip_actions": False}
-    batch = {"actions": {("e",): [1]}}
-    answers = one_setup().run(
-        [nodes.NormalizeAndClipActions(**options)], [ray_module_to_env.NormalizeAndClipActions(**options)], batch
-    )
-    differ(answers, {"actions": [1]}, {"actions": [1], "actions_for_env": [1]})
-
-
 def test_advantages_are_normalised_over_the_steps_that_were_taken() -> None:
     """Ray's include the step that it added, whose advantage means nothing."""
     rewards = np.array([1.0, -1.0, 3.0], np.float32)
@@ -253,8 +243,11 @@ def test_a_piece_is_not_put_beside_one_that_is_not_there_or_one_of_several() -> 
 def test_the_states_of_two_pieces_of_one_class_are_both_kept() -> None:
     counts = []
     for base, make in ((ConnectorV2, ConnectorPipelineV2), (RayConnectorV2, RayPipeline)):
-        kept: Any = type(
-            "Kept", (base,), {"__call__": lambda self, **kwargs: None, "get_state": lambda self, *a, **k: {"n": 1}}
-        )
+        methods = {
+            "__call__": lambda self, **kwargs: None,
+            "get_state": lambda self, *a, **k: {"n": 1},
+            "set_state": lambda self, state: None,
+        }
+        kept: Any = type("Kept", (base,), methods)
         counts.append(len(make(connectors=[kept(), kept()]).get_state()))
     assert counts == [2, 1]

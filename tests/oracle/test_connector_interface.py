@@ -1,4 +1,4 @@
-"""What a piece has from its base class, and how pipelines are edited, beside Ray's."""
+"""Base class of a piece and edits of pipelines, beside Ray's."""
 
 import copy
 from functools import partial
@@ -14,7 +14,7 @@ from ray.rllib.connectors.connector_pipeline_v2 import ConnectorPipelineV2 as Ra
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 
 from rollflow.nodes import ConnectorPipelineV2, ConnectorV2
-from rollflow.stream.tree import stack_trees
+from rollflow.stream.data.tree import stack_trees
 
 
 @given(data=st.data(), setup=setups(numpy=st.just(False)))

@@ -15,7 +15,7 @@ from episodes import KINDS, Kind, Pair, any_setting, arguments, numbers
 from gymnasium import spaces
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pieces import LEARNER, STATES, Module, Setup, Values, chosen, ids, setups, values
+from pieces import LEARNER, STATES, Module, Setup, Values, chosen, forms, ids, setups, values
 from ray.rllib.connectors.common import frame_stacking as ray_frame_stacking
 from ray.rllib.core.distribution.torch.torch_distribution import TorchCategorical, TorchDiagGaussian
 from ray.rllib.core.rl_module.apis.value_function_api import ValueFunctionAPI
@@ -26,8 +26,8 @@ from ray.rllib.env.multi_agent_episode import MultiAgentEpisode
 from ray.rllib.env.single_agent_episode import SingleAgentEpisode as RayEpisode
 
 from rollflow import nodes
-from rollflow.nodes.distribution import distribution_for
-from rollflow.stream.tree import leaves_of
+from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.stream.data.tree import leaves_of
 
 BATCHED = nodes.BatchIndividualItems, nodes.NumpyToTensor
 RAY_BATCHED = ray_common.BatchIndividualItems, ray_common.NumpyToTensor
@@ -455,6 +455,21 @@ def test_the_time_axis_goes_again(shape: list[int], keyed: bool, column: str, ad
     assert_same_answer(*answers, told=item)
 
 
+PIECES: dict[str, Any] = LEARNER | {
+    "AddOneTs": (nodes.AddOneTsToEpisodesAndTruncate, ray_learner.AddOneTsToEpisodesAndTruncate)
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+@given(setup=setups(stateful=st.just(True)), stateful=st.booleans())
+@settings(max_examples=20)
+def test_items_of_a_train_batch_come_one_by_one_where_rays_do(name: str, setup: Setup, stateful: bool) -> None:
+    ours, theirs = PIECES[name]
+    states = STATES if stateful else (list, list)
+    mine, other = setup.run([ours(), *states[0]()], [theirs(), *states[1]()], shown=forms)
+    assert_same_answer(mine, other)
+
+
 BOUNDED = [
     Kind(spaces.Box(-2.0, 4.0, (2,), np.float32), lambda i: np.array([i / 10 - 1, 1 - i / 10], np.float32)),
     Kind(
@@ -482,8 +497,6 @@ def test_actions_are_brought_into_bounds_and_listed(
     theirs = [ray_module_to_env.NormalizeAndClipActions(**options), ray_module_to_env.ListifyDataForVectorEnv()]
     for count in (1, 2):
         mine, other = setup.run(ours[:count], theirs[:count], batch)
-        if isinstance(setup.setting.action.space, spaces.Discrete):  # no column for what stays as it is
-            other.value.pop("actions_for_env", None)
         assert_same_answer(mine, other, rtol=1e-6)
 
 

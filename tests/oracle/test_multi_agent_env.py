@@ -11,7 +11,7 @@ from ray.rllib.examples.envs.classes.multi_agent import MultiAgentCartPole
 from ray.rllib.examples.envs.classes.multi_agent.rock_paper_scissors import RockPaperScissors
 from ray.rllib.examples.envs.classes.multi_agent.tic_tac_toe import TicTacToe
 
-from rollflow.nodes.multi_agent.dict_vector import MultiAgentEnvs
+from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
 
 MAKERS = {
     "cart pole": lambda: MultiAgentCartPole({"num_agents": 3}),
@@ -21,7 +21,7 @@ MAKERS = {
 
 
 def action_of(agent: Any, turn: int) -> int:
-    """The same, however it is stepped; a field of tic tac toe is free at first."""
+    """Return one action, however the environment is stepped; a field of tic tac toe is free at first."""
     return (turn + len(str(agent))) % 2
 
 
@@ -47,7 +47,7 @@ def by_hand(env: RayEnv, turns: int) -> tuple[dict[Any, list[Any]], dict[Any, fl
 
 
 def in_vector_steps(make: Any, turns: int) -> tuple[dict[Any, list[Any]], dict[Any, float]]:
-    """The same, as vector steps have it."""
+    """Play the same episode in vector steps."""
     envs = MultiAgentEnvs([make])
     seen: dict[Any, list[Any]] = defaultdict(list)
     earned: dict[Any, float] = defaultdict(float)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from both import Answer, ask, assert_same, assert_same_answer
+from drawn_turns import AGENTS, Told, turns
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from plays import has_heir, has_repeat, observed_plays, plays
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
-from turns import AGENTS, Told, turns
 
 from rollflow.stream import EpisodeError, MultiAgentEpisode
 
@@ -56,7 +56,7 @@ class Pair:
 
 
 def picture(episode: Any) -> dict[str, Any]:
-    """What an episode tells of itself, and of each of its agents, their lookback included."""
+    """Return what an episode's getters give, and those of each of its agents, their lookback included."""
     stepped = {
         "stepped": dict.fromkeys(sorted(episode.get_agents_that_stepped())),
         "to act": dict.fromkeys(sorted(episode.get_agents_to_act())),
@@ -65,7 +65,7 @@ def picture(episode: Any) -> dict[str, Any]:
 
 
 def data_picture(episode: Any, infos: bool = True) -> dict[str, Any]:
-    """The same without what depends on who has an observation at the end."""
+    """Return the picture without the parts that depend on who has an observation at the end."""
     return {
         "t": (episode.env_t_started, episode.env_t, len(episode), episode.env_steps(), episode.agent_steps()),
         "flags": (episode.id_, episode.is_done),
@@ -116,12 +116,12 @@ def without_empty(answer: Any) -> Any:
 
 
 def may_be_arrays(told: Told) -> bool:
-    """Whether every agent has a step: without one, Ray has lists beside arrays, and refuses this and that."""
+    """Return True if every agent has a step: without one, Ray has lists beside arrays, and refuses some calls."""
     return all(len(agent.observations) > 1 for agent in told.agents.values())
 
 
 def hangs(told: Told) -> bool:
-    """Whether an agent's action waits at the end of these steps."""
+    """Return True if an agent's action waits at the end of these steps."""
     waiting: set[str] = set()
     for step in told.steps:
         waiting |= step["actions"].keys()
@@ -130,7 +130,7 @@ def hangs(told: Told) -> bool:
 
 
 def pays_early(told: Told) -> bool:
-    """Whether an agent gets a reward before its first observation, or with it."""
+    """Return True if an agent gets a reward before its first observation, or with it."""
     seen: set[str] = set()
     for step in told.steps:
         if step["rewards"].keys() - seen:
@@ -202,7 +202,7 @@ def test_every_getter_by_agent_steps_gives_the_same(told: Told, numpy: bool, dat
 @given(told=observed_plays, data=st.data())
 @settings(max_examples=200, suppress_health_check=FILTERED)
 def test_extra_outputs_of_whole_steps_are_the_same(told: Told, data: st.DataObject) -> None:
-    """Of an agent without a whole step, Ray has no key."""
+    """Ray has no key for an agent without a whole step."""
     assume(may_be_arrays(told))
     pair, total = Pair.played(told), told.length
     where = indices_of(data, total)

@@ -1,4 +1,4 @@
-"""Where our connector pieces differ from Ray's on multi-agent episodes on purpose: what each does, and why."""
+"""Deliberate differences between our connector pieces and Ray's on multi-agent episodes: what each does, and why."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +8,14 @@ import ray.rllib.connectors.common as ray_common
 import ray.rllib.connectors.env_to_module as ray_env_to_module
 import ray.rllib.connectors.module_to_env as ray_module_to_env
 from both import Answer, ask, assert_same
+from drawn_plays import ACTIONS, OBSERVATIONS, played
+from drawn_turns import Told
 from pieces import Module
 from ray.rllib.connectors.connector_v2 import ConnectorV2 as RayConnectorV2
 from ray.rllib.connectors.env_to_module.observation_preprocessor import (
     MultiAgentObservationPreprocessor as RayMultiAgentPreprocessor,
 )
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
-from several_agents import ACTIONS, OBSERVATIONS, played
-from turns import Told
 
 from rollflow import nodes
 from rollflow.nodes import ConnectorV2
@@ -134,4 +134,4 @@ def test_an_agent_without_a_step_has_no_row() -> None:
         batch = call(common.AddTimeDimToBatchAndZeroPad(**options), [episode], batch, modules)
         return [[np.shape(item) for item in items] for items in batch["obs"].values()]
 
-    differ(lambda: rows(nodes, BOTH[0]), lambda: rows(ray_common, BOTH[1]), [[(1, 3, 2)], []], IndexError)
+    differ(lambda: rows(nodes, BOTH[0]), lambda: rows(ray_common, BOTH[1]), [[(3, 2)], []], IndexError)

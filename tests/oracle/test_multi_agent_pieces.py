@@ -12,6 +12,8 @@ import ray.rllib.connectors.learner as ray_learner
 import ray.rllib.connectors.module_to_env as ray_module_to_env
 import torch
 from both import assert_same
+from drawn_plays import ACTIONS, OBSERVATIONS, played
+from drawn_turns import Told
 from gymnasium import spaces
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -30,8 +32,6 @@ from ray.rllib.core.rl_module.multi_rl_module import MultiRLModuleSpec
 from ray.rllib.core.rl_module.rl_module import RLModuleSpec
 from ray.rllib.core.rl_module.torch import TorchRLModule
 from ray.rllib.env.multi_agent_episode import MultiAgentEpisode as RayEpisode
-from several_agents import ACTIONS, OBSERVATIONS, played
-from turns import Told
 
 from rollflow import nodes
 from rollflow.nodes import ConnectorV2

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from rollflow.stream import EpisodeError
-from rollflow.stream.tree import stack_trees as batch
+from rollflow.stream.data.tree import stack_trees as batch
 
 bounds = st.none() | st.integers(-8, 8)
 slices = st.builds(slice, bounds, bounds)
@@ -28,7 +28,7 @@ GETTERS = ["get_observations", "get_actions", "get_rewards", "get_infos", "get_e
 
 
 def at_odds(where: Any, lookback: int, count: int, arrays: bool, *, left: bool = False, fill: bool = False) -> bool:
-    """Whether a request is one that the two read differently: each case has a test at the end of this file.
+    """Return True for a request that the two read differently: each case has a test at the end of this file.
 
     `lookback` and `count` items are there, as lists or as arrays; `left` is `neg_index_as_lookback`.
     """
@@ -240,7 +240,7 @@ def draw_operation(data: st.DataObject, pair: Pair, setting: Setting) -> Told:
 
 
 def _is_in_range(where: slice, count: int) -> bool:
-    """Whether both bounds lie inside, the first one first: out there, Ray counts `t_started` on and on."""
+    """Return True if both bounds lie inside, the first one first: out there, Ray counts `t_started` on and on."""
     start, stop = (0 if where.start is None else where.start), (count if where.stop is None else where.stop)
     if not -count <= start <= count or not -count <= stop <= count:
         return False

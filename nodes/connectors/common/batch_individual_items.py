@@ -1,24 +1,23 @@
-"""Items one by one become arrays."""
+"""Batches items: lists of them become arrays."""
 
 from collections import deque
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import torch
 
-from rollflow.nodes.connectors.agents import episode_key, is_keyed_by_episode, single_agent_episodes
-from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes
+from rollflow.nodes.connectors.connector_v2 import Batch, BatchedArray, ConnectorV2, Episodes, Space
+from rollflow.nodes.connectors.list_form import episode_key, is_keyed_by_episode, single_agent_episodes
 from rollflow.nodes.connectors.stateful import max_seq_len_of
-from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ConnectorError
-from rollflow.stream.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree, stack_trees
 
 
 class BatchIndividualItems(ConnectorV2):
     """Turns columns in list form into trees of arrays `any[B, ...]`, episode by episode in order.
 
-    multi_agent    whether the columns may be under module ids
+    multi_agent    True where columns may be under module ids
 
     Items that were added as arrays are joined end to end. Columns that are arrays already stay as they are, and infos
     stay a list. Raises ConnectorError, naming the column, where items do not have one shape.
@@ -29,25 +28,15 @@ class BatchIndividualItems(ConnectorV2):
 
     def __init__(
         self,
-        input_observation_space: gym.Space[Any] | None = None,
-        input_action_space: gym.Space[Any] | None = None,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
         *,
         multi_agent: bool = False,
     ) -> None:
         super().__init__(input_observation_space, input_action_space)
         self.multi_agent = multi_agent
 
-    def __call__(
-        self,
-        *,
-        rl_module: Any,
-        batch: Batch,
-        episodes: Episodes,
-        explore: bool | None = None,
-        shared_data: dict[str, Any] | None = None,
-        metrics: Any = None,
-        **kwargs: Any,
-    ) -> Batch:
+    def __call__(self, *, rl_module: Any, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         for column, data in batch.items():
             if isinstance(data, np.ndarray | torch.Tensor):
                 continue
@@ -74,7 +63,7 @@ def _items(data: Any) -> list[Any]:
 def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Episodes | None, length: int) -> list[Any]:
     """The items of a column in the order of the episodes, which is that of all columns made from arrays.
 
-    length    steps that an item, a row, is made of
+    length    steps of an item, which is a row
     """
     chunks = list(single_agent_episodes(episodes or (), stepped_only=False))
     keys = [episode_key(chunk) for chunk in chunks]
@@ -83,7 +72,7 @@ def _in_order(column: str, data: dict[tuple[Any, ...], list[Any]], episodes: Epi
     data = {key: data.get(key, []) for key in keys}
     if len(data) == len(keys):
         return [item for key in keys for item in data[key]]
-    # Chunks of one episode share a key: its items are dealt out to them, one for each step or row, or one each.
+    # Chunks of one episode share a key and its items: one for each step or row, or one for each chunk.
     there = {key: sum(map(num_rows_of, items)) for key, items in data.items()}
     for wanted in ([-(-len(chunk) // length) for chunk in chunks], [1] * len(chunks)):
         sums = dict.fromkeys(data, 0)
@@ -111,25 +100,27 @@ def _dealt_out(data: dict[tuple[Any, ...], list[Any]], keys: list[tuple[Any, ...
 
 
 def num_rows_of(item: Tree) -> int:
-    """How many items an item is: several where it came as arrays with a leading axis."""
+    """The number of items that an item stands for: several where it came as arrays with a leading axis."""
     return len(leaves_of(item)[0]) if _is_batched(item) else 1
 
 
 def _is_batched(item: Tree) -> bool:
-    """Whether an item is several in one; infos may be without a leaf."""
+    """True if an item stands for several; infos may be without a leaf."""
     return any(isinstance(leaf, BatchedArray) for leaf in leaves_of(item)[:1])
 
 
+def with_leading_axis(item: Tree) -> Tree:
+    """An item as a tree of plain arrays with a leading axis: its own one, or a new one."""
+    if _is_batched(item):
+        return map_tree(np.asarray, item)
+    return map_tree(lambda leaf: np.asarray(leaf)[None], item)
+
+
 def _batched(column: str, items: list[Any]) -> Tree:
-    batched = [_is_batched(item) for item in items]
     try:
-        if not any(batched):
-            return stack_trees(items)
-        rows = [
-            item if has_axis else map_tree(lambda leaf: np.asarray(leaf)[None], item)
-            for item, has_axis in zip(items, batched, strict=True)
-        ]
-        return map_tree(np.asarray, concatenate_trees(rows))
+        if any(map(_is_batched, items)):
+            return concatenate_trees(list(map(with_leading_axis, items)))
+        return stack_trees(items)
     except ValueError as error:
         shapes = sorted({str(map_tree(np.shape, item)) for item in items})
         raise ConnectorError(f"column '{column}': items of shapes {', '.join(shapes)} make no batch: {error}") from None

@@ -1,36 +1,35 @@
-"""The last few observations joined to one."""
+"""Stacks the last few observations."""
 
+from functools import partial
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.agents import single_agent_episodes
-from rollflow.nodes.connectors.by_module import module_by_module
 from rollflow.nodes.connectors.checked import checked_count
-from rollflow.nodes.connectors.common.add_observations_from_episodes_to_batch import LAST_OBSERVATIONS
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.stream.columns import Columns
-from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ColumnError, ConnectorError
-from rollflow.stream.fragment_episodes import FragmentEpisodes
-from rollflow.stream.live_episode import LaneEpisodes
-from rollflow.stream.tree import Tree, map_tree, stack_trees
+from rollflow.nodes.connectors.common.by_module import module_by_module
+from rollflow.nodes.connectors.common.episode_columns import LAST_OBSERVATIONS
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.list_form import single_agent_episodes
+from rollflow.nodes.connectors.spaces import map_space
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError, ConnectorError
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 
 class FrameStacking(ConnectorV2):
     """Puts into the batch's `obs` the last `num_frames` observations, joined on their last axis, oldest first.
 
-        num_frames              how many, 1 or more
-        multi_agent             as in RLlib; it makes no difference, since episodes say themselves whose they are, and
-                                a Dict space by agent ids is like any other
-        as_learner_connector    whether the batch is for training: a stack for every step. The same piece has to stand
-                                in both pipelines, since stacks are never written into the episodes
+        num_frames              1 or more
+        multi_agent             as in RLlib; it makes no difference here: a Dict space by agent ids is like any other
+        as_learner_connector    True for training: a stack for every step. The piece has to stand in both pipelines,
+                                since stacks are never written into the episodes
 
-    An item `any[h, w, c]` becomes `any[h, w, c * num_frames]`, and so it goes for every Box of one axis or more, also
-    inside a Dict or Tuple. Zeros stand for what was before the episode's first observation. A batch that has `obs`
-    stays as it is.
+    An item `any[h, w, c]` becomes `any[h, w, c * num_frames]`. So does every Box of one axis or more, also inside a
+    Dict or Tuple. Zeros stand for observations before the episode's first. A batch that has `obs` stays as it is.
 
     Raises ConnectorError for spaces with other parts, and ValueError for less than one frame.
     """
@@ -40,8 +39,8 @@ class FrameStacking(ConnectorV2):
 
     def __init__(
         self,
-        input_observation_space: gym.Space[Any] | None = None,
-        input_action_space: gym.Space[Any] | None = None,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
         *,
         num_frames: int = 1,
         multi_agent: bool = False,
@@ -54,23 +53,11 @@ class FrameStacking(ConnectorV2):
         self.multi_agent = multi_agent
         self.as_learner_connector = as_learner_connector or as_learner_conector
 
-    def recompute_output_observation_space(
-        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
-    ) -> gym.Space[Any]:
-        return _stacked_space(input_observation_space, self.num_frames)
+    def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
+        return map_space(partial(_stacked_space, self.num_frames), input_observation_space)
 
     @module_by_module
-    def __call__(
-        self,
-        *,
-        rl_module: Any,
-        batch: Batch,
-        episodes: Episodes,
-        explore: bool | None = None,
-        shared_data: dict[str, Any] | None = None,
-        metrics: Any = None,
-        **kwargs: Any,
-    ) -> Batch:
+    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
         if Columns.OBS in batch:
             return batch
         count = self.num_frames
@@ -83,15 +70,13 @@ class FrameStacking(ConnectorV2):
             if self.as_learner_connector and len(episodes):
                 alone = single_agent_episodes(episodes, stepped_only=False)
                 shared_data[LAST_OBSERVATIONS] = stack_trees([_stack(each, len(each), count) for each in alone])
-            for episode in self.single_agent_episode_iterator(
-                episodes, agents_that_stepped_only=not self.as_learner_connector
-            ):
-                if self.as_learner_connector:
-                    stacks = [_stack(episode, t, count) for t in range(len(episode))]
-                    self.add_n_batch_items(batch, Columns.OBS, stacks, len(episode), episode)
-                else:
-                    self.add_batch_item(batch, Columns.OBS, _stack(episode, len(episode), count), episode)
+            self._add_of_episodes(batch, episodes, self._stacks, learns=self.as_learner_connector)
         return batch
+
+    def _stacks(self, episode: SingleAgentEpisode) -> dict[str, Any]:
+        if self.as_learner_connector:
+            return {Columns.OBS: [_stack(episode, t, self.num_frames) for t in range(len(episode))]}
+        return {Columns.OBS: _stack(episode, len(episode), self.num_frames)}
 
 
 def _recent(episodes: LaneEpisodes, count: int) -> Tree:
@@ -133,11 +118,7 @@ def _joined(frames: Any) -> Any:
     return beside.reshape(*beside.shape[:-2], -1)
 
 
-def _stacked_space(space: gym.Space[Any], count: int) -> gym.Space[Any]:
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _stacked_space(part, count) for key, part in space.items()})
-    if isinstance(space, spaces.Tuple):
-        return spaces.Tuple([_stacked_space(part, count) for part in space])
+def _stacked_space(count: int, space: Space) -> Space:
     if not isinstance(space, spaces.Box) or not space.shape:
         raise ConnectorError(
             f"FrameStacking can't stack observations in {space}; expected a Box of one axis or more, or a Dict or "

@@ -1,23 +1,93 @@
-"""Observations shifted and scaled by the mean and deviation of all that came by."""
+"""Shifts and scales observations by the mean and deviation of all observations so far."""
 
 import copy
 import uuid
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Self
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.agents import space_by_agents
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.connectors.env_to_module.running_statistics import RunningStatistics
-from rollflow.stream.episode import SingleAgentEpisode
-from rollflow.stream.errors import ConnectorError, located
-from rollflow.stream.live_episode import LaneEpisodes
-from rollflow.stream.space import is_columnar, item_of
-from rollflow.stream.tree import Tree, leaves_of, map_tree, stack_trees
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
+from rollflow.nodes.connectors.list_form import rewrite_last
+from rollflow.nodes.connectors.spaces import check_has_numbers, map_space, space_by_agents
+from rollflow.stream.data.errors import ConnectorError, located
+from rollflow.stream.data.space import item_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, stack_trees, unstack_tree
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+Floats = NDArray[np.float64]
+
+
+class RunningStatistics:
+    """Statistics over rows of D numbers each, in f64.
+
+    count    rows counted
+    mean     f64[D]
+    m2       f64[D]  sum of squared distances from the mean
+    """
+
+    __slots__ = ("count", "m2", "mean")
+
+    def __init__(self, size: int) -> None:
+        self.count = 0
+        self.mean: Floats = np.zeros(size)
+        self.m2: Floats = np.zeros(size)
+
+    def push(self, rows: Floats) -> tuple[Floats, Floats]:
+        """Count f64[N, D] row by row; return mean and deviation after each row, f64[N, D] both."""
+        center = self.mean if self.count else rows[0]
+        # Sums around a center close to the mean lose no digits to large offsets.
+        away = rows - center
+        counts = self.count + np.arange(1, len(rows) + 1)[:, None]
+        sums = np.cumsum(away, axis=0)
+        means = center + sums / counts
+        m2s = np.maximum(self.m2 + np.cumsum(away * away, axis=0) - sums * sums / counts, 0.0)
+        self.count += len(rows)
+        self.mean, self.m2 = means[-1], m2s[-1]
+        return means, _deviation(m2s, counts)
+
+    @property
+    def deviation(self) -> Floats:
+        """f64[D]: the sample's standard deviation; 0 before the second row."""
+        return _deviation(self.m2, np.array(self.count))
+
+    @classmethod
+    def merged(cls, several: Iterable["RunningStatistics"], size: int) -> Self:
+        """The statistics of all rows that any of several has counted; their order makes no difference."""
+        total = cls(size)
+        # Sorted by content, so that the order of arguments does not change even the rounding.
+        for each in sorted(several, key=lambda each: (each.count, each.mean.tobytes(), each.m2.tobytes())):
+            if not each.count:
+                continue
+            count = total.count + each.count
+            delta = each.mean - total.mean
+            total.mean = total.mean + delta * (each.count / count)
+            total.m2 = total.m2 + each.m2 + delta * delta * (total.count * each.count / count)
+            total.count = count
+        return total
+
+    def get_state(self) -> dict[str, Any]:
+        """Count, mean and m2, copied."""
+        return {"count": self.count, "mean": self.mean.copy(), "m2": self.m2.copy()}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], size: int) -> Self:
+        """Restore the statistics that `get_state` gave. Raises ValueError for rows of another size."""
+        made = cls(size)
+        made.count = int(state["count"])
+        made.mean, made.m2 = np.array(state["mean"], np.float64), np.array(state["m2"], np.float64)
+        if made.mean.shape != (size,) or made.m2.shape != (size,):
+            raise ValueError(f"mean of shape {list(made.mean.shape)}, expected [{size}]")
+        return made
+
+
+def _deviation(m2: Floats, counts: NDArray[Any]) -> Floats:
+    deviation: Floats = np.sqrt(m2 / np.maximum(counts - 1, 1))
+    return deviation
+
 
 _SMALLEST_DEVIATION = 1e-8
 
@@ -25,32 +95,32 @@ _SMALLEST_DEVIATION = 1e-8
 class MeanStdFilter(ConnectorV2):
     """Rewrites every episode's last observation as its distance from the running mean, in running deviations.
 
-        multi_agent        a filter for each agent: see `of_agent`. The spaces are Dicts by agent ids then, and the
-                           state is agent id -> state of its filter
-        de_mean_to_zero    take the mean away
-        de_std_to_one      divide by the sample's deviation, where that is more than 0
+        multi_agent        True: a filter for each agent, see `of_agent`. The spaces are Dicts by agent ids then, and
+                           the state is agent id -> state of its filter
+        de_mean_to_zero    True: subtract the mean
+        de_std_to_one      True: divide by the sample's deviation, where that is more than 0
         clip_by_value      clip to -value … value; None: don't
-        update_stats       whether what comes by is counted
+        update_stats       True: count the observations
 
-    Boxes alone change, f32 of the same shape, also inside a Dict or Tuple. Every observation is counted before it is
+    Boxes alone change, to f32 of the same shape, also inside a Dict or Tuple. Every observation is counted before it is
     filtered, those of one vector step slot by slot; so the very first becomes 0.
 
-    The state keeps what each filter has counted itself apart from what it was told of others. States of any number of
-    copies merge, in any order and however often one comes in, into the statistics of each observation once: give every
-    copy the merged state and go on. A filter that is given a state goes on counting on top of it; what it has counted
-    itself since the state was made stays counted. `reset_state` first makes it start from the state alone.
+    The state keeps each filter's own counts apart from those of other filters. So the states of any number of copies
+    merge, in any order and however often, into statistics that count each observation once. Give every copy the merged
+    state and go on: its own counts since that state was made stay. `reset_state` first makes it start from the state
+    alone.
 
-    Raises ConnectorError for states of another space or another piece, for spaces without numbers or another number of
-    them than has been counted, and for observations that are not finite.
+    Raises ConnectorError for states of another space or another piece. Raises it for spaces without numbers, or with
+    another number of them than has been counted, and for observations that are not finite.
     """
 
     columnar = True
-    changes_episodes = True
+    pipelines = ("env-to-module",)
 
     def __init__(
         self,
-        input_observation_space: gym.Space[Any] | None = None,
-        input_action_space: gym.Space[Any] | None = None,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
         *,
         multi_agent: bool = False,
         de_mean_to_zero: bool = True,
@@ -68,21 +138,15 @@ class MeanStdFilter(ConnectorV2):
         self.update_stats = update_stats
         self._size = 0
         self._of_agents: dict[Any, MeanStdFilter] = {}
-        self._filtered: Tree = None  # whether each leaf of an observation is a Box's
+        self._filtered: Tree = None  # True for each leaf of an observation that is a Box's
         self._own = RunningStatistics(0)
         self._others: dict[str, RunningStatistics] = {}
         self._forget()
 
-    def recompute_output_observation_space(
-        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
-    ) -> gym.Space[Any]:
+    def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         if self.multi_agent:
             return space_by_agents(input_observation_space, None, self._space_of_agent)
-        if not is_columnar(input_observation_space):
-            raise ConnectorError(
-                f"MeanStdFilter can't filter observations in {input_observation_space}; expected Box, Discrete, "
-                "MultiDiscrete, MultiBinary, or a Dict or Tuple of those"
-            )
+        check_has_numbers(input_observation_space, "MeanStdFilter can't filter observations")
         self._filtered = _boxes(input_observation_space)
         leaves = zip(leaves_of(item_of(input_observation_space)), leaves_of(self._filtered), strict=True)
         size = sum(np.size(leaf) for leaf, filtered in leaves if filtered)
@@ -94,25 +158,14 @@ class MeanStdFilter(ConnectorV2):
                 )
             self._size = size
             self._forget()
-        return self._output_space(input_observation_space)
+        return map_space(self._output_space, input_observation_space)
 
-    def __call__(
-        self,
-        *,
-        rl_module: Any,
-        batch: Batch,
-        episodes: Episodes,
-        explore: bool | None = None,
-        shared_data: dict[str, Any] | None = None,
-        metrics: Any = None,
-        **kwargs: Any,
-    ) -> Batch:
+    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
         self._know_spaces()
         if self._of_agents:
             self._filter_by_agents(episodes)
             return batch
-        if self._filtered is None:
-            raise ConnectorError("MeanStdFilter has no input observation space: give it one, or a pipeline")
+        self._needed_space("observation")
         if isinstance(episodes, LaneEpisodes):
             episodes.set_observations(self._filter(episodes.observations()))
             return batch
@@ -120,10 +173,8 @@ class MeanStdFilter(ConnectorV2):
         if not alone:
             return batch
         filtered = self._filter(stack_trees([episode.get_observations(-1) for episode in alone]))
-        for i, episode in enumerate(alone):
-            item = map_tree(lambda leaf, i=i: leaf[i], filtered)
-            episode.set_observations(new_data=item, at_indices=-1)
-            episode.observation_space = self.observation_space
+        for episode, item in zip(alone, unstack_tree(filtered), strict=True):
+            rewrite_last(episode, item, self.observation_space)
         return batch
 
     # Statistics
@@ -141,7 +192,7 @@ class MeanStdFilter(ConnectorV2):
 
     @property
     def deviation(self) -> NDArray[np.float64]:
-        """f64[D]: the sample's standard deviation, likewise."""
+        """f64[D]: the sample's standard deviation, in the same order; not for several agents."""
         self._refuse_several("deviation")
         return self._total.deviation
 
@@ -156,16 +207,16 @@ class MeanStdFilter(ConnectorV2):
         return self._of_agents[agent_id]
 
     def get_state(self, components: Any = None, *, not_components: Any = None, **kwargs: Any) -> dict[str, Any]:
-        """What every filter known here has counted, by its own id. Raises nothing; merge with `merge_states`."""
+        """The counts of every known filter, by the filter's id; merge several states with `merge_states`."""
         if self.multi_agent:
             states = {agent_id: each.get_state() for agent_id, each in self._of_agents.items()}
             return {agent_id: state for agent_id, state in states.items() if state}
         sources = {**self._others, self._id: self._own}
         states = {source: each.get_state() for source, each in sources.items() if each.count}
-        return {"space": self._told_space(), "sources": states} if states else {}
+        return {"space": self._space_text(), "sources": states} if states else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take over what all of a state's filters have counted."""
+        """Take over the counts of all filters of a state."""
         self._check_state(state)
         if self.multi_agent:
             for agent_id, filter_, theirs in [(each, self.of_agent(each), state[each]) for each in state]:
@@ -187,12 +238,16 @@ class MeanStdFilter(ConnectorV2):
             each.reset_state()
 
     def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """All filters of this state and all others, each as the state has it that has seen most of it."""
+        """The counts of this filter and of all others, each from the state that has most of it."""
         if self.multi_agent:
             for agent_id in {agent_id: None for state in states for agent_id in state}:
                 self.of_agent(agent_id)
-            given = {agent_id: [each[agent_id] for each in states if agent_id in each] for agent_id in self._of_agents}
-            of_agents = {agent_id: self._of_agents[agent_id].merge_states(theirs) for agent_id, theirs in given.items()}
+            of_agent = {
+                agent_id: [each[agent_id] for each in states if agent_id in each] for agent_id in self._of_agents
+            }
+            of_agents = {
+                agent_id: self._of_agents[agent_id].merge_states(theirs) for agent_id, theirs in of_agent.items()
+            }
             return {agent_id: state for agent_id, state in of_agents.items() if state}
         merged: dict[str, RunningStatistics] = {}
         for state in [self.get_state(), *states]:
@@ -203,10 +258,10 @@ class MeanStdFilter(ConnectorV2):
         if not merged:
             return {}
         ordered = {source: merged[source].get_state() for source in sorted(merged)}
-        return {"space": self._told_space(), "sources": ordered}
+        return {"space": self._space_text(), "sources": ordered}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: a copy counts as another filter, so that both may go on and be merged."""
+        """State for copies: a copy counts as another filter, so that both may go on and be merged."""
         state = self.__dict__.copy()
         state["_others"] = {**self._others, self._id: RunningStatistics.from_state(self._own.get_state(), self._size)}
         state["_own"], state["_id"] = RunningStatistics(self._size), uuid.uuid4().hex
@@ -219,7 +274,7 @@ class MeanStdFilter(ConnectorV2):
 
     # Inside
 
-    def _space_of_agent(self, space: gym.Space[Any], _: Any, agent_id: Any) -> gym.Space[Any]:
+    def _space_of_agent(self, space: Space, _: Any, agent_id: Any) -> Space:
         made = self._of_agents.setdefault(agent_id, MeanStdFilter())
         made.clip_by_value = self.clip_by_value
         with located(f"agent '{agent_id}'"):
@@ -244,11 +299,11 @@ class MeanStdFilter(ConnectorV2):
             raise ConnectorError(f"{self.name} has a filter for each agent, expected of_agent(agent id).{what}")
 
     def _filter(self, observations: Tree) -> Tree:
-        """A tree of arrays `any[N, ...]`, filtered."""
+        """Filter a tree of arrays `any[N, ...]`."""
         leaves, flags = leaves_of(observations), leaves_of(self._filtered)
         if len(leaves) != len(flags):
             raise ConnectorError(
-                f"{self.name}: observations have {len(leaves)} parts, expected {len(flags)} as {self._told_space()} has"
+                f"{self.name}: observations have {len(leaves)} parts, expected {len(flags)} as {self._space_text()} has"
             )
         kept = [np.asarray(leaf) for leaf, filtered in zip(leaves, flags, strict=True) if filtered]
         if not kept:
@@ -269,7 +324,7 @@ class MeanStdFilter(ConnectorV2):
         if rows.shape[1] != self._size:
             raise ConnectorError(
                 f"{self.name}: observations of {rows.shape[1]} numbers, expected {self._size}, as "
-                f"{self._told_space()} has"
+                f"{self._space_text()} has"
             )
         finite = np.isfinite(rows)
         if not finite.all():
@@ -307,31 +362,27 @@ class MeanStdFilter(ConnectorV2):
             raise ConnectorError(
                 f"{self.name} is given a state, but has no input observation space yet to hold it against"
             )
-        if state["space"] != self._told_space():
+        if state["space"] != self._space_text():
             raise ConnectorError(
-                f"{self.name}: a state of a filter for observations in {state['space']}, expected {self._told_space()}"
+                f"{self.name}: a state of a filter for observations in {state['space']}, expected {self._space_text()}"
             )
         try:
             return {source: RunningStatistics.from_state(each, self._size) for source, each in state["sources"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConnectorError(f"{self.name}: a state's 'sources' are no statistics of its: {error!r}") from None
 
-    def _told_space(self) -> str:
+    def _space_text(self) -> str:
         self._know_spaces()
         return str(self.input_observation_space)
 
-    def _output_space(self, space: gym.Space[Any]) -> gym.Space[Any]:
-        if isinstance(space, spaces.Dict):
-            return spaces.Dict({key: self._output_space(part) for key, part in space.items()})
-        if isinstance(space, spaces.Tuple):
-            return spaces.Tuple([self._output_space(part) for part in space])
+    def _output_space(self, space: Space) -> Space:
         if not isinstance(space, spaces.Box):
             return space
         bound = np.inf if self.clip_by_value is None else self.clip_by_value
         return spaces.Box(-bound, bound, space.shape, np.float32)
 
 
-def _boxes(space: gym.Space[Any]) -> Tree:
+def _boxes(space: Space) -> Tree:
     if isinstance(space, spaces.Dict):
         return {key: _boxes(part) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):

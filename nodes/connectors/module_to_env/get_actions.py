@@ -1,52 +1,49 @@
-"""Actions out of the module's output."""
+"""Samples actions from the module's output."""
 
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from rollflow.nodes.connectors.agents import episode_key, single_agent_episodes, space_of_agent
-from rollflow.nodes.connectors.by_module import module_of
-from rollflow.nodes.connectors.common.agent_to_module_mapping import MEMORIZED
-from rollflow.nodes.connectors.common.tensor_to_numpy import array_of
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.nodes.distribution import Categorical, DistributionType, distribution_for
-from rollflow.stream.columns import Columns
-from rollflow.stream.errors import ModuleError
+from rollflow.nodes.connectors.common.by_module import MEMORIZED, module_of
+from rollflow.nodes.connectors.common.tensors import array_of, tensor_of
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
+from rollflow.nodes.connectors.list_form import episode_key, single_agent_episodes
+from rollflow.nodes.connectors.spaces import space_of_agent
+from rollflow.nodes.modules.distribution import Categorical, DistributionType, distribution_for
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.tree import Tree, leaves_of
 from rollflow.stream.multi_agent.agent_episodes import AgentEpisodes
-from rollflow.stream.tree import leaves_of
 
 RACES = "races"
-"""Where `shared_data` has the lane's `Races`."""
+"""Key in `shared_data` of the lane's `Races`."""
 
 _OUTPUTS = {Columns.ACTIONS, Columns.ACTION_DIST_INPUTS}
 
 
 class GetActions(ConnectorV2):
-    """Adds `actions` and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
+    """Adds `actions`, `any[N, ...]`, and `action_logp`, f32[N], where the module gave `action_dist_inputs` alone.
 
-    With `explore` actions are sampled, by the generator in `shared_data["generator"]` if there is one, or faster, where
-    that can be, by the `Races` in `shared_data["races"]`; without it
-    they are the likeliest. The distribution is what the module's `get_exploration_action_dist_cls()` or
-    `get_inference_action_dist_cls()` names, else the one that goes with the action space. Actions that the module gave
-    itself are passed on. A batch of several modules' outputs, by module id, is gone through by `rl_module[module id]`.
+    With `explore` actions are sampled, else they are the likeliest. Sampling uses the generator in
+    `shared_data["generator"]`, or the faster `Races` in `shared_data["races"]` for plain logits of one Discrete action.
+
+    The distribution is that of the module's `get_exploration_action_dist_cls()` or `get_inference_action_dist_cls()`,
+    else that of the module's `action_space`, or this piece's. Actions that the module gave itself are passed on.
+    `action_dist_inputs` may be tensors or arrays: arrays become tensors for a `DistributionType`, and are passed to a
+    distribution from elsewhere as they are. Outputs by module id are handled by `rl_module[module id]`.
 
     Raises ModuleError when the output has neither `actions` nor `action_dist_inputs`, and when a logit is NaN or +inf,
-    or all of a slot's are -inf.
+    or all of a slot's are -inf. So it does for an action of the module that is NaN.
     """
 
     columnar = True
+    pipelines = ("module-to-env",)
     changes_episodes = False
 
-    def __init__(
-        self,
-        input_observation_space: gym.Space[Any] | None = None,
-        input_action_space: gym.Space[Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(input_observation_space, input_action_space, **kwargs)
-        self._made: DistributionType | None = None
+    _made: DistributionType | None = None  # of this piece's action space
 
     def __call__(
         self,
@@ -55,8 +52,7 @@ class GetActions(ConnectorV2):
         batch: Batch,
         episodes: Episodes,
         explore: bool | None = None,
-        shared_data: dict[str, Any] | None = None,
-        metrics: Any = None,
+        shared_data: SharedData = None,
         **kwargs: Any,
     ) -> Batch:
         shared_data = {} if shared_data is None else shared_data
@@ -73,22 +69,28 @@ class GetActions(ConnectorV2):
         self, rl_module: Any, batch: Batch, explore: bool, shared_data: dict[str, Any], episodes: Episodes
     ) -> None:
         if Columns.ACTIONS in batch:
+            if slots := slots_with_nan(batch[Columns.ACTIONS]):
+                raise _unusable(Columns.ACTIONS, "is NaN", slots, shared_data, episodes)
             return
         logits = batch.get(Columns.ACTION_DIST_INPUTS)
         if logits is None:
             raise ModuleError(
                 f"the output of {type(rl_module).__name__} has {sorted(batch)}, expected '{Columns.ACTIONS}' or "
                 f"'{Columns.ACTION_DIST_INPUTS}'"
-            )
-        if not logits.is_cpu:  # the generators are in main memory, and the environments are
+            ).see("module")
+        array = None if isinstance(logits, torch.Tensor) else _as_array(logits)
+        if array is None and not logits.is_cpu:  # as generators and environments
             batch[Columns.ACTION_DIST_INPUTS] = logits = logits.cpu()
         agent_id = getattr(episodes[0], "agent_id", None) if isinstance(episodes, list) and episodes else None
         distribution_type = self.distribution_type(rl_module, explore=explore, agent_id=agent_id)
+        if array is not None and isinstance(distribution_type, DistributionType):
+            floats = array.dtype.kind == "f" and array.dtype.isnative  # other numbers become f32
+            logits = tensor_of(array if floats else array.astype(np.float32))
         distribution: Any = distribution_type.from_logits(logits)
         races = shared_data.get(RACES)
         if explore and races is not None and type(distribution) is Categorical and _is_plain(logits):
             actions, logp = distribution.sample_with_logp(races)
-            if not np.add.reduce(logp) > -np.inf:  # so it is if anything is wrong with one row's logits
+            if not np.add.reduce(logp) > -np.inf:  # where any row's logits are unusable
                 refuse_unusable(logits, shared_data, episodes)
         else:
             refuse_unusable(logits, shared_data, episodes)
@@ -96,7 +98,7 @@ class GetActions(ConnectorV2):
                 distribution = distribution.to_deterministic()
             if isinstance(distribution_type, DistributionType):
                 actions = distribution.sample(shared_data.get("generator"))
-            else:  # from elsewhere: it need not know what a generator is
+            else:  # from elsewhere, without generators
                 actions = distribution.sample()
             logp = None
         batch[Columns.ACTIONS] = actions
@@ -104,15 +106,16 @@ class GetActions(ConnectorV2):
             batch[Columns.ACTION_LOGP] = distribution.logp(actions) if logp is None else logp
 
     def distribution_type(self, rl_module: Any, *, explore: bool, agent_id: Any = None) -> Any:
-        """What makes the module's distributions. Raises ModuleError where nobody knows.
+        """The maker of the module's distributions. Raises ModuleError where neither module nor piece has a space.
 
-        agent_id    of one of the module's agents; None: there is one alone
+        agent_id    of one of the module's agents; None: of a single agent
         """
         name = "get_exploration_action_dist_cls" if explore else "get_inference_action_dist_cls"
         get = getattr(rl_module, name, None)
         if get is not None:
             return get()
-        space, made = space_of_agent(self.action_space, agent_id), self._made
+        own, made = getattr(rl_module, "action_space", None), self._made
+        space = own if isinstance(own, gym.Space) else space_of_agent(self.action_space, agent_id)
         if space is None:
             raise ModuleError(f"{type(rl_module).__name__} has no {name}(), and GetActions was given no action space")
         if made is None or made.space is not space:
@@ -121,47 +124,81 @@ class GetActions(ConnectorV2):
 
 
 def _is_by_module(batch: Batch, shared_data: dict[str, Any]) -> bool:
-    """Whether it is several modules' outputs, by module id; where no agent is to act there may be none."""
+    """True for several modules' outputs, by module id, which may be empty where no agent is to act."""
     if not batch:
         return MEMORIZED in shared_data
     return all(isinstance(each, dict) and not _OUTPUTS.isdisjoint(each) for each in batch.values())
 
 
 def _rows_by_module(episodes: Episodes, shared_data: dict[str, Any]) -> dict[Any, list[Any]]:
-    """Module id -> the episodes of the agents that its rows are of, as far as they are known."""
+    """Module id -> the known episodes of the agents that its rows are of."""
     pairs = {(*episode_key(each), None)[:2]: each for each in single_agent_episodes(episodes, stepped_only=True)}
     memorized = shared_data.get(MEMORIZED, {})
     return {module: [pairs[row] for row in rows if row in pairs] for module, rows in memorized.items()}
 
 
-def _is_plain(logits: torch.Tensor) -> bool:
-    """Whether it is f32[N, n] in main memory."""
-    return logits.is_cpu and logits.ndim == 2 and logits.dtype is torch.float32 and not logits.requires_grad
+def _as_array(logits: Any) -> NDArray[Any]:
+    """Logits that are no tensor as an array. Raises ModuleError for anything but numbers, and without a batch axis."""
+    try:
+        array = np.asarray(logits)
+    except ValueError:
+        array = np.empty(0, object)
+    if array.dtype.kind not in "biuf" or not array.ndim:
+        raise ModuleError(
+            f"'{Columns.ACTION_DIST_INPUTS}' is {type(logits).__name__}, expected a tensor or an array of numbers with "
+            "one row per slot"
+        )
+    return array
 
 
-def refuse_unusable(logits: torch.Tensor, shared_data: dict[str, Any], episodes: Episodes) -> None:
+def _is_plain(logits: Any) -> bool:
+    """True for a tensor f32[N, n] in main memory."""
+    if not isinstance(logits, torch.Tensor) or not logits.is_cpu or logits.ndim != 2:
+        return False
+    return logits.dtype is torch.float32 and not logits.requires_grad
+
+
+def refuse_unusable(logits: Any, shared_data: dict[str, Any], episodes: Episodes) -> None:
     """Raise ModuleError for logits that are NaN or +inf, or rule out every action, with the slots.
 
-    Where observations of theirs are not finite, it says so: it is not the module that is to blame then.
+    logits    any[N, D], a tensor or an array
+
+    The text adds which of these slots' observations are not finite: then the module is not to blame.
     """
-    array = array_of(logits)
-    # One sum over all is cheap, and finite if all are; -inf rules actions out, which is right for some but not for all.
+    array = array_of(logits) if isinstance(logits, torch.Tensor) else np.asarray(logits)
+    # One sum over all is cheap, and finite if all are; -inf is allowed for some actions, but not for all.
     with np.errstate(invalid="ignore", over="ignore"):
         total = np.add.reduce(array, axis=None)
     if -np.inf < total < np.inf:
         return
     rows = array.reshape(len(array), -1)
     is_nan, most = np.isnan(rows).any(1), rows.max(1)
-    for told, bad in (("is NaN", is_nan), ("rules out every action", most == -np.inf), ("is +inf", most == np.inf)):
+    for fault, bad in (("is NaN", is_nan), ("rules out every action", most == -np.inf), ("is +inf", most == np.inf)):
         slots = np.flatnonzero(bad).tolist()
         if slots:
-            raise ModuleError(
-                f"'{Columns.ACTION_DIST_INPUTS}' {told} in lane {shared_data.get('lane', 0)}, vector step "
-                f"{shared_data.get('step', 'unknown')}, {_told(episodes, slots)}{_blamed(episodes, slots)}"
-            )
+            raise _unusable(Columns.ACTION_DIST_INPUTS, fault, slots, shared_data, episodes)
 
 
-def _told(episodes: Episodes, slots: list[int]) -> str:
+def slots_with_nan(actions: Tree) -> list[int]:
+    """Slots whose action, in a tree of arrays or tensors any[N, ...], has a NaN."""
+    slots: set[int] = set()
+    for leaf in leaves_of(actions):
+        array = array_of(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)
+        if array.dtype.kind == "f" and array.ndim and np.isnan(np.add.reduce(array, axis=None)):  # one sum is cheap
+            slots.update(np.flatnonzero(np.isnan(array.reshape(len(array), -1)).any(1)).tolist())
+    return sorted(slots)
+
+
+def _unusable(
+    column: str, fault: str, slots: list[int], shared_data: dict[str, Any], episodes: Episodes
+) -> ModuleError:
+    return ModuleError(
+        f"'{column}' {fault} in lane {shared_data.get('lane', 0)}, vector step {shared_data.get('step', 'unknown')}, "
+        f"{_named(episodes, slots)}{_blamed(episodes, slots)}"
+    ).see("not a number")
+
+
+def _named(episodes: Episodes, slots: list[int]) -> str:
     """The rows in words: slots, or agents."""
     if isinstance(episodes, AgentEpisodes):
         return "; ".join(map(episodes.whose, slots))
@@ -172,12 +209,12 @@ def _told(episodes: Episodes, slots: list[int]) -> str:
 
 
 def _blamed(episodes: Episodes, slots: list[int]) -> str:
-    """Which of these slots have observations that are not finite, in words."""
+    """The slots, of these, whose observations are not finite, in words."""
     observed = [slot for slot in slots if slot < len(episodes)]
     bad = [slot for slot in observed if not _is_finite(episodes[slot].get_observations(-1))]
     if not bad:
         return ""
-    return f": the observation itself is not finite in {_told(episodes, bad)}, expected numbers"
+    return f": the observation itself is not finite in {_named(episodes, bad)}, expected numbers"
 
 
 def _is_finite(observation: Any) -> bool:

@@ -1,14 +1,18 @@
-"""Actions brought into the environments' bounds."""
+"""Brings actions into the environments' bounds."""
 
 from collections.abc import Callable
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 from gymnasium import spaces
 
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes
-from rollflow.stream.columns import Columns
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedData, Space
+from rollflow.nodes.connectors.list_form import is_keyed_by_episode
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+
+PASSED_ON = "actions_passed_on"
+"""Key in `shared_data`, True where the environments get `actions` themselves."""
 
 Bring = Callable[[Any], Any]
 
@@ -16,81 +20,80 @@ Bring = Callable[[Any], Any]
 class NormalizeAndClipActions(ConnectorV2):
     """Adds `actions_for_env`, and leaves `actions` as the module chose them.
 
-        normalize_actions    take them from -1 … 1 to low … high, and clip; goes before `clip_actions`
-        clip_actions         clip them to low … high
+        normalize_actions    scale from -1 … 1 to low … high, and clip; goes before `clip_actions`
+        clip_actions         clip to low … high
 
     Of several agents the action space is a Dict by agent ids, or the same for all.
 
-    Boxes alone change, also inside a Dict or Tuple: those that are bounded on all sides can be normalized, and others
-    are clipped to what bounds they have. Where nothing changes no column is added.
+    Boxes alone change, also inside a Dict or Tuple. A Box that is bounded on all sides can be normalized; any other is
+    clipped to the bounds it has. Where nothing changes both columns have the same items. Without either option no
+    column is added. An `actions_for_env` of another piece stays as it is.
     """
 
     columnar = True
+    pipelines = ("module-to-env",)
     changes_episodes = False
 
     def __init__(
         self,
-        input_observation_space: gym.Space[Any] | None = None,
-        input_action_space: gym.Space[Any] | None = None,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
         *,
         normalize_actions: bool,
         clip_actions: bool,
     ) -> None:
         self.normalize_actions = normalize_actions
         self.clip_actions = clip_actions
-        self._bring: Bring | None = None  # known when the spaces are, and so are these, should they be by agents
+        self._bring: Bring | None = None  # set with the spaces; below, by agents
         self._of_agents: dict[Any, Bring | None] = {}
         super().__init__(input_observation_space, input_action_space)
 
     @property
     def changes_actions(self) -> bool:
-        """Whether actions in this space are changed at all."""
+        """True if actions in this space are changed at all."""
         self._know_spaces()
         return self._bring is not None
 
-    def recompute_output_action_space(
-        self, input_observation_space: gym.Space[Any], input_action_space: gym.Space[Any]
-    ) -> gym.Space[Any]:
+    def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
         self._bring = self._bringer(input_action_space)
         parts = input_action_space.spaces if isinstance(input_action_space, spaces.Dict) else {}
         self._of_agents = {agent_id: self._bringer(part) for agent_id, part in parts.items()}
         return input_action_space
 
-    def __call__(
-        self,
-        *,
-        rl_module: Any,
-        batch: Batch,
-        episodes: Episodes,
-        explore: bool | None = None,
-        shared_data: dict[str, Any] | None = None,
-        metrics: Any = None,
-        **kwargs: Any,
-    ) -> Batch:
+    def __call__(self, *, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
         self._know_spaces()
-        bring = self._bring
-        if bring is None or Columns.ACTIONS_FOR_ENV in batch:
-            return batch
-        if not batch:  # no agent acts
+        bring, is_there = self._bring, Columns.ACTIONS_FOR_ENV in batch
+        if shared_data is not None:
+            shared_data[PASSED_ON] = bring is None and not is_there
+        if is_there or not batch or not (self.normalize_actions or self.clip_actions):  # no batch: no agent acts
             return batch
         actions = batch[Columns.ACTIONS]
-        if isinstance(actions, list):
-            batch[Columns.ACTIONS_FOR_ENV] = [bring(action) for action in actions]
-        elif isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
-            batch[Columns.ACTIONS_FOR_ENV] = {key: self._brought(key, items) for key, items in actions.items()}
-        else:
-            batch[Columns.ACTIONS_FOR_ENV] = bring(actions)
+        try:
+            batch[Columns.ACTIONS_FOR_ENV] = same_items(actions) if bring is None else self._for_env(actions, bring)
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise ConnectorError(
+                f"{self.name}: '{Columns.ACTIONS}' are {_described(actions)}, expected actions in the environments' "
+                f"space, {self.input_action_space}; where the module chooses in another space, a piece before this one "
+                f"makes '{Columns.ACTIONS_FOR_ENV}' of '{Columns.ACTIONS}': give it as module_to_env_connector"
+            ) from error
         return batch
 
+    def _for_env(self, actions: Any, bring: Bring) -> Any:
+        if isinstance(actions, list):
+            return [bring(action) for action in actions]
+        if isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
+            return {key: self._brought(key, items) for key, items in actions.items()}
+        return bring(actions)
+
     def _brought(self, key: tuple[Any, ...], items: list[Any]) -> list[Any]:
-        """The actions under the key of an episode, or of an agent of one."""
+        """Actions under the key of an episode, or of an agent of one."""
         bring = self._bring
         if len(key) > 1:
             bring = self._of_agents.get(key[1], bring)
         return [bring(action) for action in items] if bring else items
 
-    def _bringer(self, space: gym.Space[Any]) -> Bring | None:
-        """What is done to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing."""
+    def _bringer(self, space: Space) -> Bring | None:
+        """The change to an action, or to a tree of arrays `any[N, ...]` of them; None: nothing changes."""
         if isinstance(space, spaces.Dict):
             named = {key: self._bringer(part) for key, part in space.items()}
             if not any(named.values()):
@@ -113,3 +116,29 @@ class NormalizeAndClipActions(ConnectorV2):
         if self.clip_actions and bounded.any():
             return lambda actions: np.clip(actions, low, high)
         return None
+
+
+def _described(actions: Any) -> str:
+    """The dtype and shape of actions, or of the first ones of a column in list form, with the keys around them."""
+    while isinstance(actions, list) or is_keyed_by_episode(actions):
+        actions = next(iter(actions.values() if isinstance(actions, dict) else actions), None)
+    if isinstance(actions, dict):
+        return "{" + ", ".join(f"{key!r}: {_described(part)}" for key, part in actions.items()) + "}"
+    if isinstance(actions, tuple):
+        return f"({', '.join(map(_described, actions))})"
+    array = np.asarray(actions)
+    return f"{array.dtype}{list(array.shape)}"
+
+
+def same_items(actions: Any) -> Any:
+    """The actions; lists of them are copied."""
+    if isinstance(actions, dict) and all(isinstance(key, tuple) for key in actions):
+        return {key: list(items) for key, items in actions.items()}
+    return list(actions) if isinstance(actions, list) else actions
+
+
+class ClipActions(NormalizeAndClipActions):
+    """`NormalizeAndClipActions` that clips alone: adds `actions_for_env`, and leaves `actions` as they were chosen."""
+
+    def __init__(self, input_observation_space: Space | None = None, input_action_space: Space | None = None) -> None:
+        super().__init__(input_observation_space, input_action_space, normalize_actions=False, clip_actions=True)

@@ -1,26 +1,26 @@
-"""What tests of several kinds begin or end with."""
+"""Fixtures for tests of trainers."""
 
 import gc
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from lending import shared_address
+from memory_lending import shared_address
 
-from rollflow.sinks.trainer.shared.borrower import fragments_in
+from rollflow.sinks.trainer.trainer_side.borrower import fragments_in
 from rollflow.stream.wire import Fragment
 
 
 @pytest.fixture(params=["unix", "shm"])
 def address(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Of a trainer on this host, by a socket and by shared memory."""
+    """Address of a trainer on this host: a socket, or shared memory."""
     with shared_address() as shared:
         yield f"{request.param}:{shared.removeprefix('shm:')}"
 
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many came to a trainer as one, again and again."""
+    """Number of items that came to a trainer as one message, for each message."""
     counts: list[int] = []
 
     def counted(message: Any, borrower: Any) -> list[Fragment]:
@@ -28,7 +28,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(len(fragments))
         return fragments
 
-    monkeypatch.setattr("rollflow.sinks.trainer.door.fragments_in", counted)
+    monkeypatch.setattr("rollflow.sinks.trainer.trainer_side.listener.fragments_in", counted)
     return counts
 
 

@@ -7,30 +7,34 @@ import socket
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-from feeding import HASTY, Feed, feeding, sequences_of, trainer
+from feeding_rollouts import HASTY, Feed, feeding, sequences_of, trainer
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from lending import shared_address
+from killable_trainer import FeedChild, Record, TrainerChild, check_whole, record_of, records_of
+from memory_lending import shared_address
+from property_examples import examples
 from remote_hosts import BrokenWire
 from remote_rollouts import await_that
-from trainers import FeedChild, Record, TrainerChild, check_whole, record_of, records_of
 
-from rollflow.nodes.remote.dial import reach
 from rollflow.sinks import TrainerStream
-from rollflow.sinks.trainer import source_link
 from rollflow.stream import Fragment, RunError
+from rollflow.stream.net import redialler
+from rollflow.stream.net.dial import reach
 from rollflow.stream.wire import Limits
 
+AGENTS = pytest.mark.parametrize("agents", [0, 2], ids=["one agent", "several agents"])
 
-def cut_off(cuts: Sequence[int], fragments: int) -> tuple[list[Fragment], int]:
-    """What comes through a wire that is cut after so many bytes, again and again; and how many steps were made."""
+
+def cut_off(cuts: Sequence[int], fragments: int, agents: int) -> tuple[list[Fragment], int]:
+    """Return the items that come through a wire that is cut after so many bytes, and the number of steps made."""
     left = list(cuts)
     with trainer(yields="fragments", limits=HASTY) as stream:
         wire = BrokenWire(stream.address, lambda: left.pop() if left else None)
         try:
-            more = {"lanes": 2, "num_fragments": fragments, "sink": {"limits": HASTY}}
+            more = {"lanes": 2, "num_fragments": fragments, "agents": agents, "sink": {"limits": HASTY}}
             with feeding(wire.address, **more) as feed:
                 taken = list(stream)
         finally:
@@ -38,19 +42,20 @@ def cut_off(cuts: Sequence[int], fragments: int) -> tuple[list[Fragment], int]:
     return taken, feed.rollout.num_steps
 
 
-@settings(max_examples=6, phases=[Phase.explicit, Phase.generate])
-@given(cuts=st.lists(st.integers(0, 20_000), max_size=5))
-def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[int]) -> None:
-    taken, steps = cut_off(cuts, fragments=8)
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
+@given(cuts=st.lists(st.integers(0, 20_000), max_size=5), agents=st.sampled_from([0, 2]))
+def test_a_connection_that_is_cut_loses_nothing_and_doubles_nothing(cuts: list[int], agents: int) -> None:
+    taken, steps = cut_off(cuts, fragments=8, agents=agents)
     assert sequences_of(taken) == {0: list(range(8)), 1: list(range(8))}
     check_whole([record_of(fragment) for fragment in taken])
     assert sum(fragment.num_steps for fragment in taken) == steps
 
 
 @pytest.mark.slow
-def test_nor_does_one_that_is_cut_two_hundred_times() -> None:
+@AGENTS
+def test_nor_does_one_that_is_cut_two_hundred_times(agents: int) -> None:
     drawn = random.Random(5)
-    taken, steps = cut_off([drawn.randrange(4_000, 30_000) for _ in range(200)], fragments=800)
+    taken, steps = cut_off([drawn.randrange(4_000, 30_000) for _ in range(200)], fragments=800, agents=agents)
     assert sequences_of(taken) == {0: list(range(800)), 1: list(range(800))}
     check_whole([record_of(fragment) for fragment in taken])
     assert sum(fragment.num_steps for fragment in taken) == steps
@@ -76,24 +81,27 @@ def killed_again_and_again(
     address: str = "",
     yields: str = "fragments",
     max_lag: int | None = None,
+    agents: int = 0,
 ) -> None:
+    options: dict[str, Any] = {"ack": ack, "yields": yields, "max_lag": max_lag, "agents": agents}
     address, drawn = address or f"unix:{folder}/trainer", random.Random(seed)
-    with feeding(address, lanes=2, sink={"max_bytes": 1 << 20}) as feed:
+    with feeding(address, lanes=2, agents=agents, sink={"max_bytes": 1 << 20}) as feed:
         for _ in range(kills):
-            child = TrainerChild(address, folder, ack=ack, yields=yields, max_lag=max_lag)
+            child = TrainerChild(address, folder, **options)
             # Somewhere in what it does: a little after it has got so far.
             goal = len(records_of(folder)) + drawn.randrange(6)
             await_that(lambda goal=goal: len(records_of(folder)) >= goal)
             threading.Event().wait(drawn.random() * 0.02)
             child.kill()
-        assert feed.sink._kept.nbytes <= (1 << 20)
-        child = TrainerChild(address, folder, ack=ack, yields=yields, max_lag=max_lag)
+        assert feed.sink._buffer.nbytes <= (1 << 20)
+        child = TrainerChild(address, folder, **options)
         end_whole(feed, child, folder)
 
 
+@AGENTS
 @pytest.mark.parametrize("ack", ["auto", "manual"])
-def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(tmp_path: Path, ack: str) -> None:
-    killed_again_and_again(tmp_path, 5, ack, seed=1)
+def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(tmp_path: Path, ack: str, agents: int) -> None:
+    killed_again_and_again(tmp_path, 5, ack, seed=1, agents=agents)
 
 
 @pytest.mark.slow
@@ -102,31 +110,36 @@ def test_so_it_is_with_one_that_is_killed_two_hundred_times(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+@AGENTS
 @pytest.mark.parametrize("yields", ["fragments", "batches"])
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_so_it_is_by_other_ways_and_with_train_batches(scheme: str, yields: str, tmp_path: Path) -> None:
+def test_so_it_is_by_other_ways_and_with_train_batches(scheme: str, yields: str, agents: int, tmp_path: Path) -> None:
     with shared_address() as shared, socket.create_server(("127.0.0.1", 0)) as unused:
         address = shared if scheme == "shm" else f"tcp://127.0.0.1:{unused.getsockname()[1]}"
         unused.close()
-        killed_again_and_again(tmp_path, 25, "auto", seed=4, address=address, yields=yields)
+        killed_again_and_again(tmp_path, 25, "auto", seed=4, address=address, yields=yields, agents=agents)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("max_lag", [0, 2])
-def test_so_it_is_under_pace_with_one_that_saves_before_it_publishes(max_lag: int, tmp_path: Path) -> None:
-    killed_again_and_again(tmp_path, 100, "auto", seed=6, yields="batches", max_lag=max_lag)
+@pytest.mark.parametrize(("max_lag", "agents", "kills"), [(0, 0, 100), (2, 0, 100), (0, 2, 25), (2, 2, 25)])
+def test_so_it_is_under_pace_with_one_that_saves_before_it_publishes(
+    max_lag: int, agents: int, kills: int, tmp_path: Path
+) -> None:
+    killed_again_and_again(tmp_path, kills, "auto", seed=6, yields="batches", max_lag=max_lag, agents=agents)
 
 
-def rollouts_killed(kills: int, folder: Path) -> None:
+def rollouts_killed(kills: int, folder: Path, agents: int = 0) -> None:
     """A rollout is killed and another one started, while a second one goes on."""
     drawn = random.Random(3)
     limits = {"limits": HASTY}
     with trainer(yields="fragments", prefetch=2, **limits) as stream:
-        with feeding(stream.address, (10, 11), lanes=1, sink={"name": "steady", **limits}) as steady:
+        more = {"lanes": 1, "agents": agents}
+        with feeding(stream.address, (10, 11), **more, sink={"name": "steady", **limits}) as steady:
             taken: dict[str, list[Record]] = {}
             fragments = iter(stream)
             for life in range(kills):
-                child = FeedChild(str(stream.address), [0, 1], seed=life, sink={"name": f"life {life}", **limits})
+                sink = {"name": f"life {life}", **limits}
+                child = FeedChild(str(stream.address), [0, 1], seed=life, agents=agents, sink=sink)
                 last = 1 + drawn.randrange(4)
                 while len(taken.get(f"life {life}", ())) < last:
                     take(stream, next(fragments), taken)
@@ -142,11 +155,12 @@ def rollouts_killed(kills: int, folder: Path) -> None:
 
 def take(stream: TrainerStream, fragment: Fragment, taken: dict[str, list[Record]]) -> None:
     [told] = stream.handed
-    taken.setdefault(told.source.split(" (")[0], []).append(record_of(fragment))
+    taken.setdefault(told.source, []).append(record_of(fragment))
 
 
-def test_a_rollout_that_is_killed_is_nobody_elses_trouble(tmp_path: Path) -> None:
-    rollouts_killed(3, tmp_path)
+@AGENTS
+def test_a_rollout_that_is_killed_is_nobody_elses_trouble(agents: int, tmp_path: Path) -> None:
+    rollouts_killed(3, tmp_path, agents)
 
 
 @pytest.mark.slow
@@ -161,7 +175,7 @@ def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
         await_that(lambda: len(records_of(tmp_path)) >= 3)
         assert child.process.pid is not None
         os.kill(child.process.pid, signal.SIGSTOP)
-        await_that(lambda: feed.sink._link.problem)  # it is taken for lost: three heartbeats without a word
+        await_that(lambda: feed.sink._uplink.problem)  # it is taken for lost: three heartbeats without a word
         held = feed.sink.given
         os.kill(child.process.pid, signal.SIGCONT)
         await_that(lambda: len(records_of(tmp_path)) >= held + 3)
@@ -174,9 +188,9 @@ def test_a_trainer_that_is_frozen_is_waited_for(tmp_path: Path) -> None:
 def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
     scheme: str, ack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is taken for lost, and dialled in vain until several handshakes were given up; all of its own limits pass."""
+    """It is taken for lost, dialled in vain until several handshakes were given up, and passes all its own limits."""
     dialled: list[int] = []
-    monkeypatch.setattr(source_link, "reach", lambda *told: dialled.append(1) or reach(*told))
+    monkeypatch.setattr(redialler, "reach", lambda *told, **more: dialled.append(1) or reach(*told, **more))
     with shared_address() as shared:
         address = f"{scheme}:{shared.removeprefix('shm:')}"
         with feeding(address, lanes=2, sink={"limits": HASTY}) as feed:
@@ -186,12 +200,12 @@ def test_one_that_is_frozen_beyond_every_limit_loses_nothing(
                 await_that(lambda goal=goal: len(records_of(tmp_path)) >= goal)
                 assert child.process.pid is not None
                 os.kill(child.process.pid, signal.SIGSTOP)
-                await_that(lambda: feed.sink._link.problem)
+                await_that(lambda: feed.sink._uplink.problem)
                 held, most = feed.sink.given, len(dialled) + 4
                 await_that(lambda most=most: len(dialled) >= most)
                 assert feed.sink.given <= held + 2 * 2  # a window of both lanes' fragments
                 os.kill(child.process.pid, signal.SIGCONT)
-                await_that(lambda: not feed.sink._link.problem)
+                await_that(lambda: not feed.sink._uplink.problem)
             end_whole(feed, child, tmp_path)
 
 
@@ -215,7 +229,7 @@ def test_a_trainer_that_raises_is_waited_for_and_one_that_ends_says_goodbye(tmp_
 def test_a_rollout_with_no_trainer_keeps_what_it_has_within_bounds_and_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.sinks.trainer_sink._PATIENCE_S", 0.05)
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.05)
     with feeding(f"unix:{tmp_path}/trainer", sink={"linger": 0.1}) as feed:
         await_that(lambda: "has not been reached" in caplog.text or "No such file" in caplog.text)
         assert feed.rollout.num_steps == 0  # it begins with its trainer's weights
@@ -228,7 +242,7 @@ def test_what_a_trainer_never_got_is_told(tmp_path: Path, caplog: pytest.LogCapt
         with pytest.raises(KeyError), TrainerStream(address, yields="fragments", prefetch=0) as stream:
             next(iter(stream))
             raise KeyError
-        await_that(lambda: feed.sink._link.problem)
+        await_that(lambda: feed.sink._uplink.problem)
     assert feed.sink.lost == {"undelivered": feed.sink.given * 8 * 4}
     assert "transitions not delivered: trainer unix:" in caplog.text
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding import SHORT, feeding, graph_over, running, sequences_of, trainer, weights
+from feeding_rollouts import SHORT, feeding, graph_over, running, sequences_of, trainer, weights
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerStream
-from rollflow.sinks.trainer import source_link
+from rollflow.sinks.trainer.rollout_side import uplink
+from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
 from rollflow.stream import LagError, RunError
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, encode
 
 STATE = {"version": 5, "sources": {}}
@@ -167,6 +168,26 @@ def test_what_was_lost_is_known_after_a_restart() -> None:
         assert stream.publish(weights(1.0)) == 6
 
 
+# Rollouts that are drained
+
+
+def test_a_drained_rollout_whose_trainer_takes_no_more_says_what_it_waits_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with trainer(yields="fragments", prefetch=0) as stream, feeding(stream.address, lanes=2) as feed:
+        fragments = iter(stream)
+        taken = [next(fragments)]
+        await_that(lambda: feed.sink.given == 2)  # what the window takes
+        assert "drained" not in caplog.text
+        feed.drain()
+        told = "the run is drained, and what it has made waits for the trainer at tcp:"
+        await_that(lambda: told in caplog.text)
+        assert "it has 2 fragments that it has not moved on from; leave the run to give it up" in caplog.text
+        taken += fragments
+    assert caplog.text.count("drained") == 1
+    assert sum(fragment.num_steps for fragment in taken) == feed.rollout.num_steps
+
+
 # Fragments without a transition
 
 
@@ -214,14 +235,14 @@ def test_a_rollout_that_is_lost_for_good_may_be_followed_by_one_that_is_mended()
 
 def test_a_rollout_is_told_what_is_done_when_it_has_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[tuple[int, int]] = []
-    real = source_link.digest_of
+    real = uplink.digest_of
     with trainer(max_lag=0, on_excess="pace") as stream, feeding(stream.address, lanes=1, num_fragments=8) as feed:
 
         def digest(*args: Any) -> bytes:
             done.append((feed.sink._session.done, len(done)))
             return real(*args)
 
-        monkeypatch.setattr(source_link, "digest_of", digest)
+        monkeypatch.setattr(uplink, "digest_of", digest)
         for _ in stream:
             stream.publish(weights(1.0))
     assert done
@@ -278,7 +299,7 @@ def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
             sock, _ = listener.accept()
             with closing(sock):
                 sock.sendall(words)
-                await_that(lambda: told in feed.sink._link.problem)
+                await_that(lambda: told in feed.sink._uplink.problem)
             assert feed.sink.goodbye is None
             listener.close()
             with at(address, yields="fragments") as stream:
@@ -288,7 +309,7 @@ def test_somebody_else_at_the_trainers_address_is_not_taken_for_it(
 def test_a_trainer_that_acknowledges_nothing_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollflow.sinks.trainer_sink._PATIENCE_S", 0.05)
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.05)
     with trainer(yields="fragments", ack="manual", prefetch=9) as stream:
         with caplog.at_level(logging.WARNING), feeding(stream.address, lanes=1, sink={"max_bytes": 6_000}):
             fragments = iter(stream)
@@ -297,3 +318,22 @@ def test_a_trainer_that_acknowledges_nothing_is_named(
             await_that(lambda: "bytes are kept until it acknowledges them, by ack() or by moving on" in caplog.text)
             stream.ack()
             next(fragments)
+
+
+def test_a_goodbye_is_said_while_no_other_thread_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that moves on from items meanwhile leaves the connections alone."""
+    found: list[bool] = []
+    say_goodbye = TrainerListener._say_goodbye
+
+    def goodbye(listener: TrainerListener, reason: str) -> None:
+        turns: list[float] = []
+        with monkeypatch.context() as patched, ThreadPoolExecutor() as threads:
+            patched.setattr(listener, "_turn", turns.append)
+            found.append(threads.submit(listener.serve, 0.0).result(60))
+        found.append(bool(turns))
+        say_goodbye(listener, reason)
+
+    monkeypatch.setattr(TrainerListener, "_say_goodbye", goodbye)
+    with trainer() as stream, feeding(stream.address, num_fragments=2):
+        assert len(list(stream)) == 2
+    assert found == [False, False]

@@ -5,12 +5,12 @@ from functools import partial
 from typing import Any
 
 import pytest
-from feeding import SHORT, trainer
-from numbered import NumberedEnv, NumberedModule
+from feeding_rollouts import SHORT, trainer
+from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import feed
-from rollflow.stream.errors import RunError, WireError
+from rollflow.stream.data.errors import RunError, WireError
 
 
 class Broken(NumberedEnv):

@@ -1,4 +1,4 @@
-"""What processes leave among temporary files that were killed is removed by others."""
+"""Temporary files of killed processes are removed by other processes."""
 
 import multiprocessing
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding import trainer
+from feeding_rollouts import trainer
 from remote_rollouts import await_that
 
 from rollflow.sinks.trainer.own_folder import OwnFolder

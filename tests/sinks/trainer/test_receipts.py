@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import graph_over, running, trainer
-from numbered import NumberedEnv, NumberedModule
+from feeding_rollouts import graph_over, running, trainer
+from numbered_module import NumberedEnv, NumberedModule
 from other_weights import SpoiltInOneWorker
 from remote_hosts import HostProcess, listening
 from remote_rollouts import await_that, makers, rollout_over, rollouts_on, told
 
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
-from rollflow.nodes.loaded_weights import LoadedWeights
-from rollflow.nodes.remote.rollout_settings import RolloutSettings
-from rollflow.nodes.weights_codec import to_arrays
-from rollflow.nodes.weights_digest import digest_of
+from rollflow.nodes.modules.loaded_weights import LoadedWeights
+from rollflow.nodes.modules.weights_codec import digest_of, to_arrays
+from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
 from rollflow.stream import Fragment
 from rollflow.stream.wire import Settings
 
@@ -30,7 +29,7 @@ def rollouts(module: Any = None, **options: Any) -> Rollout:
 
 
 def uses_of(rollout: Rollout, published: torch.Tensor, lanes: int = 2) -> tuple[dict[str, Any], dict[str, float]]:
-    """What a trainer sees of a rollout once each lane has said what it loaded, and with which weights each has acted.
+    """Return a trainer's view of a rollout once each lane has reported the weights that it loaded and acted with.
 
     By the names of nodes: whether they are the same, and the weight.
     """
@@ -65,7 +64,7 @@ def test_a_worker_process_that_has_other_weights_is_seen(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_host_that_has_other_weights_is_seen() -> None:
     envs = listening(RemoteRollouts, hosts=2)
-    modules: Sequence[str] = ("numbered", "other_weights")
+    modules: Sequence[str] = ("numbered_module", "other_weights")
     with ExitStack() as stack:
         for slot, module in enumerate(modules):
             host = HostProcess(envs.addresses[0], told(slot), kind=RolloutHost, name=module, module=module)

@@ -1,5 +1,6 @@
-"""What can't be: both ends say what is wrong, and nobody waits without a word."""
+"""Refusals between rollout and trainer: both ends say what is wrong, and neither waits without a word."""
 
+import re
 import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
@@ -12,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 import trustme
-from feeding import HASTY, SHORT, feeding, graph_of, graph_over, running, trainer
-from numbered import NumberedEnv, NumberedModule
+from feeding_rollouts import HASTY, SHORT, feeding, graph_of, graph_over, running, trainer
+from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from remote_rollouts import await_that, makers
 
 from rollflow.nodes import DefaultModule, EnvHost, GeneralAdvantageEstimation, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream, feed
-from rollflow.sinks.trainer.told import told_failure
+from rollflow.sinks.trainer.trainer_side.state import failure_of
 from rollflow.stream import Graph
-from rollflow.stream.errors import RunError, WireError
+from rollflow.stream.data.errors import RunError, WireError
 from rollflow.stream.wire import Fragment, Hello, Limits, SourceConnection, SourceSession, TcpAddress, encode
 
 SECRET = "correct horse battery staple"
@@ -224,7 +225,7 @@ def test_a_rollout_that_says_nonsense_of_itself_is_refused(changed: dict[str, An
         raw = RawSource(stream, sink._hello(), changed)
         stream._begin_next()
         assert told in raw.refusal()
-        sink._link.release()
+        sink._uplink.release()
 
 
 @pytest.mark.parametrize(
@@ -243,7 +244,7 @@ def test_a_rollout_that_sends_nonsense_is_refused(fragment: dict[str, Any], told
         raw.welcomed()
         raw.sock.sendall(b"".join(encode(Fragment(0, 1, **fragment))))
         assert told in raw.refusal()
-        sink._link.release()
+        sink._uplink.release()
 
 
 class RawSource:
@@ -273,7 +274,7 @@ class RawSource:
         await_that(lambda: self.connection.next)
 
     def refusal(self) -> str:
-        """What the trainer says in the end."""
+        """Return the trainer's last message."""
         while self.connection.error is None:
             self.events()
         self.sock.close()
@@ -360,10 +361,11 @@ def test_why_a_trainer_has_failed_is_told_to_its_rollouts_which_wait_for_another
             raise ZeroDivisionError("no steps")
         await_that(lambda: "it has failed: ZeroDivisionError: no steps" in caplog.text)
         told = f"waiting: trainer {address}: it has failed: ZeroDivisionError: no steps"
-        assert told in [record.getMessage() for record in caplog.records]
+        assert f"{told}; it is dialled again until it answers" in [record.getMessage() for record in caplog.records]
         with TrainerStream(address, yields="fragments", limits=SHORT) as stream:
             assert [fragment.sequence for fragment in stream] == [0, 1, 2]
         fed.result(60)
+    assert re.search(rf"trainer {address}: connected again after \d+\.\d s", caplog.text)
 
 
 def test_why_a_trainer_has_failed_is_told_to_nobody_who_has_not_proved_the_secret() -> None:
@@ -372,7 +374,7 @@ def test_why_a_trainer_has_failed_is_told_to_nobody_who_has_not_proved_the_secre
             next(iter(stream))  # from now on it takes them in
         assert isinstance(stream.address, TcpAddress)
         stranger = socket.create_connection((stream.address.host, stream.address.port))
-        await_that(lambda: list(stream._door._peers))
+        await_that(lambda: list(stream._listener._loop.peers))
         raise KeyError("hunter2")
     with stranger:
         stranger.settimeout(60)
@@ -380,6 +382,6 @@ def test_why_a_trainer_has_failed_is_told_to_nobody_who_has_not_proved_the_secre
 
 
 def test_leaving_a_trainer_by_no_error_of_its_own_is_no_failure() -> None:
-    assert told_failure(None) is None
-    assert told_failure(KeyboardInterrupt()) == told_failure(SystemExit(0)) == "it was interrupted"
-    assert told_failure(ValueError("x")) == "it has failed: ValueError: x"
+    assert failure_of(None) is None
+    assert failure_of(KeyboardInterrupt()) == failure_of(SystemExit(0)) == "it was interrupted"
+    assert failure_of(ValueError("x")) == "it has failed: ValueError: x"

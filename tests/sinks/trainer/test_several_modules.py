@@ -7,29 +7,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import feeding
+import feeding_rollouts
 import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn, envs_of, made, modules_of
-from feeding import SHORT, trainer
-from numbered import NumberedEnv, NumberedModule
+from drawn_agents import Drawn, assert_alike, envs_of, fragments_of, made, modules_of
+from feeding_rollouts import SHORT, graph_over, running, trainer
+from numbered_module import NumberedEnv, NumberedModule
 from serial_module import SerialModule
 from torch.utils.data import DataLoader
 
 from rollflow.nodes import DefaultModelConfig, MultiAgentRollout, MultiRLModule, RandomModule, Rollout
 from rollflow.sinks import TrainerProcess, TrainerSink, TrainerStream, feed
-from rollflow.sinks.trainer.by_module import joined_weights, parted_weights
-from rollflow.sinks.trainer.compression import compressed, decompressed
-from rollflow.sinks.trainer.item_message import message_of_batch, nbytes_of
-from rollflow.stream.errors import ModuleError, RunError, WireError
+from rollflow.sinks.trainer.messages.by_module import joined_weights, parted_weights
+from rollflow.sinks.trainer.messages.compression import compressed, decompressed
+from rollflow.sinks.trainer.messages.item_message import message_of_batch, nbytes_of
+from rollflow.stream.data.errors import ModuleError, RunError, WireError
 from rollflow.stream.testing import check
 
 DRAWN = Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
+# Where train batches are made: at the rollout, or at the trainer of fragments.
+SENDS = pytest.mark.parametrize("sends", ["batches", "fragments"])
 
 
 def batches_here(drawn: Drawn, count: int) -> list[Any]:
-    """What a loop over the same rollout gets."""
+    """Return the batches of a loop over the same rollout."""
     _, rollout = made(drawn, num_fragments=count)
     with rollout:
         return [{each: dict(batch) for each, batch in batches.items()} for batches in rollout.batches()]
@@ -37,35 +39,38 @@ def batches_here(drawn: Drawn, count: int) -> list[Any]:
 
 @contextmanager
 def fed(
-    stream: TrainerStream, drawn: Drawn = DRAWN, **options: Any
+    stream: TrainerStream, drawn: Drawn = DRAWN, sends: str = "batches", **options: Any
 ) -> Iterator[tuple[TrainerStream, MultiAgentRollout, "Future[Any]"]]:
     """The stream, and a rollout that feeds it from another thread."""
     _, rollout = made(drawn, **options)
-    with feeding.fed(stream, rollout) as fed:
+    with feeding_rollouts.fed(stream, rollout, sends=sends) as fed:
         yield stream, rollout, fed
 
 
+@SENDS
 @pytest.mark.parametrize("scheme", ["tcp", "shm"])
-def test_batches_by_module_come_as_they_were_made(scheme: str, tmp_path: Path) -> None:
+def test_batches_by_module_come_as_they_were_made(scheme: str, sends: str, tmp_path: Path) -> None:
     expected = batches_here(DRAWN, 12)
     stream = trainer() if scheme == "tcp" else TrainerStream(f"shm:{tmp_path}/t", limits=SHORT, join_timeout=60.0)
-    with fed(stream, num_fragments=12) as (stream, _, _):
+    with fed(stream, sends=sends, num_fragments=12) as (stream, _, _):
         came = [{each: dict(batch) for each, batch in batches.items()} for batches in stream]
     check(came, expected)
     assert {each for batches in came for each in batches} == {"nested 0", "nested 1", "plain 0", "plain 1"}
 
 
-def test_several_lanes_make_one_batch() -> None:
+@SENDS
+def test_several_lanes_make_one_batch(sends: str) -> None:
     drawn = DRAWN._replace(lanes=3, at_once=True)
-    with fed(trainer(), drawn, num_fragments=4) as (stream, rollout, _):
+    with fed(trainer(), drawn, sends, num_fragments=4) as (stream, rollout, _):
         rows = [sum(len(batch["rewards"]) for batch in batches.values()) for batches in stream]
     assert sum(rows) == rollout.num_steps
     assert len(rows) == 4
 
 
-def test_batches_that_go_together_are_joined_module_by_module() -> None:
+@SENDS
+def test_batches_that_go_together_are_joined_module_by_module(sends: str) -> None:
     expected = batches_here(DRAWN, 6)
-    with fed(trainer(fragments_per_batch=2), num_fragments=6) as (stream, _, _):
+    with fed(trainer(fragments_per_batch=2), sends=sends, num_fragments=6) as (stream, _, _):
         came = list(stream)
     for number, batches in enumerate(came):
         pair = expected[2 * number : 2 * number + 2]
@@ -75,8 +80,9 @@ def test_batches_that_go_together_are_joined_module_by_module() -> None:
             assert torch.equal(batch["rewards"], torch.cat(parts))
 
 
-def test_weights_of_all_modules_come_back_under_one_version() -> None:
-    with fed(trainer(prefetch=0, max_lag=0, on_excess="mask")) as (stream, rollout, _):
+@SENDS
+def test_weights_of_all_modules_come_back_under_one_version(sends: str) -> None:
+    with fed(trainer(prefetch=0, max_lag=0, on_excess="mask"), sends=sends) as (stream, rollout, _):
         versions: list[int] = []
         for batches in stream:
             for batch in batches.values():
@@ -99,8 +105,9 @@ def test_weights_of_some_modules_alone_are_refused() -> None:
             stream.publish({"nested 0": {"weight": torch.zeros(())}})
 
 
-def test_modules_that_are_not_trained_have_no_part_in_it() -> None:
-    with fed(trainer(), modules_to_train=["plain 0"]) as (stream, rollout, _):
+@SENDS
+def test_modules_that_are_not_trained_have_no_part_in_it(sends: str) -> None:
+    with fed(trainer(), sends=sends, modules_to_train=["plain 0"]) as (stream, rollout, _):
         batches = next(iter(stream))
         assert list(batches) == ["plain 0"]
         stream.publish({"plain 0": {"weight": torch.ones(())}})
@@ -109,11 +116,12 @@ def test_modules_that_are_not_trained_have_no_part_in_it() -> None:
     assert rollout.policy_versions == {"nested 0": 0, "nested 1": 0, "plain 0": 1, "plain 1": 0}
 
 
-def test_a_module_without_weights_is_waited_for_by_nobody() -> None:
-    """It never gets a version: neither the rollout's pace nor a batch's age goes by it."""
+@SENDS
+def test_a_module_without_weights_is_waited_for_by_nobody(sends: str) -> None:
+    """The module never gets a version: neither the rollout's pace nor a batch's age goes by it."""
     modules = modules_of(DRAWN) | {"plain 1": RandomModule}
     stream = trainer(prefetch=0, max_lag=8, on_excess="drop")  # more than there may be on their way
-    with fed(stream, DRAWN._replace(at_once=True), module=modules) as (stream, rollout, _):
+    with fed(stream, DRAWN._replace(at_once=True), sends, module=modules) as (stream, rollout, _):
         for number, batches in enumerate(stream):
             weights = {each: {"weight": torch.tensor(float(number))} for each in rollout.module if each != "plain 1"}
             stream.publish(weights)
@@ -124,12 +132,13 @@ def test_a_module_without_weights_is_waited_for_by_nobody() -> None:
     assert rollout.policy_versions["plain 1"] == 0
 
 
-def test_weights_that_are_there_before_the_rollout_are_those_that_it_begins_with() -> None:
+@SENDS
+def test_weights_that_are_there_before_the_rollout_are_those_that_it_begins_with(sends: str) -> None:
     with trainer() as stream:
         stream.publish({each: {"weight": torch.tensor(1.0)} for each in modules_of(DRAWN)})
         _, rollout = made(DRAWN, num_fragments=3)
         with ThreadPoolExecutor() as threads:
-            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT, sends=sends)
             versions = {int(v) for batches in stream for batch in batches.values() for v in batch["policy_version"]}
             feeding.result()
     assert versions == {1}
@@ -148,8 +157,9 @@ def test_weights_of_some_modules_that_come_too_early_end_the_rollout() -> None:
                 feeding.result()
 
 
-def test_batches_that_are_too_old_are_counted() -> None:
-    with fed(trainer(max_lag=0, on_excess="drop"), num_fragments=12) as (stream, rollout, _):
+@SENDS
+def test_batches_that_are_too_old_are_counted(sends: str) -> None:
+    with fed(trainer(max_lag=0, on_excess="drop"), sends=sends, num_fragments=12) as (stream, rollout, _):
         rows = 0
         for batches in stream:
             rows += sum(len(batch["rewards"]) for batch in batches.values())
@@ -158,12 +168,14 @@ def test_batches_that_are_too_old_are_counted() -> None:
         assert rows + stream.lost["max_lag"] == rollout.num_steps
 
 
-def test_padding_has_no_age() -> None:
+@SENDS
+def test_padding_has_no_age(sends: str) -> None:
     config = DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=5)
     _, makers = envs_of(DRAWN._replace(nested=0))
     rollout = MultiAgentRollout(makers, model_config=config, fragment_length=8, seed=0)
-    with ThreadPoolExecutor() as threads, trainer(prefetch=0) as stream:
-        feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+    module = rollout.module if sends == "fragments" else None  # whose states the pieces at the trainer ask for
+    with ThreadPoolExecutor() as threads, trainer(prefetch=0, module=module) as stream:
+        feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT, sends=sends)
         for number, batches in enumerate(stream):
             batch = batches["default_policy"]
             assert not batch["loss_mask"].all()
@@ -221,9 +233,82 @@ def test_observations_by_module_are_compressed() -> None:
     check(dict(decompressed(packed).columns), batch)
 
 
-def test_a_loader_s_workers_get_weights_by_module() -> None:
+def test_observations_of_several_agents_are_compressed() -> None:
+    here = fragments_of(DRAWN)
+    with fed(trainer(yields="fragments", compression="zstd"), sends="fragments", num_fragments=3) as (stream, _, _):
+        there = list(stream)
+    assert_alike(there, here)
+
+
+def test_of_fragments_the_trainer_knows_what_it_knows_of_batches() -> None:
+    drawn = DRAWN._replace(at_once=True)
+    stream = trainer(yields="fragments", max_lag=0, on_excess="pace")
+    with fed(stream, drawn, "fragments", num_fragments=6) as (stream, rollout, _):
+        weights = {each: {"weight": torch.tensor(1.0)} for each in rollout.module}
+        steps = []
+        for fragment in stream:
+            [item] = stream.handed
+            assert (item.lane, item.sequence, item.lag) == (fragment.lane, fragment.sequence, 0)
+            assert set(fragment.policy_versions().values()) == {stream.version}
+            steps.append(item.num_steps)
+            uses = stream.weights_in_use()  # the rollout leaves once it is done with the last one
+            stream.publish(weights)
+        returns = stream.returns
+    assert sum(steps) == rollout.num_steps
+    assert [(use.node, use.is_same) for use in uses] == [("lane 0", True)]
+    with made(drawn, num_fragments=6)[1] as again:
+        for _ in again.batches():
+            pass
+    assert (returns.count, sorted(returns.returns)) == (again.returns.count, sorted(again.returns.returns))
+    assert {each: own.count for each, own in returns.by_module.items()} == {
+        each: own.count for each, own in again.returns.by_module.items()
+    }
+
+
+LONELY = Drawn(1, 1, 2, 1, 9, False, 1, 1, True, 3)  # fragments of one step, in some of which both agents wait
+
+
+@pytest.mark.parametrize("yields", ["batches", "episodes"])
+@pytest.mark.parametrize("pace", [{}, {"max_lag": 0, "on_excess": "pace"}], ids=["any age", "pace"])
+def test_fragments_in_which_all_agents_wait_hold_nobody_up(yields: Any, pace: dict[str, Any]) -> None:
+    steps = came = 0
+    with fed(trainer(yields=yields, prefetch=0, **pace), LONELY, "fragments", num_fragments=120) as (
+        stream,
+        rollout,
+        _,
+    ):
+        for item in stream:
+            came += 1
+            parts = (
+                item.agent_episodes.values() if yields == "episodes" else [each["rewards"] for each in item.values()]
+            )
+            steps += sum(map(len, parts))
+    assert steps == rollout.num_steps
+    assert yields == "episodes" or came < 120
+
+
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_loader_s_workers_make_nothing_of_such_fragments(is_followed: bool) -> None:
+    with fed(trainer(), LONELY, "fragments", num_fragments=120) as (stream, rollout, _):
+        dataset = stream.dataset()
+        loader: Any = dataset.loader(num_workers=1) if is_followed else DataLoader(dataset, None, num_workers=1)
+        steps = sum(len(part["rewards"]) for batches in loader for part in batches.values())
+    assert steps == rollout.num_steps
+
+
+def test_fragments_that_lie_on_disk_meanwhile_are_the_same(tmp_path: Path) -> None:
+    here = fragments_of(DRAWN)
+    stream = trainer(yields="fragments", prefetch=2)
+    _, rollout = made(DRAWN, num_fragments=3)
+    with stream, running(*graph_over(rollout, stream.address, max_bytes=1, spill=tmp_path)):
+        there = list(stream)
+    assert_alike(there, here)
+
+
+@SENDS
+def test_a_loader_s_workers_get_weights_by_module(sends: str) -> None:
     modules = MultiRLModule(modules_of(DRAWN))
-    with fed(trainer(module=modules), num_fragments=6) as (stream, _, _):
+    with fed(trainer(module=modules), sends=sends, num_fragments=6) as (stream, _, _):
         loader = DataLoader(stream.dataset(), batch_size=None, num_workers=1)
         for number, batches in enumerate(loader):
             assert batches.keys() <= set(modules)
@@ -231,11 +316,18 @@ def test_a_loader_s_workers_get_weights_by_module() -> None:
     assert number == 5
 
 
-def test_what_cannot_be_sent_is_refused(tmp_path: Path) -> None:
-    _, rollout = made(DRAWN)
-    with pytest.raises(ValueError, match="fragments of several agents can't be sent to a trainer, expected sends='b"):
-        TrainerSink(f"unix:{tmp_path}/t", rollout)
-    rollout.environments.close()
+def test_fragments_of_modules_whose_ids_are_no_strings_are_refused() -> None:
+    modules = dict(enumerate(modules_of(DRAWN).values()))
+    options: dict[str, Any] = {"agent_to_module_mapping_fn": lambda agent, episode: 2 * (agent != "agent 0")}
+    rollout = MultiAgentRollout(envs_of(DRAWN)[1], module=modules, modules_to_train=[], **options)
+    with trainer(yields="fragments", join_timeout=5.0) as stream, ThreadPoolExecutor() as threads:
+        feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT, sends="fragments")
+        with pytest.raises(RunError, match="module ids are"):
+            next(iter(stream))
+        with pytest.raises(
+            ModuleError, match=r"module ids are \[.*\], expected strings where a trainer elsewhere gets"
+        ):
+            feeding.result()
 
 
 def test_one_agent_s_rollout_is_not_mixed_with_several_agents() -> None:

@@ -6,29 +6,35 @@ import signal
 import ssl
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import drawn_agents
 import numpy as np
 import pytest
-from alike import assert_alike
 from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
-from feeding import SHORT, FeedProcess, feeding, graph_of, graph_over, in_lanes_order, running, sequences_of
+from feeding_rollouts import SHORT, FeedProcess, feeding, graph_of, graph_over, in_lanes_order, running, sequences_of
+from fragment_equality import assert_alike
 from hypothesis import Phase, given, settings
-from lending import file_of, files_mapped, shared_address
-from numbered import NumberedModule
+from memory_lending import file_of, files_mapped, shared_address
+from numbered_module import NumberedModule
 from numpy.typing import NDArray
+from property_examples import examples
 
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.stream import Fragment, WireError
-from rollflow.stream.channel import Inlet
+from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.graph.channel import Inlet
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.testing import check
-from rollflow.stream.tree import leaves_of
 
 WHERE = ["inline", "threads", "processes", "rollouts"]
+# Where the environments are, and how many agents each has; 0: one, which is not told by its name.
+PLACES = pytest.mark.parametrize(("where", "agents"), [*((each, 0) for each in WHERE), ("inline", 2), ("processes", 2)])
 
 
 @pytest.fixture
@@ -45,22 +51,30 @@ def placed(where: str) -> dict[str, Any]:
     return {"where": where, "lanes": 2} | ({} if where in ("inline", "threads") else {"workers": 2})
 
 
-def arrays_of(fragment: Fragment) -> list[NDArray[Any]]:
-    return [leaf for column in fragment.columns.values() for leaf in leaves_of(column.tree) if leaf.nbytes]
+def parts_of(fragment: Any) -> Sequence[Fragment]:
+    """The fragments that it is made of: one, or one of each part of the agents."""
+    return fragment.parts if isinstance(fragment, MultiAgentFragment) else [fragment]
+
+
+def arrays_of(fragment: Any) -> list[NDArray[Any]]:
+    parts = parts_of(fragment)
+    columns = [leaf for part in parts for column in part.columns.values() for leaf in leaves_of(column.tree)]
+    more = [array for part in parts if isinstance(part, AgentFragment) for array in (part.clock, part.module_of)]
+    return [array for array in [*columns, *more] if array.nbytes]
 
 
 class Keep:
     """A sink that keeps what comes."""
 
     def __init__(self) -> None:
-        self.fragments: list[Fragment] = []
+        self.fragments: list[Fragment | MultiAgentFragment] = []
 
-    async def run(self, fragments: Inlet[Fragment]) -> None:
+    async def run(self, fragments: Inlet[Fragment | MultiAgentFragment]) -> None:
         async for fragment in fragments:
             self.fragments.append(fragment)
 
 
-@settings(max_examples=20, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(20), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_settings)
 def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
@@ -69,6 +83,18 @@ def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
             there = [fragment for fragment in stream if fragment.num_steps]
         assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
+
+
+@settings(max_examples=examples(20), phases=[Phase.explicit, Phase.generate])
+@given(drawn=drawn_agents.drawn_settings)
+def test_fragments_of_several_agents_are_those_of_the_rollout(drawn: drawn_agents.Drawn) -> None:
+    here = drawn_agents.fragments_of(drawn)
+    with shared_address() as address, trainer(address, yields="fragments", prefetch=8) as stream:
+        _, rollout = drawn_agents.made(drawn, env=drawn_agents.makers_of(drawn), num_fragments=3)
+        with running(*graph_over(rollout, stream.address)):
+            there = list(stream)
+        assert all(file_of(leaf) is not None for fragment in there for leaf in arrays_of(fragment))
+    drawn_agents.assert_alike(in_lanes_order(there), here)
 
 
 @pytest.mark.slow
@@ -95,22 +121,33 @@ def test_batches_are_those_of_the_rollout(sends: str, address: str) -> None:
     check(here, there)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_arrays_lie_where_the_rollout_has_them(where: str, address: str) -> None:
-    drawn = Setting(4, 2, 8, 1, True, 6, 0, 5)
+@pytest.mark.parametrize("sends", ["fragments", "batches"])
+def test_batches_of_several_agents_are_those_of_the_rollout(sends: Any, address: str) -> None:
+    drawn = drawn_agents.Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
+    _, rollout = drawn_agents.made(drawn, num_fragments=6)
+    with rollout:
+        here = [{each: dict(batch) for each, batch in batches.items()} for batches in rollout.batches()]
+    _, rollout = drawn_agents.made(drawn, num_fragments=6)
+    with trainer(address) as stream, running(*graph_over(rollout, address, sends=sends)):
+        there = [{each: dict(batch) for each, batch in batches.items()} for batches in stream]
+    check(here, there)
+
+
+@PLACES
+def test_arrays_lie_where_the_rollout_has_them(where: str, agents: int, address: str) -> None:
     with trainer(address, yields="fragments") as stream:
-        module = NumberedModule()
-        rollout = Rollout(makers_of(drawn), fragment_length=8, seed=5, num_fragments=3, module=module, **placed(where))
-        graph, rollout, sink = graph_over(rollout, address)
+        graph, rollout, sink = graph_of(address, range(4), agents=agents, num_fragments=3, **placed(where))
         keep = Keep()
         graph.add(keep=keep)
         graph.connect("rollout.fragments", "keep")
         with running(graph, rollout, sink):
             there = in_lanes_order(list(stream))
-    for mine, theirs in zip(in_lanes_order(keep.fragments), there, strict=True):
+    kept = [part for fragment in in_lanes_order(keep.fragments) for part in parts_of(fragment)]
+    for mine, theirs in zip(kept, [part for fragment in there for part in parts_of(fragment)], strict=True):
         for name, column in mine.columns.items():
             pairs = zip(leaves_of(column.tree), leaves_of(theirs.columns[name].tree), strict=True)
-            is_copied = mine.sequence == 0 and where == "processes"  # what no worker writes
+            # What no worker writes; of several agents all.
+            is_copied = mine.sequence == 0 and (where == "processes" or agents > 0)
             for leaf, other in pairs:
                 if is_copied and file_of(leaf) is None:
                     assert file_of(other) is not None
@@ -118,11 +155,11 @@ def test_arrays_lie_where_the_rollout_has_them(where: str, address: str) -> None
                     assert file_of(leaf) == file_of(other) is not None, (name, mine.sequence)
 
 
-@pytest.mark.parametrize("where", WHERE)
-def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: str, address: str) -> None:
+@PLACES
+def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: str, agents: int, address: str) -> None:
     kept, copies = [], []
     with trainer(address, yields="fragments") as stream:
-        with feeding(address, num_fragments=12, **placed(where)):
+        with feeding(address, agents=agents, num_fragments=12, **placed(where)):
             for number, fragment in enumerate(stream):
                 if number % 5 < 2:
                     kept.append(fragment)
@@ -132,12 +169,19 @@ def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: s
     for fragment, copied in zip(kept, copies, strict=True):
         for leaf, copy in zip(arrays_of(fragment), copied, strict=True):
             np.testing.assert_array_equal(leaf, copy)
-    assert len({file_of(fragment.columns["rewards"].tree) for fragment in kept}) == len(kept)
+    assert len({rewards_at(fragment) for fragment in kept}) == len(kept)
 
 
-def test_memory_is_used_again_once_it_was_let_go(address: str) -> None:
-    with trainer(address, yields="fragments", prefetch=0) as stream, feeding(address, num_fragments=100, lanes=1):
-        places = [file_of(fragment.columns["rewards"].tree) for fragment in stream]
+def rewards_at(fragment: Any) -> Any:
+    """The memory that rewards of a fragment lie in."""
+    return file_of(parts_of(fragment)[0].columns["rewards"].tree)
+
+
+@pytest.mark.parametrize("agents", [0, 2])
+def test_memory_is_used_again_once_it_was_let_go(agents: int, address: str) -> None:
+    more = {"agents": agents, "lanes": 1}
+    with trainer(address, yields="fragments", prefetch=0) as stream, feeding(address, num_fragments=100, **more):
+        places = [rewards_at(fragment) for fragment in stream]
     assert len(places) == 100
     # In the making, under way, with the trainer, and those that it has let go and the rollout has not heard of: a turn
     # of the trainer's thread may take in as many as it sends.
@@ -164,12 +208,12 @@ def test_a_trainer_that_keeps_everything_has_copies_beyond_the_bound(address: st
 _TRAINER = """
 import sys; sys.path[:] = {path!r}
 import os, torch
-from feeding import SHORT
+from feeding_rollouts import SHORT
 from rollflow.sinks import TrainerStream
 torch.set_num_threads(1)
 with TrainerStream({address!r}, yields="fragments", limits=SHORT, join_timeout=60.0) as stream:
     for fragment in stream:
-        rewards = float(fragment.gather("rewards").sum())
+        rewards = sum(float(part.gather("rewards").sum()) for part in getattr(fragment, "parts", [fragment]))
         print(fragment.lane, fragment.sequence, rewards, flush=True)
         {then}
 """
@@ -181,11 +225,11 @@ def trainer_process(address: str, then: str) -> "subprocess.Popen[str]":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["inline", "rollouts"])
-def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, address: str) -> None:
+@pytest.mark.parametrize(("where", "agents"), [("inline", 0), ("rollouts", 0), ("inline", 2), ("processes", 2)])
+def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, agents: int, address: str) -> None:
     gc.collect()
     others, came = files_mapped(), []
-    with feeding(address, num_fragments=20, **placed(where)) as feed:
+    with feeding(address, agents=agents, num_fragments=20, **placed(where)) as feed:
         for moment in (1, 4, 9):
             with trainer_process(
                 address, f"sys.stdin.read() if stream.handed and fragment.sequence == {moment} else 0"
@@ -210,18 +254,19 @@ def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, a
         # All but the last were moved on from before the trainer was killed; nobody knows whether the rollout has heard.
         again = {tuple(line[:2]) for line in before} & {tuple(line[:2]) for line in after}
         assert len(again) <= 4
-    assert mapped <= 2 * 2 * (2 + 2 + 2)
+    assert mapped <= 2 * 2 * (2 + 2 + 2) * (2 if agents else 1)  # each part of the agents lies in blocks of its own
     assert not Path(address.removeprefix("shm:")).exists()
     del feed
     gc.collect()
     assert files_mapped() <= others
 
 
-def test_a_rollout_that_is_killed_takes_nothing_with_it(address: str) -> None:
+@pytest.mark.parametrize("agents", [0, 2])
+def test_a_rollout_that_is_killed_takes_nothing_with_it(agents: int, address: str) -> None:
     gc.collect()
     others, kept, copies = files_mapped(), [], []
     with trainer(address, yields="fragments") as stream:
-        feed = FeedProcess(address, (0, 1, 2, 3), lanes=2)
+        feed = FeedProcess(address, (0, 1, 2, 3), lanes=2, agents=agents)
         for fragment in stream:
             kept.append(fragment)
             copies.append([leaf.copy() for leaf in arrays_of(fragment)])
@@ -279,4 +324,4 @@ def test_only_one_end_that_shares_memory_is_refused(listens: str, address: str) 
         stream._begin_next()
         with pytest.raises(WireError, match=told), running(graph, rollout, sink):
             pass
-        assert told in stream._door.refusals[0]
+        assert told in stream._listener.refusals[0]

@@ -12,13 +12,13 @@ from typing import Any
 
 import anyio
 import pytest
-from feeding import SHORT
-from numbered import NumberedEnv, NumberedModule
+from feeding_rollouts import SHORT
+from numbered_module import NumberedEnv, NumberedModule
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import TrainerProcess, TrainerSink, feed
 from rollflow.stream import Graph
-from rollflow.stream.errors import RunError
+from rollflow.stream.data.errors import RunError
 
 pytestmark = pytest.mark.slow  # processes that import torch, in every test
 
@@ -121,7 +121,7 @@ def test_one_that_nobody_feeds_ends_with_the_block(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_deaf", [False, True])
 def test_one_that_does_not_end_is_made_to(is_deaf: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_deaf:
-        monkeypatch.setattr("rollflow.sinks.trainer_process.CLOSE_TIMEOUT_S", 0.5)
+        monkeypatch.setattr("rollflow.sinks.trainer.process.CLOSE_TIMEOUT_S", 0.5)
 
     def train(stream: Any) -> None:
         if is_deaf:

@@ -1,7 +1,7 @@
 """Feed the decoder and both ends with streams that are nearly right, by hand, for as long as wanted.
 
-    PYTHONPATH=tests python tests/stream/wire/fuzz.py --inputs 100000 --seed 1
-    PYTHONPATH=tests python tests/stream/wire/fuzz.py --atheris [arguments of libFuzzer]
+    PYTHONPATH=tests/support python tests/stream/wire/fuzz.py --inputs 100000 --seed 1
+    PYTHONPATH=tests/support python tests/stream/wire/fuzz.py --atheris [arguments of libFuzzer]
 
 What fails is written to `regressions/`, where the tests find it again.
 """

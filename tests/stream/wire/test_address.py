@@ -1,4 +1,4 @@
-"""Where a gateway or a host listens."""
+"""Addresses on which a gateway or a host listens."""
 
 import ipaddress
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import TcpAddress, UnixAddress, check_secret, parse_address
 
 

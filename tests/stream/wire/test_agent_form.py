@@ -1,4 +1,4 @@
-"""What a host of environments with several agents says, held against its Hello and against what it was asked."""
+"""Messages of a host of environments with several agents, held against its Hello and against what it was asked."""
 
 from typing import Any
 
@@ -17,9 +17,9 @@ from wire_messages import (
     rows,
 )
 
-from rollflow.stream.errors import WireError
-from rollflow.stream.space_codec import describe_space
-from rollflow.stream.wire import AgentForm, AgentRows, Broken, Reset, RowForm, Step, encode
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.wire import AgentForm, AgentRows, ConnectionBroken, Reset, RowForm, Step, encode
 
 FORM = AgentForm.of(agents_hello())
 STEP, RESET = agent_step(), Reset(0, 1, None, None)
@@ -207,7 +207,7 @@ def test_a_gateway_refuses_what_does_not_fit(answer: Any, told: str) -> None:
     ends = stepping()
     ends.to_host()
     (broken,) = ends.gateway.receive(b"".join(encode(answer)), 0.0)
-    assert isinstance(broken, Broken)
+    assert isinstance(broken, ConnectionBroken)
     with pytest.raises(WireError, match=told):
         raise broken.error
 
@@ -217,7 +217,7 @@ def test_a_host_of_one_agent_gives_no_rows_of_several() -> None:
     ends.gateway.ask(Reset(0, 1, (1, 2), None))
     ends.to_host()
     (broken,) = ends.gateway.receive(b"".join(encode(first_agent_rows())), 0.0)
-    assert isinstance(broken, Broken)
+    assert isinstance(broken, ConnectionBroken)
     assert "agent_rows 1 of lane 0, expected rows or failed 1 of lane 0" in str(broken.error)
     ends = running()
     ends.gateway.ask(Reset(0, 1, (1, 2), None))

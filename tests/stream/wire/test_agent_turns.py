@@ -1,4 +1,4 @@
-"""Who may act, come and end next: held against environments that draw it, and against answers that can't be."""
+"""Agents that may act, come and end next: held against drawn environments, and against impossible answers."""
 
 from typing import Any
 
@@ -7,10 +7,13 @@ import pytest
 from drawn_agents import Drawn, drawn_settings, envs_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from property_examples import examples
 from wire_messages import agent_rows, agents_hello, first_agent_rows
 
-from rollflow.nodes.multi_agent.remote.agent_host_lane import AgentHostLane
-from rollflow.stream.errors import WireError
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.remote.host_lane import AgentHostLane
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import AgentForm, AgentRows, Reset, Step
 from rollflow.stream.wire.agent_turns import AgentTurns
 
@@ -24,7 +27,7 @@ def begun() -> AgentTurns:
 
 
 def flags(*those: int) -> tuple[Any, Any]:
-    """Who is marked, by number over both parts."""
+    """Return flags of six agents in two parts, of four and of two; those with these numbers are set."""
     mask = np.isin(np.arange(6), those)
     return mask[:4], mask[4:]
 
@@ -39,10 +42,10 @@ def zeros(*given: float) -> tuple[Any, Any]:
     return rewards[:4], rewards[4:]
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @given(drawn_settings, st.integers(0, 2**32 - 1))
 def test_whatever_environments_tell_can_come_next(drawn: Drawn, seed: int) -> None:
-    lane = AgentHostLane(envs_of(drawn)[1], 0)
+    lane = AgentHostLane(AgentLaneMaker(envs_of(drawn)[1], 0), Deviations())
     said = agents_hello(**lane.describe() | {"slots": (drawn.envs,)})
     form, turns, rng = AgentForm.of(said), AgentTurns(said, drawn.envs), np.random.default_rng(seed)
     request: Reset | Step = Reset(0, 1, tuple(rng.integers(2**32, size=drawn.envs).tolist()), None)

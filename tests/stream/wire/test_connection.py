@@ -5,9 +5,10 @@ import pytest
 from wire_ends import Ends, running, taken_from
 from wire_messages import EXAMPLES, first_rows, hello, rows
 
-from rollflow.stream.errors import ColumnError, WireError
+from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.wire import (
-    Broken,
+    ConnectionBroken,
+    ConnectionPhase,
     Credit,
     Event,
     Failed,
@@ -16,7 +17,6 @@ from rollflow.stream.wire import (
     Limits,
     Message,
     Metrics,
-    Phase,
     Ping,
     Pong,
     Refused,
@@ -28,7 +28,7 @@ from rollflow.stream.wire import (
     decode,
     encode,
 )
-from rollflow.stream.wire.session import Taken
+from rollflow.stream.wire.session import TakenRequest
 
 RESET = Reset(0, 1, (1, 2), None)
 STEP = Step(0, 2, np.array([1, 0]))
@@ -39,7 +39,7 @@ def frame_as(message: Message) -> bytes:
 
 
 def error_of(events: list[Event]) -> WireError:
-    assert isinstance(events[-1], Broken), events
+    assert isinstance(events[-1], ConnectionBroken), events
     return events[-1].error
 
 
@@ -113,12 +113,12 @@ def test_a_host_that_breaks_the_protocol_is_refused_and_heard_no_more(answer: Me
     ends, _ = stepping()
     good = frame_as(Failed(0, 2, "E", "", (), ""))
     events = ends.gateway.receive(frame_as(answer) + good, 1.0)
-    assert [type(event) for event in events] == [Broken]
+    assert [type(event) for event in events] == [ConnectionBroken]
     assert error_of(events).code == code
     with pytest.raises(WireError, match=f"^host 'sim-1': .*{told}"):
         raise error_of(events)
     assert ends.gateway.receive(good, 1.0) == []
-    assert ends.gateway.phase is Phase.BROKEN
+    assert ends.gateway.phase is ConnectionPhase.BROKEN
     refusal = decode(taken_from(ends.gateway))
     assert isinstance(refusal, Refused)
     assert refusal.code == code
@@ -150,7 +150,7 @@ def test_what_came_before_a_breach_is_handed_over() -> None:
     ends, step = stepping()
     ends.host.answer(step, rows())
     events = ends.gateway.receive(taken_from(ends.host) + bytes(16), 1.0)
-    assert [type(event) for event in events] == [Rows, Broken]
+    assert [type(event) for event in events] == [Rows, ConnectionBroken]
     assert error_of(events).code == "frame"
 
 
@@ -158,7 +158,7 @@ def test_a_refusal_is_raised_as_the_others_words() -> None:
     ends, _ = stepping()
     ends.gateway.refuse("busy", "too many hosts")
     (broken,) = ends.to_host()
-    assert isinstance(broken, Broken)
+    assert isinstance(broken, ConnectionBroken)
     assert (str(broken.error), broken.error.code) == ("gateway: refuses: too many hosts", "busy")
     assert taken_from(ends.host) == b""
 
@@ -305,7 +305,7 @@ def test_a_peer_that_still_takes_what_is_sent_is_not_silent(is_queued: bool, lea
 
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_one_that_takes_nothing_is_silent_however_much_it_is_sent(is_queued: bool) -> None:
-    """Where the system does not say what the other end has taken, all that was sent counts as taken."""
+    """All that was sent counts as taken where the system does not say what the other end has taken."""
     ends, sent = running(said=hello(role="rollout")), 0
     taken_from(ends.gateway)
     ends.gateway.queued = lambda: sent if is_queued else 0
@@ -348,10 +348,10 @@ def test_goodbye_ends_a_connection_for_both() -> None:
     (goodbye,) = ends.to_host()
     assert isinstance(goodbye, Goodbye)
     assert goodbye.reason == "the run is over"
-    assert ends.host.phase is Phase.ENDED
+    assert ends.host.phase is ConnectionPhase.ENDED
     assert ends.host.ended() == []
     assert ends.gateway.ended() == []
-    assert ends.gateway.phase is Phase.ENDED
+    assert ends.gateway.phase is ConnectionPhase.ENDED
 
 
 def test_who_says_goodbye_takes_no_more_requests() -> None:
@@ -399,7 +399,7 @@ def test_a_peer_that_does_not_read_is_given_up_before_memory_is() -> None:
     ) as it:
         ends.gateway.tell(weights)
     assert it.value.code == "undelivered"
-    assert ends.gateway.phase is Phase.BROKEN
+    assert ends.gateway.phase is ConnectionPhase.BROKEN
     assert ends.gateway.outgoing() == []
     ends.gateway.sent(sum(map(len, buffers)))
 
@@ -421,7 +421,7 @@ def test_requests_and_answers_that_wait_break_nothing_since_the_session_keeps_th
     ends.host.sent(answers - 100)
     assert ends.host.undelivered == len(frame_as(Pong(1)))
     ends.host.sent(ends.host.undelivered)
-    assert ends.host.phase is Phase.RUNNING
+    assert ends.host.phase is ConnectionPhase.RUNNING
 
 
 def test_who_asks_again_and_again_and_does_not_read_is_given_up() -> None:
@@ -445,8 +445,8 @@ def test_who_asks_on_and_on_and_does_not_read_is_given_up_and_the_answer_waits_f
             assert error.code == "undelivered"
             break
     assert number > 2
-    assert ends.host.phase is Phase.BROKEN
-    assert ends.host_session.take(request) is Taken.AGAIN
+    assert ends.host.phase is ConnectionPhase.BROKEN
+    assert ends.host_session.take(request) is TakenRequest.AGAIN
 
 
 def test_what_was_sent_makes_room() -> None:

@@ -11,10 +11,10 @@ from wire_messages import EXAMPLES
 from wire_values import same
 
 from rollflow.stream.wire import FrameDecoder, decode, encode
-from rollflow.stream.wire.field import checks_of
-from rollflow.stream.wire.limits import MAX_HEADER, MAX_OTHER_KEYS, MAX_VALUES
-from rollflow.stream.wire.message import KINDS
-from rollflow.stream.wire.value import DTYPES
+from rollflow.stream.wire.codec.field import checks_of
+from rollflow.stream.wire.codec.limits import MAX_HEADER, MAX_OTHER_KEYS, MAX_VALUES
+from rollflow.stream.wire.codec.message import KINDS
+from rollflow.stream.wire.codec.value import DTYPES
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "protocol.md").read_text()
@@ -64,7 +64,7 @@ def test_every_code_of_a_refusal_is_explained() -> None:
 
 def codes_raised() -> set[str]:
     """The codes that are named where errors are made."""
-    trees = [ast.parse(path.read_text()) for path in (ROOT / "stream" / "wire").glob("*.py")]
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "stream" / "wire").rglob("*.py")]
     calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     return {
         str(call.args[1].value)

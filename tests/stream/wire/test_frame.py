@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import FrameDecoder
-from rollflow.stream.wire.frame import frame_of, taken_apart
-from rollflow.stream.wire.limits import MAX_HEADER
+from rollflow.stream.wire.codec.frame import frame_of, taken_apart
+from rollflow.stream.wire.codec.limits import MAX_HEADER
 
 FRAMES = st.lists(
     st.tuples(st.binary(min_size=1, max_size=40), st.lists(st.binary(max_size=40), max_size=3)), max_size=5
@@ -76,6 +76,20 @@ def test_large_frames_come_through_between_small_ones(sizes: tuple[int, ...]) ->
     assert [bytes(frame) for frame in FrameDecoder(1 << 24).feed(b"".join(frames))] == frames
 
 
+@pytest.mark.parametrize("inbox", [64, 4096])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_decoder_with_a_small_inbox_is_widened_between_frames(inbox: int, before: int) -> None:
+    frames = [bytes_of(b"h", [bytes([index]) * size]) for index, size in enumerate((1000, 10, 100_000, 20))]
+    first, rest = b"".join(frames[:before]), b"".join(frames[before:])
+    decoder = FrameDecoder(1 << 20, inbox)
+    taken = [bytes(frame) for frame in decoder.feed(first)]
+    taken += map(bytes, decoder.feed(rest[:11]))  # half a frame of the next
+    decoder.widen(1 << 24)
+    taken += map(bytes, decoder.feed(rest[11:]))
+    assert taken == frames
+    assert len(decoder.buffer()) == 1 << 16
+
+
 def test_header_and_arrays_begin_at_multiples_of_8() -> None:
     header, body = taken_apart(bytes_of(b"abc", [b"12345", b"678"]))
     assert header == b"abc"
@@ -119,7 +133,7 @@ def test_memory_of_large_frames_is_used_again_whatever_their_order(monkeypatch: 
         return frame
 
     decoder = FrameDecoder(1 << 24)
-    monkeypatch.setattr("rollflow.stream.wire.frame.bytearray", Memory, raising=False)
+    monkeypatch.setattr("rollflow.stream.wire.codec.frame.bytearray", Memory, raising=False)
     small, large = whole(1 << 18), whole(1 << 20)
     before = list(made)
     del small, large
@@ -134,7 +148,7 @@ def test_memory_of_large_frames_is_used_again_whatever_their_order(monkeypatch: 
 
 
 def test_only_so_much_memory_of_large_frames_is_kept_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollflow.stream.wire.frame._MOST_SPARE_BYTES", 5 << 19)
+    monkeypatch.setattr("rollflow.stream.wire.codec.frame._MOST_SPARE_BYTES", 5 << 19)
     decoder = FrameDecoder(1 << 24)
     frames = [frame for _ in range(4) for frame in decoder.feed(bytes_of(b"h", [bytes(1 << 20)]))]
     del frames[:]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_fuzzing import ENDS, Fuzzed, Mutator
 
-from rollflow.stream.wire.message import KINDS
+from rollflow.stream.wire.codec.message import KINDS
 
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.hex"))
 

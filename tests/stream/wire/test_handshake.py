@@ -1,4 +1,4 @@
-"""How two ends come to trust each other, or say why they don't."""
+"""Handshake: two ends come to trust each other, or say why they don't."""
 
 import hashlib
 import hmac
@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from wire_ends import Ends, greeted, running, taken_from
 from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, hello
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
-    Broken,
     Challenge,
     Connection,
+    ConnectionBroken,
+    ConnectionPhase,
     Event,
     GatewayConnection,
     GatewaySession,
@@ -24,7 +25,6 @@ from rollflow.stream.wire import (
     HostSession,
     Limits,
     Message,
-    Phase,
     Ping,
     Proof,
     Refused,
@@ -41,7 +41,7 @@ def frame_as(message: Message) -> bytes:
 
 def error_of(events: list[Event]) -> WireError:
     """Why a connection broke: the last event."""
-    assert isinstance(events[-1], Broken), events
+    assert isinstance(events[-1], ConnectionBroken), events
     return events[-1].error
 
 
@@ -56,7 +56,7 @@ def told_by(connection: Connection) -> Refused:
 @pytest.mark.parametrize("secret", [None, SECRET])
 def test_two_ends_with_one_secret_or_none_come_together(secret: bytes | None) -> None:
     ends = running(host_secret=secret, gateway_secret=secret)
-    assert ends.host.phase is ends.gateway.phase is Phase.RUNNING
+    assert ends.host.phase is ends.gateway.phase is ConnectionPhase.RUNNING
     assert ends.host_session.token == TOKEN
 
 
@@ -88,7 +88,12 @@ def test_secrets_that_differ_are_said_to_both(
     host_secret: bytes | None, gateway_secret: bytes | None, told: str
 ) -> None:
     ends = Ends(host_secret=host_secret, gateway_secret=gateway_secret)
-    errors = [event for _ in range(3) for event in [*ends.to_gateway(), *ends.to_host()] if isinstance(event, Broken)]
+    errors = [
+        event
+        for _ in range(3)
+        for event in [*ends.to_gateway(), *ends.to_host()]
+        if isinstance(event, ConnectionBroken)
+    ]
     assert len(errors) == 2
     for broken in errors:
         assert told in str(broken.error)
@@ -115,7 +120,9 @@ def test_a_proof_can_not_be_sent_back_as_the_others() -> None:
     proof = decode(taken_from(ends.host))
     assert isinstance(proof, Proof)
     lanes = GatewaySession(TOKEN, hello(), (0, 1), (0, 2)).grants()
-    assert isinstance(ends.host.receive(frame_as(Welcome(proof.mac, TOKEN, False, 0, lanes)), 0.0)[-1], Broken)
+    assert isinstance(
+        ends.host.receive(frame_as(Welcome(proof.mac, TOKEN, False, 0, lanes)), 0.0)[-1], ConnectionBroken
+    )
 
 
 @given(st.data())
@@ -151,7 +158,7 @@ def test_a_hello_that_can_not_be_met_is_refused_with_the_hosts_name(
     refused = told_by(ends.gateway)
     assert refused.code == code
     (broken,) = ends.host.receive(frame_as(refused), 0.0)
-    assert isinstance(broken, Broken)
+    assert isinstance(broken, ConnectionBroken)
     assert broken.error.code == code
     assert str(broken.error).startswith(f"gateway: refuses: {refused.text}")
 
@@ -286,4 +293,14 @@ def test_either_end_may_say_goodbye_in_the_handshake() -> None:
     (at_gateway,), (at_host,) = ends.to_gateway(), ends.to_host()
     assert isinstance(at_gateway, Goodbye)
     assert isinstance(at_host, Goodbye)
-    assert ends.host.phase is ends.gateway.phase is Phase.ENDED
+    assert ends.host.phase is ends.gateway.phase is ConnectionPhase.ENDED
+
+
+@pytest.mark.parametrize("claim", [b"", (1 << 16).to_bytes(4, "little") + (8).to_bytes(4, "little")])
+def test_a_stranger_costs_little_memory_until_the_handshake_is_over(claim: bytes) -> None:
+    stranger = Ends()
+    stranger.gateway.receive(claim, 0.0)
+    assert len(stranger.gateway.buffer()) <= 16 << 10
+    assert stranger.gateway._decoder.allocated <= 20 << 10
+    ends = running()
+    assert len(ends.gateway.buffer()) == len(ends.host.buffer()) == 64 << 10

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from wire_messages import EXAMPLES, hello, rows
 from wire_values import ARRAYS, VALUES, same
 
-from rollflow.stream.errors import ColumnError, WireError
+from rollflow.stream.data.errors import ColumnError, WireError
 from rollflow.stream.wire import (
     Cut,
     Failed,
@@ -28,10 +28,10 @@ from rollflow.stream.wire import (
     decode,
     encode,
 )
-from rollflow.stream.wire.field import checks_of
-from rollflow.stream.wire.frame import frame_of, taken_apart
-from rollflow.stream.wire.message import KINDS
-from rollflow.stream.wire.value import decode_value, encode_value
+from rollflow.stream.wire.codec.field import checks_of
+from rollflow.stream.wire.codec.frame import frame_of, taken_apart
+from rollflow.stream.wire.codec.message import KINDS
+from rollflow.stream.wire.codec.value import decode_value, encode_value
 
 
 def frame_as(message: Message) -> bytes:

@@ -4,19 +4,20 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from property_examples import examples
 from wire_ends import Ends, greeted, running, taken_from
 from wire_messages import EXAMPLES, hello
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
-    Broken,
+    ConnectionBroken,
+    ConnectionPhase,
     Cut,
     Event,
     Failed,
     Fragment,
     Hello,
     Message,
-    Phase,
     Settings,
     Turn,
     Welcome,
@@ -35,7 +36,7 @@ def frame_as(message: Message) -> bytes:
 
 
 def error_of(events: list[Event]) -> WireError:
-    assert isinstance(events[-1], Broken), events
+    assert isinstance(events[-1], ConnectionBroken), events
     return events[-1].error
 
 
@@ -84,7 +85,7 @@ def test_settings_come_before_or_after_the_first_turn(first: str) -> None:
     ends.gateway.ask(Turn(0, 1))
     if first == "turn":
         ends.gateway.tell(SETTINGS)
-    told = {event.kind: event for event in ends.to_host() if not isinstance(event, Broken)}
+    told = {event.kind: event for event in ends.to_host() if not isinstance(event, ConnectionBroken)}
     assert next(iter(told)) == first
     settings = told["settings"]
     assert isinstance(settings, Settings)
@@ -243,12 +244,12 @@ class TurnsAndCuts(RuleBasedStateMachine):
 
     @rule(lane=st.sampled_from(LANES))
     def ask(self, lane: int) -> None:
-        if len(self.given[lane]) == self.asked(lane) and self.ends.gateway.phase is Phase.RUNNING:
+        if len(self.given[lane]) == self.asked(lane) and self.ends.gateway.phase is ConnectionPhase.RUNNING:
             self.ends.gateway.ask(Turn(lane, self.asked(lane) + 1))
 
     @rule(lane=st.sampled_from(LANES), back=st.integers(0, 2))
     def cut(self, lane: int, back: int) -> None:
-        if self.asked(lane) > back and self.ends.gateway.phase is Phase.RUNNING:
+        if self.asked(lane) > back and self.ends.gateway.phase is ConnectionPhase.RUNNING:
             self.ends.gateway.tell(Cut(lane, self.asked(lane) - back))
 
     @rule(lane=st.sampled_from(LANES))
@@ -314,4 +315,4 @@ class TurnsAndCuts(RuleBasedStateMachine):
 
 
 TestTurnsAndCuts = TurnsAndCuts.TestCase
-TestTurnsAndCuts.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestTurnsAndCuts.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)

@@ -1,4 +1,4 @@
-"""What a host answers, held against its spaces and against what it was asked."""
+"""Answers of a host, held against its spaces and against what it was asked."""
 
 from typing import Any
 
@@ -7,9 +7,9 @@ import pytest
 from gymnasium import spaces
 from wire_messages import first_rows, hello, rows
 
-from rollflow.stream.errors import WireError
-from rollflow.stream.infos import SlotInfos
-from rollflow.stream.space_codec import describe_space
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.space_codec import describe_space
 from rollflow.stream.wire import Reset, RowForm, Rows, Step
 
 FORM = RowForm.of(hello())

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from property_examples import examples
 from wire_ends import Ends, taken_from
 from wire_messages import TOKEN, first_rows, hello, rows
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
-    Broken,
+    ConnectionBroken,
     Event,
     Failed,
     GatewayConnection,
@@ -26,7 +27,7 @@ from rollflow.stream.wire import (
     Step,
     Welcome,
 )
-from rollflow.stream.wire.session import Taken
+from rollflow.stream.wire.session import TakenRequest
 
 LANES = (0, 1)
 ALL = 1 << 20  # bytes
@@ -103,7 +104,7 @@ class TwoEnds(RuleBasedStateMachine):
         old = self.ends
         data = old.from_host + taken_from(old.host)
         self.late.append((old.gateway, data[: max(0, len(data) - lost)]))
-        assert all(isinstance(event, Broken) for event in old.host.ended())
+        assert all(isinstance(event, ConnectionBroken) for event in old.host.ended())
         self.ends = Ends(host_session=self.host_session)
         if again:
             self.carry_everything()
@@ -166,7 +167,7 @@ class TwoEnds(RuleBasedStateMachine):
 
 
 TestTwoEnds = TwoEnds.TestCase
-TestTwoEnds.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestTwoEnds.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 
 
 def session_of_host(**changed: Any) -> HostSession:
@@ -196,14 +197,14 @@ def step(number: int) -> Step:
 
 def test_a_request_with_the_number_of_the_last_answer_is_answered_again() -> None:
     session, request = session_of_host(), reset(1)
-    assert session.take(request) is Taken.NEW
-    assert session.take(reset(1)) is Taken.KNOWN  # it is being done
+    assert session.take(request) is TakenRequest.NEW
+    assert session.take(reset(1)) is TakenRequest.KNOWN  # it is being done
     answer = first_rows()
     session.keep(answer)
-    assert session.take(reset(1)) is Taken.AGAIN
+    assert session.take(reset(1)) is TakenRequest.AGAIN
     assert session.answer_to(request) is answer
-    assert session.take(step(2)) is Taken.NEW
-    assert session.take(reset(1)) is Taken.KNOWN
+    assert session.take(step(2)) is TakenRequest.NEW
+    assert session.take(reset(1)) is TakenRequest.KNOWN
 
 
 def test_a_number_too_high_is_refused() -> None:
@@ -228,7 +229,7 @@ def test_a_lane_is_reset_first_and_after_every_failure() -> None:
     session.keep(Failed.of(reset(1), ValueError()))
     with pytest.raises(WireError, match="step 2 of lane 0: expected a reset first"):
         session.take(step(2))
-    assert session.take(reset(2)) is Taken.NEW
+    assert session.take(reset(2)) is TakenRequest.NEW
 
 
 def test_an_answer_of_a_session_that_is_over_is_not_waited_for() -> None:
@@ -280,7 +281,7 @@ def test_a_session_goes_on_only_where_both_ends_stood() -> None:
 def test_a_host_that_never_got_its_first_welcome_begins_with_the_second() -> None:
     session = HostSession(TOKEN)
     session.begin(welcome(resumed=True), hello())
-    assert session.take(reset(1)) is Taken.NEW
+    assert session.take(reset(1)) is TakenRequest.NEW
 
 
 @pytest.mark.parametrize("name", ["slots", "autoreset", "role", "observation_space", "agents"])

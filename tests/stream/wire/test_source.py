@@ -4,12 +4,13 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from property_examples import examples
 from wire_ends import StreamEnds, taken_from
 from wire_messages import EXAMPLES, TOKEN
 
-from rollflow.stream.errors import WireError
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import (
-    Broken,
+    ConnectionBroken,
     Done,
     Event,
     Finished,
@@ -43,7 +44,7 @@ def frame(message: Message) -> bytes:
 
 
 def error_of(events: list[Event]) -> WireError:
-    assert isinstance(events[-1], Broken), events
+    assert isinstance(events[-1], ConnectionBroken), events
     return events[-1].error
 
 
@@ -241,4 +242,4 @@ class Streams(RuleBasedStateMachine):
 
 
 TestStreams = Streams.TestCase
-TestStreams.settings = settings(max_examples=60, stateful_step_count=40)
+TestStreams.settings = settings(max_examples=examples(60), stateful_step_count=40)

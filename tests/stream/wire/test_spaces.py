@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_values import VALUES, same
 
-from rollflow.stream.errors import WireError
-from rollflow.stream.space import row_of
-from rollflow.stream.space_codec import describe_space
-from rollflow.stream.wire.frame import frame_of, taken_apart
-from rollflow.stream.wire.spaces import placed, read_space
-from rollflow.stream.wire.value import decode_value, encode_value
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.wire.codec.frame import frame_of, taken_apart
+from rollflow.stream.wire.codec.spaces import placed, read_space
+from rollflow.stream.wire.codec.value import decode_value, encode_value
 
 LEAVES = (
     st.builds(
@@ -53,7 +53,7 @@ def test_rows_of_a_space_are_placed_as_the_space_has_them(space: gym.Space[Any],
 
 
 def listed(tree: Any) -> Any:
-    """The same with lists for tuples, as it comes over the wire."""
+    """Return a description with lists for tuples, as it comes over the wire."""
     if isinstance(tree, dict):
         return {key: listed(part) for key, part in tree.items()}
     return [listed(part) for part in tree] if isinstance(tree, tuple) else tree

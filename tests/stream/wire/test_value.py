@@ -1,4 +1,4 @@
-"""What a header says, as bytes and back; and bytes that are made to hurt."""
+"""Values of a header as bytes and back, and hostile bytes."""
 
 import struct
 import tracemalloc
@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from wire_values import ARRAYS, VALUES, same
 
-from rollflow.stream.errors import ColumnError, WireError
-from rollflow.stream.infos import SlotInfos
-from rollflow.stream.wire.frame import frame_of, taken_apart
-from rollflow.stream.wire.limits import MAX_DEPTH, MAX_EXT_DEPTH, MAX_OTHER_KEYS, MAX_VALUES
-from rollflow.stream.wire.value import decode_value, encode_value
+from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.wire.codec.frame import frame_of, taken_apart
+from rollflow.stream.wire.codec.limits import MAX_DEPTH, MAX_EXT_DEPTH, MAX_OTHER_KEYS, MAX_VALUES
+from rollflow.stream.wire.codec.value import decode_value, encode_value
 
 NOTHING = np.zeros(0, np.uint8)
 

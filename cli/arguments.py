@@ -1,0 +1,149 @@
+"""Arguments that several commands have, and the objects that they stand for."""
+
+import argparse
+import importlib
+import ssl
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.stream.wire import Limits
+
+ENV_HELP = "an environment's id, or package.module:callable that makes one"
+
+
+def add_connection(parser: argparse.ArgumentParser, *, connect: str, listen: str) -> None:
+    """Add an address to dial or to listen on, with a help text for each, and the arguments of `add_protection`."""
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--connect", metavar="ADDRESS", help=f"{connect}: tcp://host:port or unix:/path")
+    where.add_argument("--listen", metavar="ADDRESS", help=f"{listen}: tcp://host:port or unix:/path")
+    add_protection(parser)
+
+
+def add_protection(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `secret_of` and `tls_of` read."""
+    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the secret that both sides must know")
+    parser.add_argument("--tls", action="store_true", help="encrypt; the other side's certificate is checked")
+    parser.add_argument("--tls-ca", metavar="FILE", help="whose certificates are good; without it, the system's")
+    parser.add_argument("--tls-cert", metavar="FILE", help="this side's certificate, and maybe its key")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key, where it is in a file of its own")
+
+
+def secret_of(args: argparse.Namespace) -> str | None:
+    """The secret in the file. Raises ValueError where it can't be read, or is empty."""
+    if args.secret_file is None:
+        return None
+    try:
+        secret: str = args.secret_file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"--secret-file {args.secret_file}: {problem}, expected a file of text") from error
+    if not secret:
+        raise ValueError(f"--secret-file {args.secret_file} is empty, expected a secret")
+    return secret
+
+
+def tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
+    """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError where they make none."""
+    if not args.tls:
+        useless = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(args, name) is not None]
+        if useless:
+            raise ValueError(f"--{useless[0].replace('_', '-')} without --tls, expected both")
+        return None
+    listens = args.listen is not None
+    if listens and args.tls_cert is None:
+        raise ValueError("--tls with --listen, expected --tls-cert as well")
+    for name in (args.tls_ca, args.tls_cert, args.tls_key):
+        if name is not None and not Path(name).is_file():
+            raise ValueError(f"there is no file {name}, expected a certificate or its key")
+    context = ssl.create_default_context(
+        ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=args.tls_ca
+    )
+    if listens and args.tls_ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+    if args.tls_cert is not None:
+        context.load_cert_chain(args.tls_cert, args.tls_key)
+    return context
+
+
+def add_max_frame(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that `limits_of` reads."""
+    parser.add_argument(
+        "--max-frame", type=int, default=1024, metavar="MIB", help="the largest message that is taken, in MiB (1024)"
+    )
+
+
+def limits_of(max_frame: int) -> Limits:
+    """Limits for messages of so many MiB. Raises ValueError for a size that no message can have."""
+    if not 1 <= max_frame < 4096:
+        raise ValueError(f"--max-frame is {max_frame}, expected 1 to 4095")
+    limits = Limits(max_frame=max_frame << 20)
+    return replace(limits, undelivered=max(limits.undelivered, 2 * limits.max_frame))
+
+
+def add_acting(parser: argparse.ArgumentParser, *, otherwise: str) -> None:
+    """Add the arguments that say how actions are computed.
+
+    otherwise    the module without `--module`, for the help text
+    """
+    parser.add_argument(
+        "--module",
+        metavar="PACKAGE.MODULE:CALLABLE",
+        help=f"makes the module of (observation space, action space), or is a dict of those by id ({otherwise})",
+    )
+    for name in ("env-to-module", "module-to-env"):
+        parser.add_argument(
+            f"--{name}",
+            metavar="PACKAGE.MODULE:CALLABLE",
+            help=f"what the rollout is given as {name.replace('-', '_')}_connector",
+        )
+    parser.add_argument("--compile", action="store_true", help="forward passes by torch.compile")
+    parser.add_argument("--device", help="where forward passes are done (where the module is)")
+
+
+def acting_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of a rollout for the arguments of `add_acting`. Raises ValueError where they name what is not there."""
+    return {
+        "module": object_of(args.module, "--module"),
+        "env_to_module_connector": object_of(args.env_to_module, "--env-to-module"),
+        "module_to_env_connector": object_of(args.module_to_env, "--module-to-env"),
+        "compile_forward": args.compile,
+        "device": args.device,
+    }
+
+
+def environment_of(name: str) -> Any:
+    """The environment that `--env` names: a callable of a module, or an id, which may begin with a module as well."""
+    module, _, attribute = name.partition(":")
+    if not attribute:
+        return name
+    made = getattr(_imported(module, f"--env {name}"), attribute, None)
+    if callable(made):
+        return made
+    if attribute not in gym.registry:
+        raise ValueError(f"--env {name}: {module} has no callable {attribute}, and there is no environment of that id")
+    return name
+
+
+def object_of(name: str | None, option: str) -> Any:
+    """The callable, or dict, that an option names as package.module:name. Raises ValueError where there is none."""
+    if name is None:
+        return None
+    module, _, attribute = name.partition(":")
+    made = getattr(_imported(module, f"{option} {name}"), attribute, None) if attribute else None
+    if not callable(made) and not isinstance(made, dict):
+        raise ValueError(f"{option} {name}: no such callable, expected package.module:callable")
+    return made
+
+
+def _imported(module: str, where: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{where}: {error}") from error

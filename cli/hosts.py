@@ -1,0 +1,100 @@
+"""`rollflow env-host` and `rollflow rollout-host`: environments, or whole rollouts, here for a rollout elsewhere."""
+
+import argparse
+import sys
+from typing import Any
+
+from rollflow.cli import arguments
+from rollflow.nodes import EnvHost, RolloutHost
+from rollflow.nodes.env.remote.host import Host
+
+_OF_AGENTS = {"agent-to-module": "agent_to_module_mapping_fn", "joint": "joint_connector"}  # option -> argument
+
+
+def add_env_host(commands: Any) -> None:
+    """Add `env-host` to the commands of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "env-host",
+        help="step environments here for a rollout on another host",
+        description="Step environments, of one agent each or of several, here for a rollout on another host, until it "
+        "says goodbye.",
+    )
+    _add_hosting(parser, lanes=2, lanes_help="some step while others wait for their actions")
+    parser.set_defaults(run=_run_env_host)
+
+
+def add_rollout_host(commands: Any) -> None:
+    """Add `rollout-host` to the commands of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "rollout-host",
+        help="run whole rollouts here, environments and policy, for a trainer on another host",
+        description="Run whole rollouts here, environments, connectors and copies of modules, for a Rollout or a "
+        "MultiAgentRollout over RemoteRollouts on another host, until it says goodbye. Modules and connectors must be "
+        "those of the rollout.",
+    )
+    lanes_help = "each has a thread, for environments that wait or let the interpreter go"
+    _add_hosting(parser, lanes=1, lanes_help=lanes_help)
+    arguments.add_acting(parser, otherwise="the default module, as the rollout has it")
+    for name, argument in _OF_AGENTS.items():
+        parser.add_argument(
+            f"--{name}", metavar="PACKAGE.MODULE:NAME", help=f"with several agents: what the rollout has as {argument}"
+        )
+    parser.set_defaults(run=_run_rollout_host)
+
+
+def _run_env_host(args: argparse.Namespace) -> int:
+    with EnvHost(**_options_of(args)) as host:
+        return _serve(host, args)
+
+
+def _run_rollout_host(args: argparse.Namespace) -> int:
+    of_agents = {
+        argument: arguments.object_of(getattr(args, name.replace("-", "_")), f"--{name}")
+        for name, argument in _OF_AGENTS.items()
+    }
+    with RolloutHost(**_options_of(args), **arguments.acting_of(args), **of_agents) as host:
+        return _serve(host, args)
+
+
+def _add_hosting(parser: argparse.ArgumentParser, *, lanes: int, lanes_help: str) -> None:
+    """Add the arguments that say what environments there are, and whom they are for.
+
+    lanes, lanes_help    how many there are by default, if there are as many environments; what they are for
+    """
+    parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
+    parser.add_argument("--num-envs", type=int, default=None, help="how many (1, or as a vector environment has)")
+    parser.add_argument("--lanes", type=int, default=None, help=f"groups that step apart: {lanes_help} ({lanes})")
+    parser.set_defaults(most_lanes=lanes)
+    arguments.add_connection(parser, connect="dial this gateway", listen="wait here for a gateway")
+    parser.add_argument("--name", help="what this host is called in messages (the machine's name)")
+    arguments.add_max_frame(parser)
+    parser.add_argument(
+        "--retry", type=float, default=60.0, metavar="SECONDS", help="how long to dial a gateway that is away (60)"
+    )
+
+
+def _options_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of a host for the arguments. Raises ValueError and OSError where they don't go together."""
+    lanes = args.lanes
+    if lanes is None and args.num_envs is not None:
+        lanes = min(args.most_lanes, args.num_envs)
+    return {
+        "env": arguments.environment_of(args.env),
+        "num_envs": args.num_envs,
+        "lanes": lanes,
+        "secret": arguments.secret_of(args),
+        "tls": arguments.tls_of(args),
+        "name": args.name,
+        "limits": arguments.limits_of(args.max_frame),
+    }
+
+
+def _serve(host: Host, args: argparse.Namespace) -> int:
+    """Serve the rollout that dials, or is dialled; the exit status."""
+    if args.connect is not None:
+        print(f"the rollout said goodbye: {host.connect(args.connect, retry_s=args.retry)}", file=sys.stderr)
+        return 0
+    with host.listening(args.listen) as address:
+        print(f"listening on {address}", file=sys.stderr, flush=True)
+        host.serve()
+    return 0

@@ -1,0 +1,61 @@
+"""`rollflow policy`: what a saved policy is, whether it does what it did, and what two of them differ in."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rollflow.nodes.policies.artifact_files import read_files
+from rollflow.nodes.policies.differences import differences
+from rollflow.nodes.policies.space_text import space_of
+
+
+def add_to(commands: Any) -> None:
+    """Add the command, with its own commands, to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "policy", help="show, check or compare saved policies", description="Saved policies: folders or .zip files."
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print what a policy is; nothing of it is run")
+    show.add_argument("path", type=Path)
+    show.set_defaults(run=_show)
+    check = actions.add_parser("check", help="load a policy, and see that it does what it did when it was saved")
+    check.add_argument("path", type=Path)
+    check.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help="import classes of this package")
+    check.add_argument("--device", help="where forward passes are done")
+    check.set_defaults(run=_check)
+    diff = actions.add_parser("diff", help="print what two policies differ in; the status is 1 where they do")
+    diff.add_argument("left", type=Path)
+    diff.add_argument("right", type=Path)
+    diff.set_defaults(run=_diff)
+
+
+def _show(args: argparse.Namespace) -> int:
+    manifest, files = read_files(args.path)
+    print(f"observations  {space_of(manifest['observation_space'], 'observation_space')}")
+    print(f"actions       {space_of(manifest['action_space'], 'action_space')}")
+    print(f"module        {manifest['module']['name']}")
+    for name in ("env_to_module", "module_to_env"):
+        print(f"{name} {' → '.join(_label(piece) for piece in manifest[name]['pieces'])}")
+    for facts in ("trained_on", "versions"):
+        print(f"{facts:<13} {', '.join(f'{name} {value}' for name, value in manifest[facts].items())}")
+    print(f"format        {manifest['format']}, {sum(map(len, files.values()))} bytes of arrays")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from rollflow.policy import Policy  # with torch, which the other commands do without
+
+    policy = Policy.load(args.path, allow=args.allow, device=args.device)
+    print(f"{policy!r} does what it did when it was saved")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    lines = differences(args.left, args.right)
+    print("\n".join(lines) if lines else "the policies are the same")
+    return min(len(lines), 1)
+
+
+def _label(piece: dict[str, Any]) -> str:
+    name: str = piece["label"] or piece["name"]
+    return name.removeprefix("rollflow.")

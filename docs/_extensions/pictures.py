@@ -1,0 +1,177 @@
+"""Directives that draw: a graph as it runs, messages between two sides, and the figures of a page's table.
+
+```{graph-picture} what it shows
+a program that leaves a graph in the name `graph`
+```
+
+```{messages} what it shows
+rollout | trainer
+rollout > trainer: a message
+trainer: what it does
+---: what happens to both
+```
+
+```{figures} what it shows
+:table: heading that the table stands under
+:beside: words in the column `beside` of the rows that are drawn
+```
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import svg
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from rollflow.stream import Graph
+from rollflow.stream.graph.edge import Edge
+
+_SIDES = (110, 330)  # where the two sides stand
+
+
+class Drawing(SphinxDirective):
+    """A directive whose one argument says what the picture shows, for readers who can't see it."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    has_content = True
+    draw: Callable[..., tuple[list[str], float]]
+
+    def run(self) -> list[nodes.Node]:
+        self.env.note_dependency(__file__)
+        try:
+            parts, height = self.draw()
+        except Exception as error:
+            raise self.error(f"{self.name} can't be drawn: {type(error).__name__}: {error}") from error
+        return [nodes.raw("", svg.picture(parts, height, self.arguments[0]), format="html")]
+
+
+class GraphPicture(Drawing):
+    """Draws the graph that a program makes: nodes of one task in one frame, and edges with their bounds."""
+
+    def draw(self) -> tuple[list[str], float]:
+        names: dict[str, Any] = {}
+        exec("\n".join(self.content), names)
+        return graph_parts(names["graph"])
+
+
+class Messages(Drawing):
+    """Draws what two sides send each other, from top to bottom."""
+
+    def draw(self) -> tuple[list[str], float]:
+        return message_parts(list(self.content))
+
+
+class Figures(Drawing):
+    """Draws two bars for each row of a table that names another engine, or a loop, beside rollflow."""
+
+    option_spec: ClassVar = {"table": directives.unchanged_required, "beside": directives.unchanged_required}
+
+    def draw(self) -> tuple[list[str], float]:
+        source = Path(self.env.doc2path(self.env.docname)).read_text()
+        return figure_parts(rows_under(source, self.options["table"]), self.options["beside"])
+
+
+def graph_parts(graph: Graph) -> tuple[list[str], float]:
+    """A graph from top to bottom: edges to the next node are straight, others go round on either side."""
+    left, width, tall, pitch = 70, 180, 30, 66
+    ends = [*graph.nodes, *graph.outputs]
+    top = {name: 14 + pitch * number for number, name in enumerate(ends)}
+    parts = []
+    for group in graph.groups():
+        if len(group) > 1:
+            first, last = (f(top[name] for name in group) for f in (min, max))
+            parts += [svg.box(left - 10, first - 9, width + 20, last - first + tall + 18, dashed=True)]
+    for name, y in top.items():
+        weight = "bold" if name in graph.outputs else "normal"
+        parts += [svg.box(left, y, width, tall), svg.text(left + width / 2, y + 20, name, weight=weight)]
+    edges = [(edge, top[edge.source[0]], top[_end_of(edge)]) for edge in (*graph.edges, *graph.outputs.values())]
+    around, rounds = [edge for edge, begin, end in edges if end > begin + pitch], 0
+    for edge, begin, end in edges:
+        port = "" if edge.source[1] == "out" else edge.source[1]
+        bound = "" if graph.is_chained(edge) else f"{edge.capacity or 1}, {edge.overflow}"
+        label = ", ".join(each for each in (port, bound) if each)
+        if end - begin == pitch:
+            parts += [svg.line(f"M{left + 90} {begin + tall}V{end - 1}", dashed=edge.feedback)]
+            parts += [svg.text(left + 98, begin + 52, label, anchor="start")]
+            continue
+        side, out = (left, -24) if edge.feedback else (left + width, 24 + 12 * rounds)
+        rounds += not edge.feedback
+        parts += [svg.line(f"M{side} {begin + 15}h{out}V{end + 15}H{side}", dashed=edge.feedback)]
+        x, anchor = (side - 30, "end") if edge.feedback else (side + 18 + 12 * len(around), "start")
+        for number, words in enumerate(label.split(", ", 1)):
+            parts += [svg.text(x, end + 13 + svg.LINE * number, words, anchor=anchor)]
+    return parts, 14 + pitch * len(ends) - (pitch - tall) + 12
+
+
+def _end_of(edge: Edge) -> str:
+    return edge.target[1] if edge.is_output else edge.target[0]
+
+
+def message_parts(lines: list[str]) -> tuple[list[str], float]:
+    """Messages and notes of two sides, in order; the first line names the sides."""
+    names = [name.strip() for name in lines[0].split("|")]
+    place = dict(zip(names, _SIDES, strict=True))
+    parts, y = [], 56.0
+    for entry in lines[1:]:
+        who, _, words = (each.strip() for each in entry.partition(":"))
+        if who == "---":
+            parts += [svg.line(f"M10 {y}H{svg.WIDTH - 10}", dashed=True, headed=False)]
+            shown, y = svg.paragraph(svg.WIDTH / 2, y + 18, words, 56)
+            parts, y = [*parts, shown], y + 8
+        elif ">" in who:
+            begin, end = (place[each.strip()] for each in who.split(">"))
+            shown, below = svg.paragraph(svg.WIDTH / 2, y, words, 30)
+            parts += [shown, svg.line(f"M{begin} {below - 8}H{end}")]
+            y = below + 18
+        else:
+            lines_of_it, below = svg.paragraph(place[who], y + 4, words, 28)
+            parts += [svg.box(place[who] - 100, y - 12, 200, below - y + 4), lines_of_it]
+            y = below + 18
+    heads = [svg.text(x, 20, name, weight="bold") for name, x in place.items()]
+    poles = [svg.line(f"M{x} 28V{y - 14:.0f}", headed=False) for x in _SIDES]
+    return [*poles, *heads, *parts], y
+
+
+def rows_under(source: str, heading: str) -> list[dict[str, str]]:
+    """Rows of the first table under a heading; an empty cell has what stands above it."""
+    section = re.split(rf"^#+ {re.escape(heading)}$", source, maxsplit=1, flags=re.MULTILINE)[1]
+    [table] = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[:1]
+    cells = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()]
+    above, rows = [""] * len(cells[0]), []
+    for row in cells[2:]:
+        above = [now or before for now, before in zip(row, above, strict=True)]
+        rows.append(dict(zip(cells[0], above, strict=True)))
+    return rows
+
+
+def figure_parts(rows: list[dict[str, str]], beside: str) -> tuple[list[str], float]:
+    """Two bars a row, as long as the steps per second are; rows have scales of their own, since workloads differ."""
+    parts, y = [], 16.0
+    drawn = [row for row in rows if re.search(beside, row["beside"])]
+    if not drawn:
+        raise ValueError(f"no row has {beside!r} beside rollflow")
+    for row in drawn:
+        workload = re.sub(r"[`†]", "", row["workload"]).strip()
+        parts += [svg.text(0, y, f"{workload}, {row['slots']} slots", anchor="start", weight="bold")]
+        ours, theirs = (int(row[name].replace(",", "")) for name in ("rollflow, steps/s", "steps/s"))
+        for name, figure in (("rollflow", ours), (row["beside"].replace("`", "").split(",")[0], theirs)):
+            shown = f"{name}: {figure:,}"
+            length = 160 * figure / max(ours, theirs)
+            parts += [svg.bar(0, y + 9, length, is_ours=name == "rollflow")]
+            parts += [svg.text(length + 6, y + 19, shown, anchor="start")]
+            y += svg.LINE
+        y += 30
+    return parts, y - 12
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Add the directives."""
+    for name, directive in (("graph-picture", GraphPicture), ("messages", Messages), ("figures", Figures)):
+        app.add_directive(name, directive)
+    return {"parallel_read_safe": True}

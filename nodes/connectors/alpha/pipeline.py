@@ -1,0 +1,283 @@
+"""Pipelines of Alpha connectors, which are connectors themselves and can be edited."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Self
+
+from rollflow.nodes.connectors.alpha.connector import ActionConnector, AgentConnector, Connector, ConnectorContext
+from rollflow.nodes.connectors.alpha.records import (
+    ActionConnectorDataType,
+    AgentConnectorDataType,
+)
+from rollflow.nodes.connectors.alpha.registry import get_connector, register_connector
+from rollflow.nodes.connectors.spaces import Space
+from rollflow.stream.data.errors import ConnectorError, RollflowError
+
+
+class ConnectorPipeline(Connector):
+    """Connectors that are called in order.
+
+    ctx           for connectors that have none of their own
+    connectors    the connectors, which may be pipelines
+
+    Connectors go by their class's name, the second of a class by `Name_2`. Raises ConnectorError for a connector of the
+    other kind, and for an object that is in the pipeline already.
+    """
+
+    kind: ClassVar[type[Connector]] = Connector
+
+    def __init__(self, ctx: ConnectorContext | None, connectors: Sequence[Any] = ()) -> None:
+        super().__init__(ctx)
+        self.connectors: list[Any] = []
+        for connector in connectors:
+            self.append(connector)
+
+    def in_training(self) -> None:
+        super().in_training()
+        for connector in self.connectors:
+            connector.in_training()
+
+    def in_eval(self) -> None:
+        super().in_eval()
+        for connector in self.connectors:
+            connector.in_eval()
+
+    def bind(self, ctx: ConnectorContext | None) -> None:
+        super().bind(ctx)
+        for connector in self.connectors:
+            connector.bind(ctx)
+
+    # Editing
+
+    @property
+    def names(self) -> list[str]:
+        """The names that the connectors go by, in order."""
+        names: list[str] = []
+        for connector in self.connectors:
+            name = type(connector).__name__
+            count = sum(type(other).__name__ == name for other in self.connectors[: len(names)])
+            names.append(f"{name}_{count + 1}" if count else name)
+        return names
+
+    def remove(self, name: str) -> None:
+        """Take a connector out. Raises ConnectorError where there is none of the name."""
+        del self.connectors[self._place(name)]
+
+    def insert_before(self, name: str, connector: Any) -> None:
+        """Put a connector in front of another. Raises ConnectorError where there is none of the name."""
+        self._insert(self._place(name), connector)
+
+    def insert_after(self, name: str, connector: Any) -> None:
+        """Put a connector behind another. Raises ConnectorError where there is none of the name."""
+        self._insert(self._place(name) + 1, connector)
+
+    def prepend(self, connector: Any) -> None:
+        """Put a connector at the beginning."""
+        self._insert(0, connector)
+
+    def append(self, connector: Any) -> None:
+        """Put a connector at the end."""
+        self._insert(len(self.connectors), connector)
+
+    def __getitem__(self, key: int | slice | str | type) -> list[Any]:
+        """The list of connectors at a place, of a class's name, or of a class; empty where there is none.
+
+        Raises IndexError for a place that there is not, and TypeError for any other key.
+        """
+        if isinstance(key, slice):
+            return self.connectors[key]
+        if isinstance(key, int):
+            return [self.connectors[key]]
+        if isinstance(key, str):
+            named = zip(self.names, self.connectors, strict=True)
+            return [each for name, each in named if key in (name, type(each).__name__)]
+        if isinstance(key, type):
+            return [each for each in self.connectors if isinstance(each, key)]
+        raise TypeError(f"{type(self).__name__}[{key!r}]: expected a place, a name or a class")
+
+    def __len__(self) -> int:
+        return len(self.connectors)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.connectors)
+
+    def __str__(self, indentation: int = 0) -> str:
+        return "\n".join([super().__str__(indentation), *(each.__str__(indentation + 4) for each in self.connectors)])
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {' → '.join(self.names) or 'empty'}>"
+
+    def _place(self, name: str) -> int:
+        names = self.names
+        if name not in names:
+            raise ConnectorError(
+                f"{type(self).__name__} has no connector '{name}'; connectors: {', '.join(names) or 'none'}"
+            )
+        return names.index(name)
+
+    def _insert(self, place: int, connector: Any) -> None:
+        kind = self.kind
+        if not isinstance(connector, kind):
+            is_class = isinstance(connector, type)
+            text = f"the class {connector.__name__}" if is_class else type(connector).__name__
+            remedy = f"{connector.__name__}(ctx)" if is_class else f"one that is an {kind.__name__}"
+            raise ConnectorError(
+                f"{type(self).__name__} was to have {text}, expected {remedy}; an AgentConnector goes into an "
+                "AgentConnectorPipeline, and an ActionConnector into an ActionConnectorPipeline"
+            )
+        if connector is self or any(connector is each for each in self.connectors):
+            raise ConnectorError(
+                f"{type(self).__name__}: the same {type(connector).__name__} object twice, expected another object"
+            )
+        self.connectors.insert(place, connector)
+        connector.bind(self.ctx)
+        if self._is_training:
+            connector.in_training()
+        else:
+            connector.in_eval()
+
+    # State
+
+    def to_state(self) -> tuple[str, Any]:
+        """The class's name, and the list of the connectors' names and params."""
+        return type(self).__name__, [list(each.to_state()) for each in self.connectors]
+
+    @classmethod
+    def from_state(cls, ctx: ConnectorContext, params: Any) -> Self:
+        """A pipeline of params that `to_state` gave. Raises ConnectorError for names that are not registered."""
+        if not isinstance(params, list | tuple) or not all(_is_pair(each) for each in params):
+            raise ConnectorError(f"{cls.__name__}: params are {params!r:.200}, expected a list of [name, params]")
+        return cls(ctx, [get_connector(name, ctx, each) for name, each in params])
+
+    def learnt_state(self) -> dict[str, Any]:
+        states = {name: each.learnt_state() for name, each in self._named()}
+        return {name: state for name, state in states.items() if state}
+
+    def take_learnt_state(self, state: dict[str, Any]) -> None:
+        self._check_names(state)
+        for name, each in self._named():
+            if name in state:
+                each.take_learnt_state(state[name])
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        for state in states:
+            self._check_names(state)
+        merged: dict[str, Any] = {}
+        for name, each in self._named():
+            theirs = [state[name] for state in states if name in state]
+            merged[name] = each.merge_states(theirs) if theirs else each.learnt_state()
+        return {name: state for name, state in merged.items() if state}
+
+    def _named(self) -> list[tuple[str, Any]]:
+        return list(zip(self.names, self.connectors, strict=True))
+
+    def _check_names(self, state: Any) -> None:
+        unknown = sorted(set(state) - set(self.names))
+        if unknown:
+            raise ConnectorError(
+                f"{type(self).__name__}: a state for {unknown}, but the connectors are: "
+                f"{', '.join(self.names) or 'none'}"
+            )
+
+    def _in_turn(self, item: Any, call: Callable[[Any, Any], Any], check: Callable[[Any], str | None]) -> Any:
+        """Call the connectors one after the other, with a note of the place on errors.
+
+        check    of what a connector returned: the text of what was expected instead, or None
+        """
+        for place, connector in enumerate(self.connectors):
+            where = f"'{self.names[place]}' ({place + 1} of {len(self)} in {type(self).__name__})"
+            try:
+                item = call(connector, item)
+            except Exception as error:
+                error.add_note(f"in connector {where}")
+                raise
+            expected = check(item)
+            if expected is not None:
+                raise ConnectorError(
+                    f"connector {where} returned {_described(item)}, expected {expected}: does it return it?"
+                )
+        return item
+
+
+class AgentConnectorPipeline(ConnectorPipeline, AgentConnector):
+    """Agent connectors, called in order, each with the list that the one before returned."""
+
+    kind = AgentConnector
+
+    def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
+        made: list[AgentConnectorDataType] = self._in_turn(acd_list, lambda each, item: each(item), _no_agent_list)
+        return made
+
+    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+        """Transform the data of a single agent."""
+        (made,) = self([ac_data])
+        return made
+
+    def reset(self, env_id: str) -> None:
+        for connector in self.connectors:
+            connector.reset(env_id)
+
+    def on_policy_output(self, output: ActionConnectorDataType) -> None:
+        for connector in self.connectors:
+            connector.on_policy_output(output)
+
+    def observation_space_after(self, observation_space: Space) -> Space:
+        return _space_through(self, "observation_space_after", observation_space)
+
+
+class ActionConnectorPipeline(ConnectorPipeline, ActionConnector):
+    """Action connectors, called in order, each with the output that the one before returned."""
+
+    kind = ActionConnector
+
+    def __call__(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        made: ActionConnectorDataType = self._in_turn(ac_data, lambda each, item: each(item), _no_action_data)
+        return made
+
+    def transform(self, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        return self(ac_data)
+
+    def action_space_after(self, action_space: Space) -> Space:
+        return _space_through(self, "action_space_after", action_space)
+
+
+def _space_through(pipeline: ConnectorPipeline, method: str, space: Space) -> Space:
+    for place, connector in enumerate(pipeline.connectors):
+        try:
+            space = getattr(connector, method)(space)
+        except Exception as error:
+            error.add_note(f"in the space of connector '{pipeline.names[place]}', which gets items of {space}")
+            if isinstance(error, RollflowError):
+                raise
+            raise ConnectorError(f"{pipeline.names[place]} can't take an item of {space}: {error!r}") from error
+    return space
+
+
+def _no_agent_list(item: Any) -> str | None:
+    if isinstance(item, list) and all(isinstance(each, AgentConnectorDataType) for each in item):
+        return None
+    return "a list of AgentConnectorDataType"
+
+
+def _no_action_data(item: Any) -> str | None:
+    if not isinstance(item, ActionConnectorDataType):
+        return "ActionConnectorDataType"
+    if not isinstance(item.output, tuple) or len(item.output) != 3:
+        return "an output of three parts, (actions, states, fetches)"
+    return None
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, ActionConnectorDataType):
+        output = item.output
+        return f"an output of {len(output)} parts" if isinstance(output, tuple) else f"an output {output!r:.100}"
+    if isinstance(item, list):
+        return f"a list of {', '.join(sorted({type(each).__name__ for each in item}))}"
+    return type(item).__name__
+
+
+def _is_pair(item: Any) -> bool:
+    return isinstance(item, list | tuple) and len(item) == 2 and isinstance(item[0], str)
+
+
+register_connector("AgentConnectorPipeline", AgentConnectorPipeline)
+register_connector("ActionConnectorPipeline", ActionConnectorPipeline)

@@ -1,0 +1,279 @@
+"""Batches by module: the map from agents to modules, and a decorator that calls a piece once for each module."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from gymnasium import spaces
+
+from rollflow.nodes.connectors.common.batch_individual_items import num_rows_of
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.list_form import (
+    episode_key,
+    id_in_keys,
+    is_keyed_by_episode,
+    single_agent_episodes,
+)
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID as DEFAULT_MODULE_ID
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+MEMORIZED = "memorized_map_structure"
+"""Key in `shared_data` of a dict: module id -> keys of the items in the module's batch, in order."""
+
+
+class AgentToModuleMapping(ConnectorV2):
+    """Turns `column -> (episode id, agent id, module id) -> items` into `module id -> column -> items`, order kept.
+
+        rl_module_specs               module id -> a description of the module; None: any module id is allowed
+        agent_to_module_mapping_fn    (agent id, episode) -> module id, for items whose key has no module id. It maps
+                                      Dict spaces by agent ids to Dict spaces by module ids as well, with None for the
+                                      episode
+        as_learner_connector          True for training. While acting, agents that are done, or did not step, are left
+                                      out: they need not act
+
+    Agents and modules without any item are left out. Items of an episode without agents go to the module
+    "default_policy". `shared_data["memorized_map_structure"]` keeps the order of each module's items, the same in every
+    column: module id -> [(episode id, agent id), …], one for each key.
+
+    Raises ConnectorError for columns that are no longer in list form, and for modules not in `rl_module_specs`.
+    """
+
+    columnar = False
+    changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        rl_module_specs: Mapping[Any, Any] | None = None,
+        agent_to_module_mapping_fn: Callable[..., Any] | None = None,
+        as_learner_connector: bool = False,
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space)
+        self.rl_module_specs = rl_module_specs
+        self.agent_to_module_mapping_fn = agent_to_module_mapping_fn
+        self.as_learner_connector = as_learner_connector
+
+    def recompute_output_observation_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
+        return self._by_modules(input_observation_space)
+
+    def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:
+        return self._by_modules(input_action_space)
+
+    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        by_id = {id_in_keys(episode): episode for episode in episodes}
+        to_act: dict[Any, set[Any]] = {}
+        if not self.as_learner_connector:
+            joint = (episode for episode in episodes if isinstance(episode, MultiAgentEpisode))
+            to_act = {episode.id_: episode.get_agents_to_act() for episode in joint}
+        modules: dict[tuple[Any, ...], Any] = {}  # in order of appearance
+        for column, data in batch.items():
+            if not is_keyed_by_episode(data):
+                raise ConnectorError(
+                    f"column '{column}' is {type(data).__name__}, expected a dict from episodes to lists of items: "
+                    "AgentToModuleMapping stands before BatchIndividualItems"
+                )
+            for key in data:
+                if key not in modules and any(map(num_rows_of, data[key])):
+                    episode_id, agent_id, module_id = (*key, None, None)[:3]
+                    if agent_id is not None and agent_id not in to_act.get(episode_id, {agent_id}):
+                        continue
+                    modules[key] = self._module(episode_id, agent_id, module_id, by_id)
+        mapped: dict[Any, dict[str, list[Any]]] = {}
+        memorized: dict[Any, list[tuple[Any, Any]]] = {}
+        for key, module in modules.items():
+            memorized.setdefault(module, []).append((*key, None)[:2])
+            for column, data in batch.items():
+                if key in data:
+                    mapped.setdefault(module, {}).setdefault(column, []).extend(data[key])
+        if shared_data is not None:
+            shared_data[MEMORIZED] = memorized
+        return mapped
+
+    def _module(self, episode_id: Any, agent_id: Any, module_id: Any, by_id: Mapping[Any, Any]) -> Any:
+        module = module_id
+        if module is None and agent_id is not None and self.agent_to_module_mapping_fn is not None:
+            module = self.agent_to_module_mapping_fn(agent_id, by_id.get(episode_id))
+        if module is None:
+            module = DEFAULT_MODULE_ID
+        if self.rl_module_specs is not None and module not in self.rl_module_specs:
+            raise ConnectorError(
+                f"agent '{agent_id}' of episode '{episode_id}' is mapped to module '{module}', expected one of: "
+                f"{', '.join(map(str, self.rl_module_specs))}"
+            )
+        return module
+
+    def _by_modules(self, space: Space) -> Space:
+        """The space of each module: that of the last of its agents."""
+        choose, specs = self.agent_to_module_mapping_fn, self.rl_module_specs
+        if choose is None or not isinstance(space, spaces.Dict) or (specs and specs.keys() == space.spaces.keys()):
+            return space
+        return spaces.Dict({choose(agent_id, None): part for agent_id, part in space.spaces.items()})
+
+
+OF_MODULES = "of_modules"
+"""Key in `shared_data` of entries that belong to one module: module id -> key -> value."""
+
+_COLUMNAR = (LaneEpisodes, FragmentEpisodes)  # a tuple: faster than `|` at every vector step
+
+
+class ActingOrLearning(ConnectorV2):
+    """Base of pieces that stand in env-to-module pipelines and, with `as_learner_connector`, in learner pipelines."""
+
+    columnar = True
+    changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        as_learner_connector: bool = False,
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space)
+        self.as_learner_connector = as_learner_connector
+
+
+Call = TypeVar("Call", bound=Callable[..., Batch])
+
+
+def module_by_module(call: Call) -> Call:
+    """Decorate a piece's `__call__` so that it is called once for each module, where episodes have agents of modules.
+
+    Each call gets the module, `rl_module[module id]`, the single-agent episodes of its agents, and its part of the
+    batch. That part is `batch[module id]` where the batch is by modules already. Else it has the columns of the agents'
+    items, which are joined again afterwards. Keys that a call sets in `shared_data` are seen by calls for the same
+    module only.
+
+    An `rl_module` that is not by ids serves all agents. A piece with `as_learner_connector=False` gets the agents that
+    stepped. Episodes without a module, and their columns, pass through.
+
+    Raises ConnectorError for a module that `rl_module` does not have, and for columns that can't be split by modules.
+    """
+
+    @functools.wraps(call)
+    def called(self: Any, **kwargs: Any) -> Batch:
+        episodes = kwargs["episodes"]
+        if isinstance(episodes, _COLUMNAR) or not _have_modules(episodes):
+            return call(self, **kwargs)
+        return _for_each_module(call, self, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def _for_each_module(
+    call: Any,
+    piece: Any,
+    *,
+    rl_module: Any,
+    batch: Batch,
+    episodes: Episodes,
+    shared_data: SharedData = None,
+    **kwargs: Any,
+) -> Batch:
+    shared = {} if shared_data is None else shared_data
+    memorized: Mapping[Any, list[tuple[Any, Any]]] = shared.get(MEMORIZED, {})
+    mapped = {pair: module for module, pairs in memorized.items() for pair in pairs}
+    groups: dict[Any, list[SingleAgentEpisode]] = {}
+    for episode in single_agent_episodes(episodes, stepped_only=not getattr(piece, "as_learner_connector", True)):
+        groups.setdefault(_module_id(episode_key(episode), mapped), []).append(episode)
+
+    def called_for(module: Any, part: Batch, theirs: list[SingleAgentEpisode]) -> Batch:
+        own = module_of(rl_module, module)
+        try:
+            return _with_own(shared, module, call, piece, rl_module=own, batch=part, episodes=theirs, **kwargs)
+        except Exception as error:
+            error.add_note(f"for module '{module}'")
+            raise
+
+    if batch and batch.keys() <= {*groups, *memorized}:
+        for module, part in batch.items():
+            batch[module] = called_for(module, part, _in_order(groups.get(module, []), memorized.get(module)))
+        return batch
+    parts = _parts(batch, list(groups), mapped)
+    made = [called_for(module, parts[module], theirs) for module, theirs in groups.items()]
+    return _joined(batch, made, [episode_key(each) for theirs in groups.values() for each in theirs])
+
+
+def module_of(rl_module: Any, module_id: Any) -> Any:
+    """The module of an id; one that is not by ids serves all. Raises ConnectorError for an unknown id."""
+    if rl_module is None or not hasattr(rl_module, "__getitem__"):
+        return rl_module
+    try:
+        return rl_module[module_id]
+    except KeyError:
+        there = ", ".join(map(str, rl_module.keys())) if hasattr(rl_module, "keys") else "others"
+        raise ConnectorError(f"agents are mapped to module '{module_id}', expected one of: {there}") from None
+
+
+def _have_modules(episodes: Episodes) -> bool:
+    return any(isinstance(episode, MultiAgentEpisode) or episode.module_id is not None for episode in episodes)
+
+
+def _module_id(key: tuple[Any, ...], mapped: Mapping[tuple[Any, Any], Any]) -> Any:
+    """The module of the items under a key."""
+    episode_id, agent_id, module_id = (*key, None, None)[:3]
+    module = mapped.get((episode_id, agent_id), module_id)
+    return DEFAULT_MODULE_ID if module is None else module
+
+
+def _with_own(shared: dict[str, Any], module: Any, call: Any, *args: Any, **kwargs: Any) -> Batch:
+    """Call with a copy of `shared_data` in which the module's own keys come first; new keys become its own."""
+    theirs = {**shared, **shared.get(OF_MODULES, {}).get(module, {})}
+    before = dict(theirs)
+    made: Batch = call(*args, shared_data=theirs, **kwargs)
+    new = {key: value for key, value in theirs.items() if key not in before or before[key] is not value}
+    if new:
+        shared.setdefault(OF_MODULES, {}).setdefault(module, {}).update(new)
+    return made
+
+
+def _in_order(episodes: list[SingleAgentEpisode], pairs: list[tuple[Any, Any]] | None) -> list[SingleAgentEpisode]:
+    """Episodes in the order of their items in the module's batch; episodes without items are left out."""
+    if pairs is None:
+        return episodes
+    places = {pair: place for place, pair in enumerate(pairs)}
+    placed = [(places.get((*episode_key(episode), None)[:2], -1), episode) for episode in episodes]
+    return [episode for place, episode in sorted(placed, key=lambda each: each[0]) if place >= 0]
+
+
+def _parts(batch: Batch, modules: list[Any], mapped: Mapping[tuple[Any, Any], Any]) -> dict[Any, Batch]:
+    """Module id -> its part of columns that are by agents."""
+    parts: dict[Any, Batch] = {module: {} for module in modules}
+    for column, data in batch.items():
+        if len(modules) == 1:
+            parts[modules[0]][column] = data
+        elif is_keyed_by_episode(data):
+            for key, items in data.items():
+                parts.setdefault(_module_id(key, mapped), {}).setdefault(column, {})[key] = items
+        elif modules and len(data):
+            raise ConnectorError(
+                f"column '{column}' is {type(data).__name__}, expected a dict from agents to lists of items: it is to "
+                f"be told apart by modules ({', '.join(map(str, modules))})"
+            )
+    return parts
+
+
+def _joined(batch: Batch, parts: list[Batch], keys: list[tuple[Any, ...]]) -> Batch:
+    """The batch with the columns made of its parts, all with the agents in one order."""
+    if len(parts) == 1:
+        batch.update(parts[0])
+        return batch
+    made: dict[str, dict[Any, Any]] = {}
+    for part in parts:
+        for column, data in part.items():
+            if not is_keyed_by_episode(data):
+                raise ConnectorError(
+                    f"column '{column}' was made {type(data).__name__} for one of {len(parts)} modules, expected a "
+                    "dict from agents to lists of items"
+                )
+            made.setdefault(column, {}).update(data)
+    for column, by_agent in made.items():
+        whole = {**batch.get(column, {}), **by_agent}
+        batch[column] = {key: whole[key] for key in dict.fromkeys([*whole, *keys]) if key in whole}
+    return batch

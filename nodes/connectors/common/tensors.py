@@ -1,0 +1,120 @@
+"""Pieces that turn arrays into tensors, and tensors into arrays."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.common.by_module import MEMORIZED, module_of
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, SharedData, Space
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.tree import map_tree
+
+
+class NumpyToTensor(ConnectorV2):
+    """Turns every array of the batch into a torch tensor of the same dtype, without a copy where possible.
+
+        pin_memory    True: through page-locked memory, from which copies to a GPU need not be waited for
+        device        of the tensors; None leaves them in main memory
+
+    Infos stay as they are. So does the whole batch, or a module's part of it, without an `rl_module` or with one whose
+    `framework` is not "torch". Raises ConnectorError, naming the column, for an array that has no numbers in it.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        pin_memory: bool = False,
+        device: Any = None,
+    ) -> None:
+        super().__init__(input_observation_space, input_action_space)
+        self.pin_memory = pin_memory
+        self.device = None if device is None else torch.device(device)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True if the tensors are anywhere but in ordinary main memory."""
+        return self.pin_memory or not (self.device is None or self.device.type == "cpu")
+
+    def __call__(self, *, rl_module: Any, batch: Batch, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        if rl_module is None:
+            return batch
+        memorized = shared_data.get(MEMORIZED) if shared_data else None
+        if memorized is not None and batch.keys() <= memorized.keys():  # by module ids
+            for module, columns in batch.items():
+                self._convert(columns, module_of(rl_module, module))
+            return batch
+        return self._convert(batch, rl_module)
+
+    def _convert(self, batch: Batch, rl_module: Any) -> Batch:
+        return self.converted(batch) if getattr(rl_module, "framework", "torch") == "torch" else batch
+
+    def converted(self, batch: Batch) -> Batch:
+        """The batch itself, whose arrays have become tensors, whatever its module is."""
+        for column, data in batch.items():
+            try:
+                if type(data) is np.ndarray:
+                    batch[column] = self._tensor(data)
+                elif column != Columns.INFOS:
+                    batch[column] = map_tree(self._leaf, data)
+            except TypeError as error:
+                raise ConnectorError(f"column '{column}' can't become a tensor: {error}") from None
+        return batch
+
+    def _leaf(self, leaf: Any) -> Any:
+        return self._tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+    def _tensor(self, array: np.ndarray[Any, Any]) -> torch.Tensor:
+        tensor = tensor_of(array)
+        if self.pin_memory:
+            tensor = tensor.pin_memory()
+        return tensor if self.device is None else tensor.to(self.device, non_blocking=self.pin_memory)
+
+
+class TensorToNumpy(ConnectorV2):
+    """Turns every tensor of the batch, however nested, into an array; those in main memory without a copy.
+
+    numpy has no bfloat16: such tensors become f32, which holds the same numbers.
+    """
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, **kwargs: Any) -> Batch:
+        for column, data in batch.items():
+            if type(data) is torch.Tensor:
+                batch[column] = array_of(data)
+            elif type(data) is not np.ndarray:
+                batch[column] = map_tree(_leaf, data)
+        return batch
+
+
+def _leaf(leaf: Any) -> Any:
+    return array_of(leaf) if torch.is_tensor(leaf) else leaf
+
+
+def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """The array as a tensor, without a copy where possible."""
+    # torch can't share what is read-only, of which it warns, or what runs backwards.
+    shared = array.flags.writeable and (array.flags.c_contiguous or min(array.strides) >= 0)
+    return torch.from_numpy(array if shared else array.copy())
+
+
+def as_array(leaf: Any) -> Any:
+    """A tensor, an array or a number, `any[...]`, as an array."""
+    return array_of(leaf) if torch.is_tensor(leaf) else np.asarray(leaf)
+
+
+def array_of(tensor: torch.Tensor) -> Any:
+    """The tensor as an array, without a copy where possible."""
+    try:
+        return tensor.numpy()
+    except (RuntimeError, TypeError):  # requires grad, is not in main memory, or is of a dtype that numpy lacks
+        here = tensor.detach().cpu()
+        return (here.float() if here.dtype == torch.bfloat16 else here).numpy()

@@ -1,0 +1,193 @@
+"""Pieces that add columns of the episodes to the train batch, or a step to the episodes."""
+
+from typing import Any
+
+import numpy as np
+
+from rollflow.nodes.connectors.common.by_module import module_by_module
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData
+from rollflow.nodes.connectors.learner.train_steps import STEP_ADDED, TrainSteps, is_in_list_form
+from rollflow.nodes.connectors.list_form import single_agent_episodes
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.infos import info_of
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.episodes.sealed_episode import SealedEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+
+
+class AddColumnsFromEpisodesToTrainBatch(ConnectorV2):
+    """Adds a row per step of each column:
+
+        actions                    any[B, ...]
+        rewards                    f32[B]
+        terminateds, truncateds    bool[B]      True in an episode's last row only
+        extra model outputs        any[B, ...]  without `state_out`
+
+    Columns that the batch has already stay as they are; infos are left out.
+    """
+
+    columnar = True
+    pipelines = ("learner",)
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
+        recorded = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+        if isinstance(episodes, FragmentEpisodes):
+            for column in (*recorded, *episodes.extra_columns):
+                if column not in batch and column != Columns.STATE_OUT:
+                    batch[column] = episodes.gather(column)
+            return batch
+        self._add_of_episodes(batch, episodes, _columns_of, learns=True)
+        return batch
+
+
+AddColumnsFromEpisodesToBatch = AddColumnsFromEpisodesToTrainBatch
+"""Its older name in RLlib."""
+
+
+def _columns_of(episode: SingleAgentEpisode) -> dict[str, Any]:
+    last = np.arange(len(episode)) == len(episode) - 1
+    rewards = np.asarray(episode.get_rewards(), np.float32)
+    return {
+        Columns.ACTIONS: episode.get_actions(),
+        Columns.REWARDS: rewards if episode.is_numpy else list(rewards),
+        Columns.TERMINATEDS: (last & episode.is_terminated).tolist(),
+        Columns.TRUNCATEDS: (last & episode.is_truncated).tolist(),
+        **{
+            key: episode.get_extra_model_outputs(key) for key in episode.extra_model_outputs if key != Columns.STATE_OUT
+        },
+    }
+
+
+class AddInfosFromEpisodesToTrainBatch(ConnectorV2):
+    """Adds `infos`, a list of B dicts: the info that came with the observation before each step.
+
+    A batch that has `infos` already stays as it is.
+    """
+
+    columnar = True
+    pipelines = ("learner",)
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, episodes: Episodes, **kwargs: Any) -> Batch:
+        if Columns.INFOS in batch or not len(episodes):
+            return batch
+        if isinstance(episodes, FragmentEpisodes):
+            batch[Columns.INFOS] = [info for fragment in episodes.fragments for info in _infos_of(fragment)]
+            return batch
+        self._add_of_episodes(
+            batch, episodes, lambda each: {Columns.INFOS: list(each.get_infos(slice(0, len(each))))}, learns=True
+        )
+        return batch
+
+
+def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
+    """The info dict before every step, chunk by chunk."""
+    slots = fragment.layout.num_slots
+    places = fragment.in_chunk_order(np.arange(fragment.num_rows * slots).reshape(fragment.num_rows, slots))
+    rows, slot = np.divmod(places, slots)
+    rows += fragment.first_row
+    return [info_of(fragment.infos[row], at) for row, at in zip(rows.tolist(), slot.tolist(), strict=True)]
+
+
+class AddNextObservationsFromEpisodesToTrainBatch(ConnectorV2):
+    """Adds `new_obs`, a tree of arrays `any[B, ...]`: the observation after every step, at an end the episode's last.
+
+    Where a piece before has made the batch's `obs`, `new_obs` are made of those, and of `LAST_OBSERVATIONS`. A batch
+    that has `new_obs` already stays as it is. Raises ConnectorError where `obs` and `new_obs` would be of different
+    kinds.
+    """
+
+    columnar = True
+    pipelines = ("learner",)
+    changes_episodes = False
+
+    @module_by_module
+    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        if Columns.NEXT_OBS in batch or not len(episodes):
+            return batch
+        steps = TrainSteps(episodes, batch, shared_data)
+        if isinstance(episodes, FragmentEpisodes) or Columns.OBS in batch or not is_in_list_form(batch):
+            if len(steps):
+                steps.put(Columns.NEXT_OBS, steps.next_observations())
+            return batch
+        self._add_of_episodes(
+            batch,
+            episodes,
+            lambda each: {Columns.NEXT_OBS: each.get_observations(slice(1, len(each) + 1))},
+            learns=True,
+        )
+        return batch
+
+
+class AddOneTsToEpisodesAndTruncate(ConnectorV2):
+    """Gives every chunk one more step, and ends it there: truncated, unless it was done.
+
+    The step repeats the last observation, info, action and extra outputs, with reward 0. Added are
+
+        loss_mask                  bool[B]  False at the added step
+        terminateds, truncateds    bool[B]  True at the last real step of an episode that had ended so
+
+    where B counts the added steps, as lists of items. Columns that the batch has already stay as they are.
+
+    Episodes are extended in place; a read-only one makes way, in the list, for a copy. Each agent's episode of a
+    multi-agent episode is extended by itself, so that its env steps no longer match. An episode without a step stays as
+    it is. Raises ConnectorError where a read-only episode is in no list.
+    """
+
+    columnar = False
+    pipelines = ("learner",)
+    replaces_episodes = True
+    # It does extend them; but the flag is about a rollout's ongoing episodes, which can't take this piece's step.
+    changes_episodes = False
+
+    def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:
+        there = set(batch)
+        if shared_data is not None:
+            shared_data[STEP_ADDED] = True
+        sealed = [place for place, episode in enumerate(episodes) if _is_sealed(episode)]
+        if sealed and not isinstance(episodes, list):
+            raise ConnectorError(
+                f"{self.name} puts copies in the place of read-only episodes, but they come as "
+                f"{type(episodes).__name__}, expected a list"
+            )
+        if isinstance(episodes, list):
+            for place in sealed:
+                made = MultiAgentEpisode if isinstance(episodes[place], MultiAgentEpisode) else SingleAgentEpisode
+                episodes[place] = made.from_state(episodes[place].get_state())
+        for episode in self.single_agent_episode_iterator(episodes, agents_that_stepped_only=False):
+            steps = len(episode)
+            last = np.arange(steps + 1 if steps else 0) == steps - 1
+            columns = {
+                Columns.LOSS_MASK: np.arange(len(last)) < steps,
+                Columns.TERMINATEDS: last & episode.is_terminated,
+                Columns.TRUNCATEDS: last & episode.is_truncated,
+            }
+            if steps:
+                _extend(episode)
+            for column, items in columns.items():
+                if column not in there:
+                    self.add_n_batch_items(batch, column, items.tolist(), len(items), episode)
+        return batch
+
+
+def _is_sealed(episode: SingleAgentEpisode | MultiAgentEpisode) -> bool:
+    return any(isinstance(each, SealedEpisode) for each in single_agent_episodes([episode], stepped_only=False))
+
+
+def _extend(episode: SingleAgentEpisode) -> None:
+    terminated, truncated = episode.is_terminated, episode.is_truncated
+    # An episode that is done takes no step; add_env_step sets both anew.
+    episode.is_terminated = episode.is_truncated = False
+    episode.add_env_step(
+        episode.get_observations(-1),
+        episode.get_actions(-1),
+        0.0,
+        episode.get_infos(-1),
+        terminated=terminated,
+        truncated=truncated or not terminated,
+        extra_model_outputs={key: episode.get_extra_model_outputs(key, -1) for key in episode.extra_model_outputs},
+    )

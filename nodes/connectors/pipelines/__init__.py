@@ -1,0 +1,1 @@
+"""Pipelines: connector pieces in a row, and the default ones."""

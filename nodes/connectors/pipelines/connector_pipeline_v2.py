@@ -1,0 +1,396 @@
+"""Pipelines of connector pieces, which are pieces themselves."""
+
+import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import Any, ClassVar
+
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.pipelines.fused import Fused, fused_tail
+from rollflow.nodes.connectors.pipelines.pieces import (
+    NameOrClass,
+    NoSuchPiece,
+    PieceTimers,
+    Timer,
+    check_distinct,
+    check_kind,
+    check_piece,
+    names_of,
+    parts_asked_for,
+    place_of,
+)
+from rollflow.nodes.connectors.pipelines.runners import PipelineRunner, Runners, states_elsewhere
+from rollflow.nodes.connectors.state_watch import checked_state
+from rollflow.stream.data.errors import ConnectorError, StateError
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+
+class ConnectorPipelineV2(ConnectorV2):
+    """Calls its pieces in order, each with the batch that the one before returned.
+
+        input_observation_space,    of the first piece; each other one has the output spaces of the one before. Where
+        input_action_space          these are None, a piece keeps the ones it has
+        connectors                  the pieces, which may be pipelines
+
+    Pieces go by their class's name; of several of one class the second is `Name_2`, and so on. Every edit recomputes
+    all spaces. Where a piece and all pieces after it can use columns, it gets those that come with the episodes. Else
+    it gets a plain list of episodes; both ways give the same batch.
+
+    Raises ConnectorError, with the piece's name and place, where a piece returns anything but a dict. Edits raise it
+    for an object that is there already, two pieces of one name, and a class that several pieces are of. They raise it
+    while a rollout runs the pipeline, too.
+    """
+
+    kind: ClassVar[str] = ""  # of the pipelines that `ConnectorV2.pipelines` names; empty: takes any piece
+    columnar = True
+    fuses = True  # whether default pieces may be called as one: see `fused`
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        connectors: Sequence[ConnectorV2] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._pieces: list[ConnectorV2] = list(connectors or [])
+        self._check(self._pieces)
+        self._timers = PieceTimers()
+        self._uncalled: list[ConnectorV2] = []  # pieces that no call has reached since they were put in
+        self._enclosing: list[ConnectorPipelineV2] = []
+        self._runners, self._state_owners = Runners(), Runners()
+        super().__init__(input_observation_space, input_action_space, **kwargs)
+        self._arrange()
+
+    def __call__(
+        self,
+        *,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: SharedData = None,
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        shared_data = {} if shared_data is None else shared_data
+        return self.run(rl_module, batch, episodes, explore, shared_data, metrics, **kwargs)
+
+    def run(
+        self,
+        rl_module: Any,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None,
+        shared_data: dict[str, Any],
+        metrics: Any = None,
+        **kwargs: Any,
+    ) -> Batch:
+        """Call the pieces: `__call__` with positional arguments, for callers at every vector step."""
+        if self._uncalled:
+            with self._watching_first_call():
+                return self.run(rl_module, batch, episodes, explore, shared_data, metrics, **kwargs)
+        plain = episodes
+        if self._first_columnar and isinstance(episodes, LaneEpisodes | FragmentEpisodes):
+            plain = list(episodes)
+        mark = perf_counter_ns()
+        for place, (piece, timer) in enumerate(self._timers.pairs):
+            if place == self._fused_from and self.fuses and self._fused and isinstance(episodes, LaneEpisodes):
+                fused = self._fused(self._pieces[place:], rl_module, batch, episodes, explore, shared_data)
+                if fused is not None:
+                    self._timers.fused.calls += 1
+                    self._timers.fused.total_ns += perf_counter_ns() - mark
+                    return fused
+            try:
+                batch = piece(
+                    rl_module=rl_module,
+                    batch=batch,
+                    episodes=episodes if place >= self._first_columnar else plain,
+                    explore=explore,
+                    shared_data=shared_data,
+                    metrics=metrics,
+                    **kwargs,
+                )
+            except Exception as error:
+                error.add_note(f"in connector piece {self._described(place)}")
+                raise
+            if not isinstance(batch, dict):
+                raise self._no_batch(place, batch)
+            now = perf_counter_ns()
+            timer.calls += 1
+            timer.total_ns += now - mark
+            mark = now
+        return batch
+
+    # What it is made of
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __iter__(self) -> Iterator[ConnectorV2]:
+        return iter(self._pieces)
+
+    def __getitem__(self, key: int | NameOrClass) -> Any:
+        """Return a piece by place or name, or the list of all of a class."""
+        if isinstance(key, int):
+            return self._pieces[key]
+        if isinstance(key, str):
+            return self._pieces[self._place(key)]
+        return [piece for piece in self._pieces if isinstance(piece, key)]
+
+    @property
+    def connectors(self) -> tuple[ConnectorV2, ...]:
+        """The pieces, in order: edits go through `append`, `prepend`, `insert_before`, `insert_after` and `remove`."""
+        return tuple(self._pieces)
+
+    @property
+    def names(self) -> list[str]:
+        """The pieces' names, in order: no two are the same."""
+        return names_of(self._pieces)
+
+    @property
+    def observation_spaces(self) -> list[Space]:
+        """The spaces that the pieces leave observations in, in order, with those of nested pipelines' pieces."""
+        spaces: list[Space] = []
+        for piece in self._pieces:
+            if isinstance(piece, ConnectorPipelineV2):
+                spaces += piece.observation_spaces
+            elif piece.observation_space is not None:
+                spaces.append(piece.observation_space)
+        return spaces
+
+    def timers(self) -> dict[str, Timer]:
+        """Name -> timer of every piece: its own time and, in `fused`, the time of several pieces called as one."""
+        return self._timers.named(self.names)
+
+    # Editing
+
+    def refuse_edits_while_run_by(self, runner: PipelineRunner, *, has_states: bool = False) -> None:
+        """Refuse edits, which would come too late, while a runner runs, and `set_state` if it has states elsewhere."""
+        self._runners.add(runner)
+        if has_states:
+            self._state_owners.add(runner)
+
+    def remove(self, name_or_class: NameOrClass) -> None:
+        """Take a piece out. Warns, and does nothing, when there is no such piece."""
+        try:
+            place = self._place(name_or_class)
+        except NoSuchPiece as error:
+            warnings.warn(f"nothing removed: {error}", stacklevel=2)
+        else:
+            self._edit([*self._pieces[:place], *self._pieces[place + 1 :]])
+
+    def insert_before(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
+        """Put a piece in front of another, which is returned. Raises ConnectorError when there is no such piece."""
+        return self._insert(self._place(name_or_class), 0, connector)
+
+    def insert_after(self, name_or_class: NameOrClass, connector: ConnectorV2) -> ConnectorV2:
+        """Put a piece behind another, which is returned. Raises ConnectorError when there is no such piece."""
+        return self._insert(self._place(name_or_class), 1, connector)
+
+    def prepend(self, connector: ConnectorV2) -> None:
+        """Put a piece at the beginning."""
+        self._edit([connector, *self._pieces])
+
+    def append(self, connector: ConnectorV2) -> None:
+        """Put a piece at the end."""
+        self._edit([*self._pieces, connector])
+
+    # State
+
+    def get_state(
+        self,
+        components: str | Collection[str] | None = None,
+        *,
+        not_components: str | Collection[str] | None = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        """Name -> state of every piece that has one, of those in `components` and not in `not_components`.
+
+        "outer/inner" names a piece of a nested pipeline. Raises ConnectorError for a name of no piece.
+        """
+        wanted: dict[str, Any] = (
+            dict.fromkeys(self.names) if components is None else parts_asked_for(components, self._pieces, self.name)
+        )
+        unwanted = {} if not_components is None else parts_asked_for(not_components, self._pieces, self.name)
+        states: dict[str, Any] = {}
+        for name, piece in self._named().items():
+            if name not in wanted or unwanted.get(name, ()) is None:
+                continue
+            within = {"components": wanted[name]} if wanted[name] is not None else {}
+            if name in unwanted:
+                within["not_components"] = unwanted[name]
+            states[name] = checked_state(piece.name, "get_state", piece.get_state(**within))
+            if states[name] and type(piece).set_state is ConnectorV2.set_state:
+                raise StateError(
+                    f"{piece.name} has a state but no set_state of its own, so the state could not be taken over "
+                    "again; expected a set_state(state) beside its get_state"
+                ).see("state")
+        return {name: state for name, state in states.items() if state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Set the states of the pieces named; the others stay. Raises ConnectorError for a name that is not there.
+
+        Raises StateError while a rollout runs whose workers or hosts have the states.
+        """
+        self._check_owns_states("set_state")
+        self.take_over_state(state)
+
+    def take_over_state(self, state: dict[str, Any]) -> None:
+        """Do what `set_state` does, for the rollout that has merged the states of its workers or hosts."""
+        pieces = self._named()
+        self._check_names(state)
+        for name, piece_state in state.items():
+            try:
+                getattr(pieces[name], "take_over_state", pieces[name].set_state)(piece_state)
+            except Exception as error:
+                error.add_note(f"in the state of connector piece '{name}' of {self.name}")
+                raise
+
+    def reset_state(self) -> None:
+        """Reset every piece's state. Raises StateError as `set_state` does."""
+        self._check_owns_states("reset_state")
+        for piece in self._pieces:
+            piece.reset_state()
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        """Name -> merged state, piece by piece; a piece's own where `states` have none of it.
+
+        Raises ConnectorError for a name of no piece.
+        """
+        for state in states:
+            self._check_names(state)
+        merged: dict[str, Any] = {}
+        for name, piece in self._named().items():
+            of_piece = [state[name] for state in states if name in state]
+            method, result = (
+                ("merge_states", piece.merge_states(of_piece)) if of_piece else ("get_state", piece.get_state())
+            )
+            if checked_state(piece.name, method, result):
+                merged[name] = result
+        return merged
+
+    def get_checkpointable_components(self) -> list[tuple[str, Any]]:
+        """(name, piece) of all pieces."""
+        return list(self._named().items())
+
+    def __repr__(self) -> str:
+        return f"<{self.name}: {' → '.join(self.names) or 'empty'}>"
+
+    # Inside
+
+    def _check_names(self, state: dict[str, Any]) -> None:
+        self._check_state(state)
+        unknown = sorted(set(state) - set(self.names))
+        if unknown:
+            raise ConnectorError(
+                f"{self.name}: a state for {unknown}, but the pieces are: {', '.join(self.names) or 'none'}"
+            )
+
+    def _named(self) -> dict[str, ConnectorV2]:
+        return dict(zip(self.names, self._pieces, strict=True))
+
+    def _insert(self, place: int, offset: int, connector: ConnectorV2) -> ConnectorV2:
+        found = self._pieces[place]
+        self._edit([*self._pieces[: place + offset], connector, *self._pieces[place + offset :]])
+        return found
+
+    def _edit(self, pieces: list[ConnectorV2]) -> None:
+        if self._is_used("_runners"):
+            raise ConnectorError(
+                f"{self.name} is edited while it is in use by a rollout that runs, and what has come by would have "
+                "missed it; expected the edit before the run, or pieces by a connector argument of the rollout"
+            ).see("edit")
+        self._check(pieces)
+        before, self._pieces[:] = list(self._pieces), pieces
+        try:
+            self._arrange()
+        except BaseException:
+            self._pieces[:] = before
+            self._arrange()
+            raise
+
+    def _is_used(self, by: str) -> bool:
+        """True while one of the runners in an attribute runs, of this pipeline or of one that encloses it."""
+        around = (each for each in self._enclosing if any(piece is self for piece in each._pieces))
+        return bool(getattr(self, by).are_running) or any(pipeline._is_used(by) for pipeline in around)
+
+    def _check_owns_states(self, method: str) -> None:
+        if self._is_used("_state_owners"):
+            raise states_elsewhere(self.name, method)
+
+    @contextmanager
+    def _watching_first_call(self) -> Iterator[None]:
+        """Watch pieces that declare no state, from the first call since they were put in."""
+        watched, self._uncalled = [piece for piece in self._uncalled if piece.begin_state_watch()], []
+        try:
+            yield
+        finally:
+            for piece in watched:
+                piece.note_first_call()
+
+    def _check(self, pieces: list[ConnectorV2]) -> None:
+        for piece in pieces:
+            check_piece(piece)
+        if any(_holds(piece, self) for piece in pieces):
+            raise ConnectorError(f"{self.name} was to be put into itself, expected another pipeline")
+        check_distinct(pieces, self.name)
+        check_kind(pieces, self.kind)
+
+    def _place(self, name_or_class: NameOrClass) -> int:
+        return place_of(self._pieces, name_or_class, self.name)
+
+    def _arrange(self) -> None:
+        """Recompute spaces, and all that depends on which pieces there are; called after every edit."""
+        self._uncalled = list(self._pieces)
+        self._recompute_spaces()
+        self._first_columnar = len(self._pieces)
+        replaces = self.replaces_episodes = any(piece.replaces_episodes for piece in self._pieces)  # type: ignore[misc]
+        while not replaces and self._first_columnar and self._pieces[self._first_columnar - 1].columnar:
+            self._first_columnar -= 1
+        tail = fused_tail(self._pieces)
+        self._fused_from: int = -1
+        self._fused: Fused | None = None
+        if tail is not None and tail[0] >= self._first_columnar:
+            self._fused_from, self._fused = tail
+        self._timers.arrange(self._pieces, self._fused_from)
+        # These class attributes depend on the pieces here.
+        self.columnar = self._first_columnar == 0  # type: ignore[misc]
+        self.changes_episodes = any(piece.changes_episodes for piece in self._pieces)  # type: ignore[misc]
+        self.lookback = max((piece.lookback for piece in self._pieces), default=0)
+        for piece in self._pieces:
+            if isinstance(piece, ConnectorPipelineV2) and self not in piece._enclosing:
+                piece._enclosing.append(self)
+        for pipeline in self._enclosing:
+            pipeline._arrange()
+
+    def _recompute_spaces(self) -> None:
+        self._spaces_known = True
+        observation_space, action_space = self._input_observation_space, self._input_action_space
+        for place, piece in enumerate(self._pieces):
+            try:
+                piece.set_input_spaces(
+                    piece.input_observation_space if observation_space is None else observation_space,
+                    piece.input_action_space if action_space is None else action_space,
+                )
+            except Exception as error:
+                error.add_note(f"in the spaces of connector piece {self._described(place)}")
+                raise
+            observation_space, action_space = piece.observation_space, piece.action_space
+        self._observation_space, self._action_space = observation_space, action_space
+
+    def _no_batch(self, place: int, returned: Any) -> ConnectorError:
+        return ConnectorError(
+            f"connector piece {self._described(place)} returned {type(returned).__name__}, expected the batch, a dict: "
+            "does its __call__ end in 'return batch'?"
+        )
+
+    def _described(self, place: int) -> str:
+        return f"'{self.names[place]}' ({place + 1} of {len(self)} in {self.name})"
+
+
+def _holds(piece: ConnectorV2, pipeline: ConnectorPipelineV2) -> bool:
+    inside = piece._pieces if isinstance(piece, ConnectorPipelineV2) else []
+    return piece is pipeline or any(_holds(each, pipeline) for each in inside)

@@ -1,0 +1,224 @@
+"""The pipelines of a rollout and a learner: into the module, from it to the environments, and into a train batch."""
+
+from collections import Counter
+from collections.abc import Sequence
+from time import perf_counter_ns
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
+from rollflow.nodes.connectors.common.by_module import AgentToModuleMapping
+from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
+from rollflow.nodes.connectors.common.stateful_columns import AddStatesFromEpisodesToBatch, AddTimeDimToBatchAndZeroPad
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, Space
+from rollflow.nodes.connectors.learner.train_columns import AddColumnsFromEpisodesToTrainBatch
+from rollflow.nodes.connectors.list_form import single_agent_episodes
+from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
+from rollflow.nodes.connectors.module_to_env.individual_items import (
+    ListifyDataForVectorEnv,
+    ModuleToAgentUnmapping,
+    RemoveSingleTsTimeRankFromBatch,
+    UnBatchToIndividualItems,
+)
+from rollflow.nodes.connectors.module_to_env.normalize_and_clip_actions import (
+    PASSED_ON,
+    NormalizeAndClipActions,
+    same_items,
+)
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.connectors.pipelines.fused import sampled_jointly
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+
+
+class _BatchPipeline(ConnectorPipelineV2):
+    """Base of pipelines that make a batch for the module's forward pass out of episodes."""
+
+    _for_learner: ClassVar[bool]
+
+    @classmethod
+    def default(
+        cls,
+        observation_space: Space | None = None,
+        action_space: Space | None = None,
+        custom_pieces: Sequence[ConnectorV2] = (),
+        *,
+        stateful: bool = False,
+        multi_agent: bool = False,
+        device: Any = None,
+    ) -> Self:
+        """`custom_pieces`, then the default ones: observations (and, before a learner, all other columns), as tensors.
+
+        stateful       True: with a time axis and `state_in`, for a stateful module
+        multi_agent    True: by module ids
+        device         of the tensors
+        """
+        learns = cls._for_learner
+        pieces: list[ConnectorV2] = [*custom_pieces, AddObservationsFromEpisodesToBatch(as_learner_connector=learns)]
+        if learns:
+            pieces.append(AddColumnsFromEpisodesToTrainBatch())
+        if stateful:
+            pieces.append(AddTimeDimToBatchAndZeroPad(as_learner_connector=learns))
+            pieces.append(AddStatesFromEpisodesToBatch(as_learner_connector=learns))
+        if multi_agent:
+            pieces.append(AgentToModuleMapping(as_learner_connector=learns))
+        pieces.append(BatchIndividualItems(multi_agent=multi_agent))
+        pieces.append(NumpyToTensor(device=device, pin_memory=not learns and str(device).startswith("cuda")))
+        return cls(observation_space, action_space, connectors=pieces)
+
+    def __call__(self, *, episodes: Episodes, batch: Batch | None = None, **kwargs: Any) -> Batch:
+        batch = {} if batch is None else batch
+        return super().__call__(batch=batch, episodes=episodes, **{"explore": False, **kwargs})
+
+
+class EnvToModulePipeline(_BatchPipeline):
+    """Makes the batch of a forward pass out of the ongoing episodes, one per slot."""
+
+    kind = "env-to-module"
+    _for_learner = False
+
+
+class LearnerConnectorPipeline(_BatchPipeline):
+    """Makes a train batch out of episodes or chunks of them; with `stateful`, in rows of `max_seq_len` steps."""
+
+    kind = "learner"
+    _for_learner = True
+
+    def of_fragments(self, fragments: Sequence[Fragment], rl_module: Any, metrics: Any = None) -> Batch:
+        """The train batch of some fragments; the pieces' input spaces become those of the fragments."""
+        observation_space, action_space = fragments[0].observation_space, fragments[0].layout.action_space
+        if observation_space is not self.input_observation_space or action_space is not self.input_action_space:
+            self.set_input_spaces(observation_space, action_space)
+        try:
+            return self(rl_module=rl_module, episodes=FragmentEpisodes(fragments), metrics=metrics)
+        except Exception as error:
+            error.add_note("in the train batch of " + ", ".join(fragment.describe() for fragment in fragments))
+            raise
+
+    def __call__(self, *, episodes: Episodes, **kwargs: Any) -> Batch:
+        if isinstance(episodes, FragmentEpisodes) and not len(episodes):
+            episodes = []
+        batch = super().__call__(episodes=episodes, **kwargs)
+        _check_lengths(batch, episodes)
+        return batch
+
+
+def _check_lengths(batch: Batch, episodes: Episodes) -> None:
+    """Raise ConnectorError unless every column has as many rows as `obs`, or one for each chunk."""
+    if isinstance(episodes, FragmentEpisodes) or not any(isinstance(each, MultiAgentEpisode) for each in episodes):
+        return _check_columns(batch, len(episodes))
+    num_chunks = Counter(each.module_id for each in single_agent_episodes(episodes, stepped_only=False))
+    for module, columns in batch.items():
+        if isinstance(columns, dict) and module in num_chunks:
+            _check_columns(columns, num_chunks[module], f" of module '{module}'")
+    return None
+
+
+def _check_columns(batch: Batch, num_chunks: int, of: str = "") -> None:
+    rows = {
+        column: len(leaves[0])
+        for column, data in batch.items()
+        if column != Columns.INFOS and (leaves := leaves_of(data)) and isinstance(leaves[0], np.ndarray | torch.Tensor)
+    }
+    expected = rows.get(Columns.OBS)
+    for column, count in rows.items():
+        if expected is not None and count not in (expected, num_chunks):
+            raise ConnectorError(
+                f"column '{column}'{of} has {count} rows beside '{Columns.OBS}' with {expected} of {num_chunks} "
+                f"chunks, expected {expected}, or one for each chunk: a piece that adds a column adds it for every "
+                "chunk"
+            )
+
+
+class ModuleToEnvPipeline(ConnectorPipelineV2):
+    """Makes actions for the environments out of a forward pass's output.
+
+    The batch then has `actions`, the module's choice, and `actions_for_env`, which the environments get.
+    """
+
+    kind = "module-to-env"
+
+    @classmethod
+    def default(
+        cls,
+        observation_space: Space | None = None,
+        action_space: Space | None = None,
+        custom_pieces: Sequence[ConnectorV2] = (),
+        *,
+        normalize_actions: bool = False,
+        clip_actions: bool = True,
+        stateful: bool = False,
+        multi_agent: bool = False,
+    ) -> Self:
+        """Sampling, arrays, items one by one, `custom_pieces`, and the actions brought into their bounds.
+
+        normalize_actions, clip_actions    as for `NormalizeAndClipActions`
+        stateful                           True: the module's output has a time axis
+        multi_agent                        True: the module's output is by module ids
+        """
+        return cls(
+            observation_space,
+            action_space,
+            connectors=[
+                GetActions(),
+                TensorToNumpy(),
+                UnBatchToIndividualItems(),
+                *([ModuleToAgentUnmapping()] if multi_agent else []),
+                *([RemoveSingleTsTimeRankFromBatch()] if stateful else []),
+                *custom_pieces,
+                NormalizeAndClipActions(normalize_actions=normalize_actions, clip_actions=clip_actions),
+                ListifyDataForVectorEnv(),
+            ],
+        )
+
+    def __call__(self, **kwargs: Any) -> Batch:
+        """Call the pieces. The answer has `actions_for_env`: `actions`, if no piece made it."""
+        batch = super().__call__(**kwargs)
+        if Columns.ACTIONS in batch and Columns.ACTIONS_FOR_ENV not in batch:
+            batch[Columns.ACTIONS_FOR_ENV] = same_items(batch[Columns.ACTIONS])
+        return batch
+
+    def to_record(self, batch: Batch, shared_data: dict[str, Any]) -> Batch:
+        """The batch without `actions_for_env`, where the environments get `actions` and no piece may have changed that.
+
+        Every vector step of a rollout gives the same columns.
+        """
+        if Columns.ACTIONS_FOR_ENV in batch and shared_data.get(PASSED_ON) and self._ends_in_bounds:
+            del batch[Columns.ACTIONS_FOR_ENV]
+        return batch
+
+    @property
+    def _ends_in_bounds(self) -> bool:
+        """True if the piece that brings actions into their bounds comes last but one, before no user's piece."""
+        pieces = self._pieces
+        return (
+            len(pieces) > 1
+            and type(pieces[-1]) is ListifyDataForVectorEnv
+            and isinstance(pieces[-2], NormalizeAndClipActions)
+        )
+
+    def run_jointly(
+        self, rl_module: Any, batch: Batch, sizes: Sequence[int], explore: bool, shared_data: Sequence[dict[str, Any]]
+    ) -> Batch | None:
+        """`run` for several lanes at once: their rows one after the other, in one batch.
+
+        sizes, shared_data    of each lane
+
+        None where each lane is to be run by itself: with other pieces than the default ones, and where these are not
+        fused.
+        """
+        if self._fused_from != 0 or not self.fuses:
+            return None
+        mark = perf_counter_ns()
+        made = sampled_jointly(self._pieces, rl_module, batch, sizes, explore, shared_data)
+        if made is not None:
+            self._timers.fused.calls += len(sizes)
+            self._timers.fused.total_ns += perf_counter_ns() - mark
+        return made

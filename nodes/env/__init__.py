@@ -1,0 +1,1 @@
+"""Environment sources, and stepping in this process."""

@@ -1,0 +1,288 @@
+"""Environment sources of a user, as one maker of a vector environment for each lane."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import LaneVectorEnv, autoreset_mode, nothing
+from rollflow.stream.data.errors import ColumnError, EnvError, RollflowError, noted
+from rollflow.stream.data.space import check_columnar
+
+EnvMaker = Callable[[], gym.Env[Any, Any]]
+Autoreset = AutoresetMode | str | None  # as gymnasium takes it: a mode, or its value
+EnvSource = str | EnvMaker | Sequence[EnvMaker] | VectorEnv[Any, Any, Any] | Sequence[VectorEnv[Any, Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneMaker:
+    """Makes the vector environment of one lane, here or, where it `can_travel`, in another process.
+
+    An id's own vectorized form is used where it has one; other environments are put side by side. Of an id's
+    environments only the first has gymnasium's checks of how one behaves: each check costs a call in every step.
+
+    num_envs          slots
+    spec, makers,     an id's specification; callables, one for each slot; a vector environment that a user has made
+    ready
+    first_slot        number of the first slot, for errors
+    autoreset_mode    expected mode; None: SAME_STEP where they are put side by side, else their own
+    """
+
+    num_envs: int
+    spec: EnvSpec | None = None
+    makers: Sequence[EnvMaker] = ()
+    ready: VectorEnv[Any, Any, Any] | None = None
+    first_slot: int = 0
+    autoreset_mode: AutoresetMode | None = None
+
+    @property
+    def is_side_by_side(self) -> bool:
+        """True if plain environments are put side by side here: no other code steps or closes them."""
+        return self.ready is None and (self.spec is None or self.spec.vector_entry_point is None)
+
+    @property
+    def can_travel(self) -> bool:
+        """True if the environment is yet to be made."""
+        return self.ready is None
+
+    def make(self) -> VectorEnv[Any, Any, Any]:
+        """Make the vector environment.
+
+        Raises EnvError when it can't be made, has another autoreset mode, or spaces that have no columns.
+        """
+        if self.ready is not None:
+            _check_mode(self.ready, self.autoreset_mode, "this vector environment")
+            _check_spaces(self.ready, "the vector environment")
+            return self.ready
+        made = self._make_new()
+        with closing_on_error(made.close):
+            name = f"slot {self.first_slot}" if self.spec is None else f"environment '{self.spec.id}'"
+            _check_spaces(made, name)
+        return made
+
+    def lane_env(self, deviations: Deviations, where: str = "") -> LaneVectorEnv:
+        """The vector environment as a lane takes it. Raises EnvError as `make`."""
+        made = self.make()
+        with closing_on_error(made.close if self.can_travel else nothing):
+            return LaneVectorEnv(made, is_ours=self.is_side_by_side, deviations=deviations, where=where)
+
+    def to_close(self, made: Any, lane: int) -> list[tuple[str, Any]]:
+        """Environments made here that are to be closed, with names for errors: slot by slot where that can be."""
+        if not self.can_travel:
+            return []
+        if not self.is_side_by_side:
+            return [(f"the environments of lane {lane}", made)]
+        made.closed = True  # its own `close` would stop at the first error
+        return [(f"the environment in slot {slot} of lane {lane}", env) for slot, env in enumerate(made.envs)]
+
+    def _make_new(self) -> VectorEnv[Any, Any, Any]:
+        if self.is_side_by_side:
+            return _side_by_side(self._slot_makers(), self.first_slot, self.autoreset_mode or AutoresetMode.SAME_STEP)
+        spec = self.spec
+        assert spec is not None
+        with refusing(f"environment '{spec.id}' can't be made:"):
+            env = gym.make_vec(spec, num_envs=self.num_envs, vectorization_mode="vector_entry_point")
+        with closing_on_error(env.close):
+            _check_mode(env, self.autoreset_mode, f"the vectorized form of '{spec.id}'")
+        return env
+
+    def _slot_makers(self) -> Sequence[EnvMaker]:
+        spec = self.spec
+        if spec is None:
+            return self.makers
+        # Without gymnasium's checks, which rollflow's way to step it never fails.
+        unchecked = replace(spec, disable_env_checker=True, order_enforce=False)
+        return [partial(_made_of, spec), *[partial(_made_of, unchecked)] * (self.num_envs - 1)]
+
+
+def _space_of(env: Any, attribute: str, name: str) -> gym.Space[Any]:
+    space = getattr(env, attribute, None)
+    if not isinstance(space, gym.Space):
+        raise EnvError(
+            f"{name}: its {attribute} is {space!r}, expected a gymnasium.Space, which it has from its making on"
+        )
+    return space
+
+
+def _check_spaces(env: VectorEnv[Any, Any, Any], name: str) -> None:
+    """Raise EnvError, with the part's keys, for a space of its environments that has a part without columns."""
+    for kind in ("observation", "action"):
+        try:
+            check_columnar(_space_of(env, f"single_{kind}_space", name), f"the {kind} space")
+        except ColumnError as error:
+            raise EnvError(f"{name}: {error}") from None
+
+
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn errors raised while an environment is made into EnvErrors.
+
+    what    begins the text, before the error's own; rollflow's errors go on as they are
+    """
+    try:
+        yield
+    except RollflowError:
+        raise
+    except Exception as error:
+        raise EnvError(f"{what} {type(error).__name__}: {error}") from error
+
+
+def given_by(make: Callable[[], Any], where: str, kind: str) -> Any:
+    """Make something of a kind by a user's callable. Raises EnvError where the callable raises."""
+    with noted(f"in {where}"), refusing(f"{where}, expected to make {kind}, raised"):
+        return make()
+
+
+def lane_makers(
+    env: EnvSource, num_envs: int | None, lanes: int | None, autoreset_mode: Autoreset = None
+) -> list[LaneMaker]:
+    """One maker per lane; `lanes` None: one lane, or one for each ready vector environment.
+
+    Raises EnvError for anything but a source of environments or a mode, and for numbers that don't go together.
+    """
+    try:
+        mode = None if autoreset_mode is None else AutoresetMode(autoreset_mode)
+    except ValueError:
+        values = ", ".join(repr(each.value) for each in AutoresetMode)
+        raise EnvError(
+            f"autoreset_mode is {autoreset_mode!r}, expected a gymnasium.vector.AutoresetMode, or one of {values}"
+        ) from None
+    return [replace(maker, autoreset_mode=mode) for maker in _makers_of(env, num_envs, lanes)]
+
+
+def _makers_of(env: EnvSource, num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
+    if isinstance(env, str):
+        spec = _spec_of(env)
+        return [LaneMaker(size, spec=spec) for size in sizes_of(count_of(env, num_envs), lanes)]
+    each: list[Any] = list(env) if isinstance(env, Sequence) else [env]
+    if each and all(isinstance(one, VectorEnv) for one in each):
+        return _ready(each, num_envs, lanes)
+    if not each or not all(callable(one) for one in each):
+        raise EnvError(
+            f"env is {env!r}, expected an environment's id, a callable that makes one, a list of such callables, "
+            "a gymnasium.vector.VectorEnv, or a list of those"
+        ).see("environment")
+    if not isinstance(env, Sequence):
+        each *= count_of(env, num_envs)
+    elif num_envs not in (None, len(each)):
+        raise EnvError(f"num_envs is {num_envs}, expected {len(each)}: one for each callable given")
+    sizes = sizes_of(len(each), lanes)
+    firsts = accumulate(sizes, initial=0)
+    return [
+        LaneMaker(size, makers=each[first : first + size], first_slot=first)
+        for size, first in zip(sizes, firsts, strict=False)
+    ]
+
+
+def count_of(env: EnvSource, num_envs: int | None) -> int:
+    """Slots in all, of environments that are yet to be made. Raises EnvError for anything but a number of them."""
+    if num_envs is None and isinstance(env, Sequence) and not isinstance(env, str):
+        return len(env)
+    return sum(sizes_of(1 if num_envs is None else num_envs, None))
+
+
+def is_ready(env: EnvSource) -> bool:
+    """True if these are vector environments that their user has made, and will close."""
+    each = env if isinstance(env, Sequence) and not isinstance(env, str) else [env]
+    return any(isinstance(one, VectorEnv) for one in each)
+
+
+def is_whole(number: Any) -> bool:
+    """True for a whole number, Python's or numpy's, but no bool."""
+    return type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
+
+
+def sizes_of(num_envs: int, lanes: int | None) -> list[int]:
+    """Slots of each lane, as even as possible; None: one lane. Raises EnvError where there are too few."""
+    lanes = 1 if lanes is None else lanes
+    for name, number in (("num_envs", num_envs), ("lanes", lanes)):
+        if not is_whole(number):
+            raise EnvError(f"{name} is {number!r}, expected a whole number")
+        if number < 1:
+            raise EnvError(f"{name} is {number}, expected at least 1")
+    if lanes > num_envs:
+        raise EnvError(f"lanes is {lanes}, expected at most num_envs, which is {num_envs}")
+    return [num_envs // lanes + (index < num_envs % lanes) for index in range(lanes)]
+
+
+def _ready(envs: list[VectorEnv[Any, Any, Any]], num_envs: int | None, lanes: int | None) -> list[LaneMaker]:
+    total = sum(env.num_envs for env in envs)
+    if num_envs not in (None, total):
+        raise EnvError(f"num_envs is {num_envs}, but the vector environments given have {total}; leave it out")
+    if lanes not in (None, len(envs)):
+        raise EnvError(f"lanes is {lanes}, but {len(envs)} vector environments were given, one lane each")
+    return [LaneMaker(env.num_envs, ready=env) for env in envs]
+
+
+def _spec_of(env_id: str) -> EnvSpec:
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+        return gym.spec(name)
+    except (gym.error.Error, ModuleNotFoundError) as error:
+        raise EnvError(f"environment '{env_id}' can't be made: {error}{_versioned(module, name)}").see(
+            "environment"
+        ) from error
+
+
+def _versioned(module: str, name: str) -> str:
+    """The end of an error about an id without a version: the id of the newest one; empty where there is none."""
+    try:
+        namespace, name, version = parse_env_id(name)
+    except gym.error.Error:
+        return ""
+    newest = find_highest_version(namespace, name)
+    if version is not None or newest is None:
+        return ""
+    return f"; expected a version, such as '{f'{module}:' if module else ''}{get_env_id(namespace, name, newest)}'"
+
+
+def _made_of(spec: EnvSpec) -> gym.Env[Any, Any]:
+    with refusing(f"environment '{spec.id}' can't be made:"):
+        return gym.make(spec)
+
+
+def _check_mode(env: VectorEnv[Any, Any, Any], asked: AutoresetMode | None, what: str) -> None:
+    if asked is not None and (mode := autoreset_mode(env)) is not asked:
+        raise EnvError(
+            f"autoreset_mode is {asked}, expected {mode}, which is that of {what}: leave it out, or give callables "
+            "that make one environment each"
+        )
+
+
+def _side_by_side(makers: Sequence[EnvMaker], first_slot: int, mode: AutoresetMode) -> VectorEnv[Any, Any, Any]:
+    made: list[gym.Env[Any, Any]] = []
+    with closing_on_error(lambda: close_all((f"slot {slot}", env.close) for slot, env in enumerate(made, first_slot))):
+        for slot, make in enumerate(makers, first_slot):
+            made.append(_made(make, slot, made))
+            for attribute in ("observation_space", "action_space"):
+                _space_of(made[-1], attribute, f"slot {slot}")
+        # A lane copies observations before the next step, so the environments may reuse their arrays.
+        envs = iter(made)
+        return SyncVectorEnv([lambda: next(envs)] * len(made), copy=False, autoreset_mode=mode)
+
+
+def _made(make: EnvMaker, slot: int, before: Sequence[gym.Env[Any, Any]]) -> gym.Env[Any, Any]:
+    """Make the environment of a slot. Raises EnvError for anything else, and for one that another slot has."""
+    env = given_by(make, f"the callable for slot {slot}", "a gymnasium.Env")
+    if hasattr(env, "possible_agents"):
+        raise EnvError(
+            f"the callable for slot {slot} gave {env!r}, which has several agents; expected a gymnasium.Env of one: "
+            "for several there is MultiAgentRollout"
+        ).see("agents")
+    if not isinstance(env, gym.Env):
+        raise EnvError(f"the callable for slot {slot} gave {env!r}, expected a gymnasium.Env").see("environment")
+    if any(env is other for other in before):
+        raise EnvError(f"the callable for slot {slot} gave an environment that another slot has already")
+    return env

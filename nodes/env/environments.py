@@ -1,0 +1,191 @@
+"""Environments of a rollout, stepped in this process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, takes_one_seed
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.data.tree import Tree
+from rollflow.stream.fragments.fragment import FragmentLayout
+from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.fragments.lane_columns import LaneMemory
+
+
+class Environments(LaneSource):
+    """A node that steps vector environments, one per lane: takes a lane's actions, gives its observations.
+
+        env                an environment's id, a callable or a list of callables that make one each, a
+                           `gymnasium.vector.VectorEnv`, or a list of those, one per lane
+        num_envs           slots in all; taken from `env` where that is a list or a vector environment
+        lanes              groups of slots that step on their own; None: one, or one for each vector environment
+        fragment_length    vector steps in a fragment (T)
+        lookback           steps of the fragment before that each fragment begins with (H)
+        seed               of every slot's environment
+        name               part of the episode ids, beside the seed
+        slot_seeds         one seed for each slot's environment; None: they follow from `seed`
+        first_lane,        numbers of the first lane and slot, where other lanes of the rollout are elsewhere
+        first_slot
+        autoreset_mode     of the vector environments, as gymnasium takes it; None: SAME_STEP for those that are made
+                           here of plain environments, and their own for all others
+
+    An id's own vectorized form is used where it has one; other environments are stepped one by one. All three of
+    gymnasium's autoreset modes give the same episodes.
+
+    Raises EnvError when an environment can't be made, or its spaces have no columns. Raises ValueError for `slot_seeds`
+    that are not one for each slot, and where a vector environment takes one seed for all of its slots.
+    """
+
+    def __init__(
+        self,
+        env: EnvSource,
+        *,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        fragment_length: int = 128,
+        lookback: int = 1,
+        seed: int = 0,
+        slot_seeds: Sequence[int] | None = None,
+        name: str = "rollout",
+        first_lane: int = 0,
+        first_slot: int = 0,
+        autoreset_mode: Autoreset = None,
+    ) -> None:
+        super().__init__(seed, fragment_length, slot_seeds, name, first_lane, first_slot)
+        self.lookback = -1  # not set yet
+        self.lanes: list[Lane] = []
+        self.is_shared = False
+        self._autoreset_mode = autoreset_mode
+        self.envs = self._made(env, num_envs, lanes)
+        first = self.envs[0]
+        self.observation_space: gym.Space[Any] = first.single_observation_space
+        self.action_space: gym.Space[Any] = first.single_action_space
+        self.chosen_space = self.action_space  # of the module's choices, which are recorded
+        self.num_envs = sum(vector.num_envs for vector in self.envs)
+        with closing_on_error(self._close_opened):
+            self._check_slot_seeds(self.num_envs)
+            for index, vector in enumerate(self.envs):
+                self._check_spaces(vector, index)
+        self.set_lookback(lookback)
+
+    def set_lookback(self, lookback: int) -> None:
+        """Set the steps of the fragment before that each fragment begins with (H). Before the first step only."""
+        if lookback == self.lookback:
+            return
+        self._refuse_if_started("their lookback")
+        self.lookback = lookback
+        self._make_lanes()
+
+    def set_chosen_space(self, space: gym.Space[Any]) -> None:
+        """Set the space of the module's choices, in which `actions` are recorded. Before the first step only."""
+        if space == self.chosen_space:
+            return
+        self._refuse_if_started("the space of recorded actions")
+        self.chosen_space = space
+        self._make_lanes()
+
+    def share(self) -> None:
+        """Put the columns into memory that other processes on this host can map. Before the first step only."""
+        self._refuse_if_started("their memory")
+        if not self.is_shared:
+            self.is_shared = True
+            self._make_lanes()
+
+    def __call__(self, actions: Lane) -> Lane | None:
+        """Step the lane's environments with the actions that it brings."""
+        lane: Lane = self._step_here(actions)
+        return lane
+
+    def describe(self) -> str:
+        """Lanes and slots, for `explain()`."""
+        return self._lanes_of("slot")
+
+    # Overridden by other ways of stepping
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[VectorEnv[Any, Any, Any]]:
+        """One vector environment per lane."""
+        here: list[LaneVectorEnv] = []
+        with closing_on_error(self._close_opened):
+            for lane, maker in enumerate(lane_makers(env, num_envs, lanes, self._autoreset_mode)):
+                here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
+                self._opened += maker.to_close(here[-1].env, lane)
+            self._check_apart()
+        self._here = here
+        return [each.env for each in here]
+
+    def _memory(self, index: int) -> LaneMemory | None:
+        """The memory of a lane's columns where its environments write to it themselves, else None."""
+        return None
+
+    # Inside
+
+    def _refuse_if_started(self, what: str) -> None:
+        if self.is_started:
+            raise RunError(f"these environments have been started: {what} stays as it is")
+
+    def _check_slot_seeds(self, num_envs: int) -> None:
+        super()._check_slot_seeds(num_envs)
+        if self.slot_seeds is None:
+            return
+        for lane, env in enumerate(self.envs):
+            if env.num_envs > 1 and takes_one_seed(env):
+                raise ValueError(
+                    f"seed is a list, but the vector environment of lane {lane} takes one seed for its {env.num_envs} "
+                    "slots; expected one whole number, one slot in each lane (lanes=num_envs), or environments that "
+                    "step one by one (env=lambda: gymnasium.make(…))"
+                )
+
+    def _actions_of(self, lane: Lane) -> Tree:
+        return actions_of(lane)
+
+    def _record(self, lane: Lane, stepped: Stepped) -> None:
+        lane.record_step(*stepped)
+
+    def _check_apart(self) -> None:
+        """Raise EnvError where an environment stands in two slots: lanes may step at the same time."""
+        first: dict[int, int] = {}
+        for slot, (_, env) in enumerate(self._opened):
+            other = first.setdefault(id(env), slot)
+            if other != slot:
+                raise EnvError(f"slots {other} and {slot} were given the same environment, expected one for each")
+
+    def _make_lanes(self) -> None:
+        self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
+
+    def _lane(self, index: int, vector: VectorEnv[Any, Any, Any]) -> Lane:
+        layout = self._layout(index, vector, self.seed)
+        return Lane(index, layout, self.observation_space, self._memory(index), is_shared=self.is_shared)
+
+    def _layout(self, index: int, vector: VectorEnv[Any, Any, Any], seed: int) -> FragmentLayout:
+        return FragmentLayout(
+            num_slots=vector.num_envs,
+            num_rows=self.fragment_length,
+            lookback=self.lookback,
+            action_space=self.chosen_space,
+            resets_next_step=autoreset_mode(vector) is AutoresetMode.NEXT_STEP,
+            episode_id=EpisodeIds(f"{seed}/{self._name}/{index}"),
+        )
+
+    def _check_spaces(self, env: VectorEnv[Any, Any, Any], index: int) -> None:
+        for kind, space, first in (
+            ("observation", env.single_observation_space, self.observation_space),
+            ("action", env.single_action_space, self.action_space),
+        ):
+            if space != first:
+                raise EnvError(
+                    f"environment of lane {index}: its {kind} space is {space}, expected that of lane 0, {first}"
+                ).see("spaces")
+
+
+def actions_of(lane: Lane) -> Tree:
+    """The actions, `any[N, ...]`, that the lane's environments are stepped with."""
+    batch = lane.batch
+    actions = batch.get(Columns.ACTIONS_FOR_ENV)
+    return batch[Columns.ACTIONS] if actions is None else actions

@@ -1,0 +1,246 @@
+"""The base of nodes that step environments, of one agent each or of several."""
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from rollflow.nodes.closing import close_all
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import Turn, seeds_for
+from rollflow.stream.data.errors import RunError, noted
+from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.seeding import seed_for
+
+_MOST_LANES = 1 << 16  # where others may come
+
+
+class LaneListener:
+    """Listener that environments tell of lanes lost, come and gone, in the thread that the graph runs in.
+
+    This one does nothing.
+    """
+
+    def lane_lost(self, lane: int) -> None:
+        """Take note that the lane of this number is lost; it may begin anew."""
+
+    def lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
+        """Take note of a lane that came after the beginning, maybe as the first after the last has left."""
+
+    def lane_left(self, lane: Any, was_the_last: bool) -> None:
+        """Take note of a lane that has left, before it circulates for the last time."""
+
+
+class LaneSource(abc.ABC):
+    """Node that steps the environments of some lanes, once: in this process, where a subclass does not do otherwise.
+
+    seed                     of every environment
+    slot_seeds               one seed for each environment, in the slots' order; None: they follow from `seed`
+    fragment_length          vector steps in a fragment (T)
+    envs                     the environments of every lane
+    lanes                    as they circulate
+    is_started, is_closed    True once it is
+    unrecorded_steps         transitions of vector steps that raised: some of them may not have been made
+    interrupted_steps        transitions that were under way in steps that were broken off, as by Ctrl-C
+    has_fixed_lanes          True if no lane is added, and none but those that are set aside leaves
+    listener                 is told of lanes that are lost, come and go: see `report_lanes_to`
+    deviations               of what environments give: the first of each kind is logged
+    is_draining              True where lanes come back without a step, since no more are asked for
+    """
+
+    has_fixed_lanes = True
+
+    envs: Sequence[Any]
+    lanes: Sequence[Any]
+
+    def __init__(
+        self,
+        seed: int,
+        fragment_length: int,
+        slot_seeds: Sequence[int] | None,
+        name: str,
+        first_lane: int = 0,
+        first_slot: int = 0,
+    ) -> None:
+        self.seed, self.fragment_length, self.slot_seeds = seed, fragment_length, slot_seeds
+        self._name, self._first_lane, self._first_slot = name, first_lane, first_slot
+        self.is_started = self.is_closed = False
+        self.unrecorded_steps = self.interrupted_steps = 0
+        self.deviations = Deviations()
+        self._restarts = 0  # of lanes whose steps were broken off
+        self._steps_lane = -1  # number of the lane whose environments are being stepped here
+        self._here: Sequence[Any] = ()  # what steps the lanes, where that is in this process
+        self._opened: list[tuple[str, Any]] = []  # names and environments: made here, and to be closed here
+        self.listener = LaneListener()
+
+    def report_lanes_to(self, listener: LaneListener) -> None:
+        """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
+        self.listener = listener
+
+    @property
+    def is_draining(self) -> bool:
+        """True where lanes come back without having made a step, since no more are asked for."""
+        return False
+
+    @property
+    def lost_steps(self) -> int:
+        """Transitions that were under way where environments were lost: only workers and hosts are."""
+        return 0
+
+    @property
+    def num_lanes(self) -> int:
+        """Number of lanes."""
+        return len(self.envs)
+
+    @property
+    def most_lanes(self) -> int:
+        """Largest number of lanes that there may come to be."""
+        return self.num_lanes if self.has_fixed_lanes else _MOST_LANES
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made."""
+        return sum(lane.num_steps for lane in self.lanes)
+
+    # Steps
+
+    def start(self) -> Iterator[Any]:
+        """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
+        for lane in self.begin_lanes():
+            self.reset_lane(lane)
+            yield lane
+
+    def begin_lanes(self) -> Sequence[Any]:
+        """Begin: the lanes, each of which is to be reset by `reset_lane`. Raises RunError a second time."""
+        self._begin()
+        return self.lanes
+
+    def reset_lane(self, lane: Any) -> None:
+        """Reset a lane's environments for the first time. In whichever thread."""
+        place = lane.index - self._first_lane
+        seeds = self.seeds_of_slots(self.first_slots()[place], self.envs[place].num_envs)
+        with noted(f"lane {lane.index}, the first reset"):
+            lane.reset(*self._here[place].reset(seeds))
+
+    def step_lane(self, lane: Any) -> None:
+        """Step a lane's environments, and record what they give. In any thread but the loop's: Ctrl-C comes there."""
+        try:
+            self._record(lane, self._here[lane.index - self._first_lane].step(self._actions_of(lane)))
+        except BaseException as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+
+    def _step_here(self, lane: Any) -> Any:
+        """Step a lane's environments, which Ctrl-C may break off, and record what they give: the lane."""
+        self._steps_lane = lane.index
+        try:
+            try:
+                interrupts.lets_through = True
+                stepped = self._here[lane.index - self._first_lane].step(self._actions_of(lane))
+            finally:
+                interrupts.lets_through = False
+            self._steps_lane = -1
+            self._record(lane, stepped)
+        except BaseException as error:
+            self.unrecorded_steps += lane.steps_under_way
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+        return lane
+
+    def tell_resets(self, turns: Sequence[Turn]) -> list[bool]:
+        """Have each lane's function called when a reset within a step begins, and when it has ended.
+
+        Before the first step. Returns, lane by lane, whether a reset can be told from the step that it is in.
+        """
+        return [envs.tell_resets(turn) for envs, turn in zip(self._here, turns, strict=True)]
+
+    def close(self) -> None:
+        """Close all environments that this node made itself, also where one raises."""
+        self.is_closed = True
+        self._close_opened()
+
+    # What the kind of environments says
+
+    @abc.abstractmethod
+    def _actions_of(self, lane: Any) -> Any:
+        """The actions that a lane's environments are stepped with."""
+
+    @abc.abstractmethod
+    def _record(self, lane: Any, stepped: Any) -> None:
+        """Have a lane record what a step gave."""
+
+    # Seeds
+
+    def first_slots(self) -> list[int]:
+        """The number of every lane's first environment."""
+        return list(accumulate((envs.num_envs for envs in self.envs[:-1]), initial=self._first_slot))
+
+    def seeds_of_slots(self, first_slot: int, num_envs: int, starts: int = 0) -> list[int]:
+        """Seeds of the first reset of `num_envs` environments, from slot `first_slot` on.
+
+        starts    number of starts before. Another start goes on with other episodes than the first: the same ones might
+                  fail in the same way
+        """
+        if starts:
+            return seeds_for(seed_for(self.seed, "restart", starts), first_slot, num_envs)
+        if self.slot_seeds is None:
+            return seeds_for(self.seed, first_slot, num_envs)
+        begin = first_slot - self.first_slots()[0]
+        return list(self.slot_seeds[begin : begin + num_envs])
+
+    def seeds_of_lane(self, place: int, starts: int) -> list[int]:
+        """The seeds that the environments of a lane are first reset with, after so many starts."""
+        return self.seeds_of_slots(self.first_slots()[place], self.envs[place].num_envs, starts)
+
+    def _check_slot_seeds(self, num_envs: int) -> None:
+        """Raise ValueError unless the list of seeds has one for each environment."""
+        if self.slot_seeds is not None and len(self.slot_seeds) != num_envs:
+            raise ValueError(
+                f"seed is a list of {len(self.slot_seeds)}, expected one whole number, or a list of {num_envs}: one "
+                "for each environment"
+            )
+
+    def broken_off(self, actions: Any) -> Callable[[Any], Any] | None:
+        """End the episodes of a lane whose step was broken off: nobody knows whether the step was made.
+
+        Returns the function that begins other episodes; None where something else than the step was broken off.
+        """
+        if self._steps_lane != actions.index:
+            return None
+        self._steps_lane = -1
+        self.unrecorded_steps -= actions.steps_under_way
+        self.interrupted_steps += actions.lose("the step was interrupted")
+        return self._begin_anew
+
+    def _begin_anew(self, lane: Any) -> Any:
+        """Reset a lane's environments, whose episodes have ended."""
+        place, self._restarts = lane.index - self._first_lane, self._restarts + 1
+        env, seed = self._here[place], seed_for(self.seed, "interrupted", self._restarts)
+        seeds = seeds_for(seed, self.first_slots()[place], env.num_envs)
+        try:
+            interrupts.lets_through = True
+            first = env.reset(seeds)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, the reset after a step that was interrupted")
+            raise
+        finally:
+            interrupts.lets_through = False
+        lane.reset(*first)
+        return lane
+
+    def _close_opened(self) -> None:
+        opened, self._opened = self._opened, []
+        close_all((name, env.close) for name, env in opened)
+
+    def _lanes_of(self, noun: str) -> str:
+        """Lanes, and how many environments each has, for `explain()`."""
+        count, sizes = len(self.envs), sorted({envs.num_envs for envs in self.envs})
+        size = " or ".join(map(str, sizes))
+        return f"{count} lane{'s' if count > 1 else ''} × {size} {noun}{'s' if sizes != [1] else ''}"
+
+    def _begin(self) -> None:
+        if self.is_started:
+            raise RunError("these environments have been run before: a rollout runs once, make another one")
+        if self.is_closed:
+            raise RunError("these environments have been closed: make another rollout")
+        self.is_started = True

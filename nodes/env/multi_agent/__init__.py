@@ -1,0 +1,1 @@
+"""Environments with several agents, as columns."""

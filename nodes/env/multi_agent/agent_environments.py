@@ -1,0 +1,199 @@
+"""The environments of a multi-agent rollout, stepped in this process by whoever asks for the next step."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate, islice
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.env_source import count_of, sizes_of
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent.dict_vector import check_alike, made_by
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
+from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.stream.data.errors import EnvError, RunError, located
+from rollflow.stream.multi_agent.multi_agent_lane import AgentMapping, MultiAgentLane
+from rollflow.stream.multi_agent.vector_step import Actions, AgentEnvs, VectorStep
+
+AgentEnvSource = Callable[[], Any] | Sequence[Callable[[], Any]] | AgentEnvs
+
+
+class AgentEnvironments(LaneSource):
+    """A node that steps environments with several agents: takes a lane's actions, gives its observations.
+
+        env                a callable that makes an environment, or a list of callables that make one each: of a
+                           `MultiAgentEnv`, or of what PettingZoo has; or that make a `MultiAgentVectorEnv` each, which
+                           is a lane by itself; or such a one, which is left open
+        num_envs           environments in all; taken from `env` where that is a list or has vector environments
+        lanes              groups of environments that step on their own; None: one, or one for each vector environment
+        fragment_length    vector steps in a fragment (T)
+        seed               of every environment
+        slot_seeds         one seed for each environment; None: they follow from `seed`
+        name               what the episode ids are derived from, beside the seed
+        first_lane,        numbers of the first lane and environment, where other lanes of the rollout are elsewhere
+        first_slot
+
+    Raises EnvError when an environment can't be made, or breaks the conventions; ValueError for `slot_seeds` that are
+    not one for each environment.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        fragment_length: int = 128,
+        seed: int = 0,
+        slot_seeds: Sequence[int] | None = None,
+        name: str = "rollout",
+        first_lane: int = 0,
+        first_slot: int = 0,
+    ) -> None:
+        super().__init__(seed, fragment_length, slot_seeds, name, first_lane, first_slot)
+        self.lanes: list[MultiAgentLane] = []
+        self._is_shared = False
+        self.envs = self._here = self._made(env, num_envs, lanes)
+        self.parts = self.envs[0].parts
+        self.num_envs = sum(envs.num_envs for envs in self.envs)
+        with closing_on_error(self.close):
+            self._check_alike()
+            self._check_slot_seeds(self.num_envs)
+            if num_envs not in (None, self.num_envs):
+                raise EnvError(
+                    f"num_envs is {num_envs}, but the callables made {self.num_envs} environments; expected it to be "
+                    "left out"
+                )
+
+    def set_chosen_spaces(self, chosen: Sequence[gym.Space[Any] | None]) -> None:
+        """Have `actions` recorded in the space of what modules choose, part by part; None: in the environments' own.
+
+        Before the lanes are made.
+        """
+        parts = zip(self.parts, chosen, strict=True)
+        self.parts = tuple(part._replace(chosen_space=space) for part, space in parts)
+
+    def share(self) -> None:
+        """Have lanes write where other processes on this host may look. Before the lanes are made."""
+        self._is_shared = True
+
+    def make_lanes(
+        self, lookback: int, mapping: AgentMapping, shared_data: Callable[[int, Any], dict[str, Any]]
+    ) -> None:
+        """Have lanes that look back so many agent steps (H). Before the first step only.
+
+        mapping, shared_data    as `MultiAgentLane` has them, `shared_data` of a lane's number and a module
+        """
+        if self.is_started:
+            raise RunError("these environments have been started: their lookback stays as it is")
+        self._lookback, self._mapping, self._shared_data = lookback, mapping, shared_data
+        self.lanes = [
+            self._lane(index, envs, first_env)
+            for index, (envs, first_env) in enumerate(zip(self.envs, self.first_slots(), strict=True), self._first_lane)
+        ]
+
+    def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
+        """Step the lane's environments with the actions that it brings."""
+        lane: MultiAgentLane = self._step_here(actions)
+        return lane
+
+    def describe(self) -> str:
+        """Lanes, environments and agents, for `explain()`."""
+        return f"{self._lanes_of('environment')} × {sum(len(part.agents) for part in self.parts)} agents"
+
+    # What other ways of stepping do otherwise
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        """The environments of every lane."""
+        if isinstance(env, MultiAgentVectorEnv):
+            return _ready(env, num_envs, lanes, self.deviations)
+        makers = lane_makers(env, num_envs, lanes)
+        made = made_by(makers[0][0], 0)
+        if lanes is None and isinstance(made, MultiAgentVectorEnv):
+            makers = [[make] for make in makers[0]]
+        makers[0][0], first = lambda: made, 0
+        with closing_on_error(self.close):
+            for lane, of_lane in enumerate(makers):
+                envs = AgentLaneMaker(of_lane, first).lane_env(self.deviations)
+                self._opened.append((f"the environments of lane {lane}", envs))
+                first += envs.num_envs
+        return [envs for _, envs in self._opened]
+
+    # Inside
+
+    def _actions_of(self, lane: MultiAgentLane) -> Actions:
+        return lane.actions
+
+    def _record(self, lane: MultiAgentLane, stepped: VectorStep) -> None:
+        lane.record_step(stepped)
+
+    def _lane(self, index: int, envs: AgentEnvs, first_env: int) -> MultiAgentLane:
+        lane = MultiAgentLane(
+            index,
+            self.parts,
+            envs.num_envs,
+            first_env=first_env,
+            num_rows=self.fragment_length,
+            lookback=self._lookback,
+            name=f"{self.seed}/{self._name}/{index}",
+            mapping=self._mapping,
+            shared_data=partial(self._shared_data, index),
+        )
+        if self._is_shared:
+            lane.share()
+        return lane
+
+    def _check_alike(self) -> None:
+        for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
+            with located(f"environment {first_env}"):
+                check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
+
+
+def _ready(env: MultiAgentVectorEnv, num_envs: int | None, lanes: int | None, deviations: Deviations) -> list[LaneEnvs]:
+    if num_envs not in (None, env.num_envs) or lanes not in (None, 1):
+        raise EnvError(
+            f"the vector environment has {env.num_envs} environments in one lane, but num_envs is {num_envs} and "
+            f"lanes is {lanes}; expected them to be left out"
+        )
+    return [AgentLaneMaker(env, 0).lane_env(deviations)]
+
+
+def lane_makers(env: Any, num_envs: int | None, lanes: int | None) -> list[list[Any]]:
+    """The callables of every lane. Raises EnvError for what are none."""
+    if isinstance(env, Sequence) and not isinstance(env, str):
+        if num_envs not in (None, len(env)):
+            raise EnvError(f"num_envs is {num_envs}, but there are {len(env)} callables; expected it to be left out")
+        makers = list(env)
+    else:
+        makers = [env] * count_of(env, num_envs)
+    for each in makers:
+        if not callable(each) or (hasattr(each, "step") and not isinstance(each, type)):
+            raise EnvError(
+                f"env is {each!r:.200}, expected a callable that makes an environment, such as lambda: MyEnv(), a "
+                "list of those, or a MultiAgentVectorEnv"
+            )
+    left = iter(makers)
+    return [list(islice(left, size)) for size in sizes_of(len(makers), lanes)]
+
+
+def agent_makers(
+    env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool = False
+) -> list[AgentLaneMaker]:
+    """Makers of every lane's environments. Raises EnvError for environments that are made already.
+
+    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    """
+    if isinstance(env, MultiAgentVectorEnv):
+        raise EnvError(
+            "worker processes make the environments themselves: expected a callable, or a list of callables, "
+            "instead of a vector environment that has been made already"
+        ).see("pickle")
+    per_lane = lane_makers(env, num_envs, lanes)
+    if are_vectors and lanes is None:
+        per_lane = [[make] for make in per_lane[0]]
+    firsts = accumulate((len(makers) for makers in per_lane), initial=0)
+    return [AgentLaneMaker(makers, first) for makers, first in zip(per_lane, firsts, strict=False)]

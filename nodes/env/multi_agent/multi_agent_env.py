@@ -1,0 +1,101 @@
+"""An environment with several agents, as dicts: the conventions of RLlib's `MultiAgentEnv`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.multi_agent.agent_part import Spaces
+
+AgentDict = Mapping[Any, Any]  # agent -> value
+Told = tuple[AgentDict, AgentDict, AgentDict, AgentDict, AgentDict]
+
+
+class MultiAgentEnv(gym.Env[Any, Any]):
+    """An environment with several agents that act in turns or at once, come and go.
+
+        possible_agents       every agent that there can be
+        observation_spaces    agent -> space of its observations
+        action_spaces         agent -> space of its actions
+
+    An agent that gets an observation and has not ended must act in the next step; the others must not. A reward may
+    come to any agent that has not ended. An agent ends by its flag, or with everybody by that of "__all__"; one that
+    does not get a last observation as it terminates ends with the one it had. The episode ends by "__all__" or with its
+    last agent. An agent that has ended stays away until the next reset.
+    """
+
+    possible_agents: Sequence[Any] = ()
+    observation_spaces: Spaces | None = None
+    action_spaces: Spaces | None = None
+
+    def reset(  # type: ignore[override]  # of several agents
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[AgentDict, AgentDict]:
+        """Begin an episode. Returns observations and infos, agent -> value; here, seeds `np_random`."""
+        super().reset(seed=seed, options=options)
+        return {}, {}
+
+    def step(self, actions: AgentDict) -> Told:  # type: ignore[override]  # of several agents
+        """Take the actions, agent -> action. Returns observations, rewards, terminateds, truncateds, infos by agent."""
+        raise NotImplementedError
+
+    def get_observation_space(self, agent: Any) -> gym.Space[Any]:
+        """The space of an agent's observations. Raises KeyError where there is none."""
+        return (self.observation_spaces or {})[agent]
+
+    def get_action_space(self, agent: Any) -> gym.Space[Any]:
+        """The space of an agent's actions. Raises KeyError where there is none."""
+        return (self.action_spaces or {})[agent]
+
+
+class AgentSpaces(NamedTuple):
+    """Which agents there can be, and the spaces of each."""
+
+    agents: tuple[Any, ...]
+    observation_spaces: dict[Any, gym.Space[Any]]
+    action_spaces: dict[Any, gym.Space[Any]]
+
+
+def agent_spaces(env: Any) -> AgentSpaces:
+    """Agents and spaces of an environment: a `MultiAgentEnv`, RLlib's, or one that looks like them.
+
+    Without `possible_agents`, its `agents` are taken; where there are no dicts of spaces, it is asked for each agent's.
+    Raises EnvError where that leaves something open.
+    """
+    for method in ("reset", "step"):
+        if not callable(getattr(env, method, None)):
+            raise EnvError(f"{env!r} has no method '{method}', expected a MultiAgentEnv")
+    return agents_of(env)
+
+
+def agents_of(env: Any) -> AgentSpaces:
+    """Agents and spaces of anything that has them. Raises EnvError as `agent_spaces` does."""
+    agents = tuple(getattr(env, "possible_agents", None) or getattr(env, "agents", None) or ())
+    if not agents:
+        raise EnvError("'possible_agents' is missing or empty, expected every agent that there can be")
+    if len(set(agents)) < len(agents) or ALL_AGENTS in agents:
+        raise EnvError(f"'possible_agents' is {list(agents)}, expected each agent once, and none named '{ALL_AGENTS}'")
+    observation_spaces = {agent: _space_of(env, "observation", agent) for agent in agents}
+    return AgentSpaces(agents, observation_spaces, {agent: _space_of(env, "action", agent) for agent in agents})
+
+
+def _space_of(env: Any, kind: str, agent: Any) -> gym.Space[Any]:
+    spaces, method = getattr(env, f"{kind}_spaces", None), getattr(env, f"get_{kind}_space", None)
+    if isinstance(spaces, Mapping):
+        space = spaces.get(agent)
+    else:
+        try:
+            space = method(agent) if callable(method) else None
+        except (KeyError, TypeError) as error:
+            raise EnvError(
+                f"agent {agent!r}: '{kind}_spaces' is {spaces!r:.200}, expected a dict: agent -> gymnasium.Space, or "
+                f"'get_{kind}_space' to give the agent's, which raises {error!r}"
+            ) from error
+    if not isinstance(space, gym.Space):
+        raise EnvError(
+            f"agent {agent!r}: its {kind} space is {space!r}, expected a gymnasium.Space in '{kind}_spaces' or "
+            f"from 'get_{kind}_space'"
+        )
+    return space

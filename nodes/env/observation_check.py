@@ -1,0 +1,228 @@
+"""Checks of what environments give: of a few steps, and with one warning of each kind in a run.
+
+Observations are held against their space; rewards are to be finite, flags bools, and infos dicts, as gymnasium's own
+checker has it. What can be recorded is recorded as it is.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.vector_env_errors import info_given
+from rollflow.stream.data.space import is_columnar
+from rollflow.stream.data.tree import Tree, structure_of
+from rollflow.stream.multi_agent.agent_part import AgentPart
+
+logger = logging.getLogger(__name__)
+
+# The vector steps, counted from 0, whose observations are checked: the first ones, and ever fewer of the later ones.
+CHECKED_STEPS = frozenset(2**power - 1 for power in range(63))
+_OF_OBSERVATIONS = ("dtype", "bounds")
+KINDS = (*_OF_OBSERVATIONS, "reward", "flag", "info")  # of deviations
+_MOST_LETTERS = 1000  # of a text that goes to another process
+
+
+class Deviations:
+    """Deviations of what environments give: the first of each kind in a run is logged as a warning.
+
+    is_logged    False: they are kept instead, for another process that logs them
+    """
+
+    def __init__(self, *, is_logged: bool = True) -> None:
+        self.unsent: list[tuple[str, str]] = []  # (kind, text), where nothing is logged
+        self._kinds: set[str] = set()
+        self._is_logged = is_logged
+
+    def has(self, kind: str) -> bool:
+        """True if there has been one of this kind."""
+        return kind in self._kinds
+
+    def add(self, kind: str, text: str) -> None:
+        """Take one, unless there has been one of its kind."""
+        if kind in self._kinds:
+            return
+        self._kinds.add(kind)
+        if self._is_logged:
+            logger.warning("%s (said once per run)", text)
+        else:
+            self.unsent.append((kind, text[:_MOST_LETTERS]))
+
+    def take(self) -> list[tuple[str, str]]:
+        """Return the kept ones, and keep them no longer."""
+        unsent, self.unsent = self.unsent, []
+        return unsent
+
+
+class LaneCheck:
+    """The check of what a lane's environments give: at the first reset, at `CHECKED_STEPS`, and by single slots.
+
+    space          of one observation
+    deviations     collects what is found
+    where          the lane, at the beginning of every text
+    is_by_items    True where slots' observations come one by one as well: those alone have their own dtypes then
+    """
+
+    def __init__(
+        self, space: gym.Space[Any], deviations: Deviations, where: str = "", *, is_by_items: bool = False
+    ) -> None:
+        self._check, self._deviations = ObservationCheck(space, deviations), deviations
+        self._where, self.is_by_items = where, is_by_items
+
+    def reset(self, observations: Tree) -> None:
+        """Check the first observations, a tree of arrays any[N, ...]."""
+        self._rows(observations, "the first reset")
+
+    def step(self, observations: Tree, vector_step: int, rewards: Any = None) -> None:
+        """Check what a vector step gave: a tree of arrays any[N, ...], and number[N]; steps are counted from 0."""
+        self._rows(observations, f"vector step {vector_step}")
+        values = np.asarray(rewards)
+        if values.dtype.kind != "f" or np.isfinite(values).all():
+            return
+        slot = int(np.argmin(np.isfinite(values)))
+        self._deviations.add(
+            "reward",
+            f"{self._where}slot {slot}, vector step {vector_step}: reward is {values[slot]}, expected a finite number: "
+            "it is recorded as it is",
+        )
+
+    def item(self, slot: int, answer: tuple[Any, ...], name: str) -> None:
+        """Check what one slot's `step` or `reset` gave, and name which of them it was.
+
+        Raises EnvError for an info that can't be recorded.
+        """
+        where = f"{self._where}slot {slot}, {name}"
+        self._check.items(answer[:1], lambda _: where)
+        for flag, value in zip(("terminated", "truncated"), answer[2:4], strict=False):
+            if np.asarray(value).dtype.kind != "b":
+                text = f"{where}: {flag} is {value!r:.100}, expected a bool: it is recorded as {bool(value)}"
+                self._deviations.add("flag", text)
+        if len(answer) in (2, 5) and answer[-1] is None:
+            self._deviations.add("info", f"{where}: info is None, expected a dict: it is recorded as an empty one")
+        elif len(answer) in (2, 5):
+            info_given(answer[-1], where)
+
+    def _rows(self, observations: Tree, when: str) -> None:
+        self._check.rows(observations, lambda slot: f"{self._where}slot {slot}, {when}", dtypes=not self.is_by_items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """One array of an observation: its dtype, and the least and the greatest value of each number."""
+
+    dtype: np.dtype[Any]
+    low: Any
+    high: Any
+    path: str = ""  # within the observation, such as ['camera'][0]
+
+
+class ObservationCheck:
+    """The check of observations of one space.
+
+    Observations of another structure or shape are passed over: they are refused where they are written.
+
+    space         of one observation
+    deviations    collects what is found
+    """
+
+    def __init__(self, space: gym.Space[Any], deviations: Deviations) -> None:
+        self._deviations = deviations
+        tree: Any = _limits(space) if is_columnar(space) else ()
+        self._structure = structure_of(tree)
+        paths = [accessor.codify("") if len(accessor) else "" for accessor in self._structure.accessors()]
+        leaves: list[Any] = self._structure.flatten_up_to(tree)
+        self._leaves: list[_Leaf] = [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)]
+
+    def rows(self, observations: Tree, whose: Callable[[int], str], *, dtypes: bool = True) -> None:
+        """Check observations, a tree of arrays any[K, ...]. `whose` names the one at a place.
+
+        dtypes    True if the arrays have the dtypes that the environments gave
+        """
+        self._look(observations, whose, dtypes=dtypes)
+
+    def items(self, observations: Sequence[Tree], whose: Callable[[int], str]) -> None:
+        """Check observations one by one: trees of arrays any[...]. `whose` names the one at a place."""
+        for place, observation in enumerate(observations):
+            self._look(observation, partial(_one_named, whose, place), is_one=True)
+
+    def _look(self, tree: Tree, whose: Callable[[int], str], *, dtypes: bool = True, is_one: bool = False) -> None:
+        """Check a tree of arrays any[K, ...], or one of any[...]."""
+        if all(map(self._deviations.has, _OF_OBSERVATIONS)):
+            return
+        try:
+            leaves = self._structure.flatten_up_to(tree)
+        except ValueError:  # another structure
+            return
+        for limits, leaf in zip(self._leaves, leaves, strict=True):
+            try:
+                value = np.asarray(leaf)
+            except ValueError:  # lists of different lengths
+                continue
+            if dtypes and (is_one or len(value)):
+                self._check_dtype(limits, leaf, whose)
+            self._check_bounds(limits, value[None] if is_one else value, whose)
+
+    def _check_dtype(self, limits: _Leaf, leaf: Any, whose: Callable[[int], str]) -> None:
+        """Check the dtype of an array; numbers and lists of Python's have none."""
+        dtype = getattr(leaf, "dtype", limits.dtype)
+        if dtype is limits.dtype or self._deviations.has("dtype"):
+            return
+        if not np.can_cast(dtype, limits.dtype, "safe") and np.can_cast(dtype, limits.dtype, "same_kind"):
+            self._deviations.add(
+                "dtype",
+                f"{whose(0)}: observation{limits.path} is {dtype}, expected {limits.dtype} as in its space: it is "
+                "cast, which may change it",
+            )
+
+    def _check_bounds(self, limits: _Leaf, value: NDArray[Any], whose: Callable[[int], str]) -> None:
+        if self._deviations.has("bounds") or value.dtype.kind not in "biuf":
+            return
+        if value.shape[1:] != np.shape(limits.low):
+            return  # refused where it is written
+        if value.dtype.kind == "f":
+            value = value.astype(limits.dtype, copy=False)  # as it is recorded
+        is_inside = (value >= limits.low) & (value <= limits.high)  # NaN is not
+        if is_inside.all():
+            return
+        place, *index = np.argwhere(~is_inside)[0].tolist()
+        low, high = (np.asarray(limit)[tuple(index)] for limit in (limits.low, limits.high))
+        where = f"{limits.path}{index if index else ''}"
+        self._deviations.add(
+            "bounds",
+            f"{whose(place)}: observation{where} is {value[(place, *index)]}, expected {low} to {high}: it is outside "
+            "its space, and is recorded as it is",
+        )
+
+
+def _one_named(whose: Callable[[int], str], place: int, _: int) -> str:
+    """Name of the one at a place, whatever row is asked for."""
+    return whose(place)
+
+
+def checks_of(parts: Sequence[AgentPart], deviations: Deviations | None) -> list[ObservationCheck]:
+    """The checks of agents' observations, part by part; None: deviations are collected for these alone."""
+    deviations = deviations or Deviations()
+    return [ObservationCheck(part.observation_space, deviations) for part in parts]
+
+
+def _limits(space: gym.Space[Any]) -> Any:
+    """A tree of `_Leaf`, with the structure of the space's items."""
+    if isinstance(space, spaces.Dict):
+        return {key: _limits(part) for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_limits(part) for part in space)
+    dtype = np.dtype(space.dtype)
+    if isinstance(space, spaces.Box):
+        return _Leaf(dtype, space.low, space.high)
+    if isinstance(space, spaces.Discrete):
+        return _Leaf(dtype, space.start, space.start + space.n - 1)
+    if isinstance(space, spaces.MultiDiscrete):
+        return _Leaf(dtype, space.start, space.start + space.nvec - 1)
+    shape = space.shape or ()
+    return _Leaf(dtype, np.zeros(shape, dtype), np.ones(shape, dtype))

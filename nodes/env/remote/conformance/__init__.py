@@ -1,0 +1,1 @@
+"""Conformance checks for hosts that are written in other languages."""

@@ -1,0 +1,319 @@
+"""Gateway of a rollout: it takes hosts in, keeps their connections, and hands over their answers."""
+
+import logging
+import secrets
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from time import monotonic
+
+from rollflow.nodes.env.remote.registry import Registry
+from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostProgressed, RemoteHost
+from rollflow.nodes.env.remote.software import software
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.transport import transport_for
+from rollflow.stream.wire import (
+    NONCE_BYTES,
+    Cut,
+    GatewayConnection,
+    Goodbye,
+    Hello,
+    Message,
+    Metrics,
+    Request,
+    Settings,
+    States,
+    Weights,
+)
+
+logger = logging.getLogger(__name__)
+
+_TEND_S = 0.25  # how long nobody may look at the sockets
+_MOST_STRANGERS = 256  # connections that have not proved themselves yet
+_GOODBYE_S = 1.0
+_MUCH = 1 << 16  # bytes that wait for a host
+_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
+
+
+@dataclass(slots=True, eq=False)
+class HostPeer(Peer[GatewayConnection]):
+    """Connection of a host; `host` is None until it has been taken in."""
+
+    host: RemoteHost | None = None
+
+
+class Gateway:
+    """Connections of a rollout with hosts.
+
+        envs, role    where they are expected, and what they are to be
+
+    The thread that runs the rollout calls `service` when `fileno` can be read. While that is busy with something else
+    for long, a thread does, so that no host takes this gateway for dead: what came then makes `fileno` readable as
+    well. `news` gives what has happened.
+    """
+
+    def __init__(self, envs: RemoteHosts, role: str) -> None:
+        envs.take()
+        self._registry = Registry(role, envs.max_hosts)
+        self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
+        self._envs = envs
+        self._epoll = select.epoll()
+        itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
+        self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
+        self._loop.listen(envs.sockets, itself)
+        self._loop.dial([] if envs.is_listening else envs.addresses, itself)
+        self._lock = self._loop.lock
+        self._serviced = self._ticked = monotonic()
+        self._closing = threading.Event()
+        self._ending = weakref.finalize(self, _end, self._closing, self._loop, envs, self._epoll)  # if never closed
+        self._tender = threading.Thread(
+            target=_tend, args=(weakref.ref(self), self._closing), name="rollflow gateway", daemon=True
+        )
+        self._tender.start()
+
+    @property
+    def hosts(self) -> Mapping[bytes, RemoteHost]:
+        """Hosts that are there, or may come back, by the token of their session."""
+        return self._registry.hosts
+
+    def fileno(self) -> int:
+        """Descriptor that can be read once there is something to do for `service`, or something new for `news`."""
+        return self._epoll.fileno()
+
+    def service(self) -> None:
+        """Do what there is to do for the sockets, without waiting."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._serviced = now = monotonic()
+            self._loop.serve(self._loop.wait(0), now)
+            if now - self._ticked >= _TEND_S / 2:
+                self._ticked = now
+                self._loop.tick(now)
+                self._registry.tick(now, self._envs.limits.grace_s)
+
+    def wait(self, timeout: float | None) -> None:
+        """Wait until there is something to do for `service`; it may be called without."""
+        self._loop.wait(_TEND_S if timeout is None else min(max(timeout, 0.0), _TEND_S))
+
+    def news(self) -> Iterator[HostEvent]:
+        """Events since the last call, oldest first."""
+        while self._registry.news:
+            yield self._registry.news.popleft()
+
+    def ask(self, request: Request) -> None:
+        """Ask the host of a lane for something; it may take more than one connection.
+
+        A host that takes no frame as large has to leave. Raises WireError for what can't be asked of any.
+        """
+        with self._lock:
+            host = self.host_of(request.lane)
+            try:
+                host.connection.ask(request)
+            except WireError as error:
+                self._could_not_ask(host, error)
+            self._write(host.connection)
+
+    def tell(self, host: RemoteHost, news: Weights | States | Settings | Cut, through: GatewayConnection) -> bool:
+        """Tell a host something that needs no answer; False: it could not be told, since that connection is lost.
+
+        Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
+        """
+        with self._lock:
+            if host.connection is not through or host.lost_at is not None or not through.is_open:
+                return False
+            try:
+                host.connection.tell(news)
+            except WireError as error:
+                self._could_not_ask(host, error)
+                self._loop.wakeup.ring()
+                return False
+            self._write(host.connection)
+            return True
+
+    def is_behind(self, host: RemoteHost) -> bool:
+        """True where much of what a host was told or asked is still on its way into the socket."""
+        return host.connection.undelivered > _MUCH
+
+    def give_credit(self, host: RemoteHost) -> None:
+        """Let a host say again how far it is."""
+        with self._lock, suppress(WireError):  # its connection is lost: the next one begins with a credit
+            host.connection.give(1)
+            self._write(host.connection)
+
+    def expel(self, host: RemoteHost, error: WireError) -> None:
+        """Have a host leave that has sent what it must not."""
+        with self._lock:
+            host.connection.refuse(error.code, str(error))
+            peer = self._loop.peers.of(host.connection)
+            if peer is not None:
+                self._loop.drop(peer)
+            self._registry.leave(host, str(error))
+
+    def wake(self) -> None:
+        """Make `fileno` readable. From any thread."""
+        self._loop.wakeup.ring()
+
+    def next_number(self, lane: int) -> int:
+        """The number of a lane's next request."""
+        return self.host_of(lane).session.next_number(lane)
+
+    def host_of(self, lane: int) -> RemoteHost:
+        """The host that a lane is, or was, on."""
+        return self._registry.host_of(lane)
+
+    def close(self, reason: str = "the rollout has ended") -> None:
+        """Say goodbye to all hosts, and close every socket."""
+        self._closing.set()
+        self._tender.join()
+        with self._lock:
+            if not self._ending.alive:
+                return
+            peers = self._loop.peers
+            for peer in peers:
+                peer.connection.goodbye(reason)
+                peers.write(peer)
+            until = monotonic() + _GOODBYE_S
+            while (left := until - monotonic()) > 0 and any(peer.host is not None for peer in peers):
+                self._loop.serve(self._loop.wait(left), monotonic())  # until they close: so nothing is lost
+            for peer in peers:
+                self._loop.drop(peer)
+            self._ending()
+
+    def describe(self) -> str:
+        """The hosts, for `explain()`."""
+        names = sorted(host.name for host in list(self.hosts.values()))
+        shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
+        return f"{len(names)} host{'' if len(names) == 1 else 's'}: {shown}"
+
+    def waited_for(self) -> str:
+        """Where hosts are expected, and what came of those that tried, for errors."""
+        parts = [", ".join(map(str, self._envs.addresses)), *self._loop.dialler.problems, *self.refusals]
+        return f"{'listening on' if self._envs.is_listening else 'dialling'} {'; '.join(parts)}"
+
+    def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
+        peer = self._loop.peers.of(host.connection)
+        if error.code == "undelivered" and peer is not None:  # the connection is broken, and the next one asks
+            self._loop.fail(peer, error, monotonic())
+        elif error.code == "frame":
+            self.expel(host, error)
+        else:
+            raise error
+
+    def _write(self, connection: GatewayConnection) -> None:
+        peer = self._loop.peers.of(connection)
+        if peer is not None:
+            self._loop.peers.write(peer)
+
+    def tend(self) -> None:
+        """Look after the sockets if nobody has for a while."""
+        if monotonic() - self._serviced >= _TEND_S:
+            self.service()
+            if self._registry.news:
+                self._loop.wakeup.ring()
+
+    # What the loop asks for
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
+        """Peer of a socket with a host at its other end."""
+        connection = GatewayConnection(
+            software=software(),
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            secret=self._envs.secret,
+            limits=self._envs.limits,
+            now=now,
+        )
+        address = None if dialled is None else dialled.address
+        transport = transport_for(sock, connection, self._envs.tls, dialled=address)
+        return HostPeer(transport, connection, where, dialled=dialled)
+
+    def handle(self, peer: HostPeer, event: Message, now: float) -> None:
+        """Take a message of a host."""
+        match event:
+            case Hello():
+                self._take_in(peer, event, now)
+            case Goodbye():
+                self._loop.drop(peer)
+                if peer.host is not None and peer.host.connection is peer.connection:
+                    self._registry.leave(peer.host, f"said goodbye: {event.reason}")
+            case Metrics():
+                assert peer.host is not None
+                self._registry.news.append(HostProgressed(peer.host, event.metrics))
+            case _:
+                self._registry.news.append(HostAnswered(event))  # type: ignore[arg-type]
+
+    def fail(self, peer: HostPeer, error: Exception, now: float) -> None:
+        """Turn a stranger away, or note that a host is lost; raises what is no error of the wire."""
+        if not isinstance(error, WireError):
+            raise error
+        peer.connection.refuse(error.code, str(error))
+        host = peer.host
+        if host is None:
+            self._turned_away(peer, quoted(error))
+        elif host.connection is peer.connection:
+            if error.code in _COMES_BACK:
+                self._registry.lose(host, error, now, self._envs.limits.grace_s)
+            else:
+                host.lost_at = now
+                self._registry.leave(host, str(error))
+
+    def _take_in(self, peer: HostPeer, hello: Hello, now: float) -> None:
+        """Take in a host that has proved itself: a new one, or one that comes back. Raises WireError for others."""
+        host = self.hosts.get(hello.session)
+        if host is not None:
+            self._take_back(peer, host, now)
+            return
+        for before in [each for each in self.hosts.values() if peer.dialled and each.dialled is peer.dialled]:
+            self._registry.leave(before, "it was started again")
+        session = self._registry.session_for(hello)
+        peer.connection.welcome(session, credits=1)
+        name = f"{quoted(hello.name)} ({peer.where})"
+        peer.host = RemoteHost(name, session, peer.connection, joined_at=now, dialled=peer.dialled)
+        self._loop.dialler.welcomed(peer.dialled)
+        self._registry.join(peer.host)
+
+    def _take_back(self, peer: HostPeer, host: RemoteHost, now: float) -> None:
+        peer.connection.welcome(host.session, credits=1)
+        old = self._loop.peers.of(host.connection)
+        peer.host = host
+        self._loop.dialler.welcomed(peer.dialled)
+        self._registry.take_back(host, peer.connection, now)
+        if old is not None:
+            self._loop.drop(old)
+
+    def _turned_away(self, peer: HostPeer, problem: str) -> None:
+        if peer.dialled is None:
+            if (text := f"{peer.where.rpartition(':')[0] or peer.where}: {problem}") not in self.refusals:
+                self.refusals.append(text)  # another try has another port
+        elif peer.dialled.problem == problem:
+            return  # as it was the last time
+        else:
+            peer.dialled.problem = problem
+        logger.warning("a connection from %s is refused: %s", peer.where, problem)
+
+
+def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:
+    """Look after a gateway's sockets for as long as there is one."""
+    while not closing.wait(_TEND_S):
+        there = gateway()
+        if there is None:
+            return
+        there.tend()
+        del there
+
+
+def _end(closing: threading.Event, loop: SocketLoop[HostPeer], envs: RemoteHosts, epoll: select.epoll) -> None:
+    """Close what is open."""
+    closing.set()
+    loop.close()
+    envs.close()
+    epoll.close()

@@ -1,0 +1,377 @@
+"""Host of lanes for a rollout elsewhere: it dials a gateway or is dialled, and comes back."""
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from time import monotonic
+from typing import Any, Literal, Self
+
+from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.env.remote.host_lane import ServedLane, check_alike
+from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.env.remote.software import software
+from rollflow.nodes.env.stepping import close_failed
+from rollflow.nodes.env.workers.lane_threads import LaneThreads
+from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.stream.net.dial import problem_of
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.redialler import Redialler
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.transport import transport_for
+from rollflow.stream.wire import (
+    NONCE_BYTES,
+    SESSION_BYTES,
+    VERSION,
+    Address,
+    Answer,
+    Failed,
+    Goodbye,
+    Hello,
+    HostConnection,
+    HostSession,
+    Limits,
+    Message,
+    Request,
+    Reset,
+    Step,
+    Turn,
+    Welcome,
+    check_secret,
+    parse_address,
+)
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_RETRY_S = 5.0
+_QUIET_S = 0.5  # how long a lane is waited for without a word
+_MOST_STRANGERS = 64  # connections that have not proved themselves yet
+# Codes of errors after which the gateway is dialled again.
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
+
+
+HostPeer = Peer[HostConnection]
+
+
+class Host:
+    """Connections of a host with gateways, and a thread for every lane; `EnvHost` and `RolloutHost` are made of it.
+
+    lanes       what the threads work with
+    metadata    what else there is to know, for people
+
+    Leave it by `with`, or `close` it: this ends the threads and closes the environments. Raises EnvError where lanes
+    differ.
+    """
+
+    role: Literal["env", "agents", "rollout", "agent_rollout"]
+    report_s: float | None = None  # seconds after which `_report` is called at the latest; None: it need not be
+
+    def __init__(
+        self,
+        lanes: Sequence[ServedLane],
+        *,
+        secret: Secret,
+        tls: ssl.SSLContext | None,
+        name: str | None,
+        limits: Limits | None,
+        metadata: dict[str, Any],
+    ) -> None:
+        self.name = socket.gethostname() if name is None else name
+        self._tls = tls
+        self._limits = Limits() if limits is None else limits
+        self._served = lanes
+        with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
+            self._secret = secret_bytes(secret)
+            check_alike(lanes)
+        self._metadata = metadata
+        self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
+        self._session = _new_session()
+        self._loop: SocketLoop[HostPeer] = SocketLoop(self, max_strangers=_MOST_STRANGERS)  # and the welcomed one
+        self._lock = self._loop.lock  # of the session as well
+        self._wakeup = self._loop.wakeup
+        self._welcomed_peer: HostPeer | None = None
+        self._is_stopped = False
+        self._fatal: Exception | None = None  # after which this session is over
+        self._redialler: Redialler | None = None  # of the gateway that is dialled
+        self._parting: str | None = None  # the reason of that gateway
+        self._threads = LaneThreads(len(lanes))
+
+    def connect(self, address: str, *, retry_s: float | None = 60.0) -> str:
+        """Dial a gateway and serve it until it says goodbye; the reason that it gives.
+
+        A connection that can't be made, or breaks, is dialled again for up to `retry_s` seconds, None for ever. Raises
+        WireError where the gateway refuses, is not to be reached, or does not know the secret.
+        """
+        target = parse_address(address)
+        check_secret(target, self._secret)
+        check_tls(target, self._tls)
+        self._redialler = redialler = Redialler(
+            "gateway",
+            target,
+            retry_s=retry_s,
+            longest_pause_s=_LONGEST_RETRY_S,
+            wakeup=self._wakeup,
+            is_over=lambda: self._is_stopped,
+        )
+        try:
+            while not self._is_stopped:
+                try:
+                    sock = redialler.reach()
+                except InterruptedError:
+                    continue  # it has been stopped meanwhile
+                except OSError as error:
+                    problem = problem_of(error)
+                else:
+                    try:
+                        return self._serve_alone(self._peer_on(sock, str(target), target))
+                    except WireError as error:
+                        if error.code not in _COMES_BACK:
+                            raise
+                        if error.code == "session":
+                            self._session = _new_session()
+                        problem = str(error)
+                redialler.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}")
+                if redialler.is_given_up:
+                    raise redialler.error()
+                redialler.pause()
+        finally:
+            self._redialler = None
+        return "stopped"
+
+    @contextmanager
+    def listening(self, address: str) -> Iterator[Address]:
+        """Listen on an address, which is given with the port that it has; what comes is served by `serve`."""
+        target = parse_address(address)
+        check_secret(target, self._secret)
+        self._listeners = listen_on(target)
+        try:
+            yield address_of(self._listeners[0])
+        finally:
+            close_sockets(self._listeners)
+
+    def serve(self) -> None:
+        """Inside `listening`: serve gateways that dial, one at a time, until `stop` is called.
+
+        Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
+        """
+        self._loop.listen(self._listeners, self)
+        try:
+            while not self._is_stopped:
+                self._turn()
+        finally:
+            for peer in self._loop.peers:
+                self._hang_up(peer)
+            self._loop.stop_listening()
+
+    def stop(self) -> None:
+        """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
+        self._is_stopped = True
+        self._wakeup.ring()
+
+    def close(self) -> None:
+        """End the threads, once they have done the step that they are at, and close the environments."""
+        self._threads.end()
+        patience_s = self._limits.handshake_s
+        for place, lane in enumerate(self._served):
+            if not self._threads.has_ended(place, _QUIET_S):
+                logger.warning("lane %d is still at something: it is waited for, %g s at most", place, patience_s)
+            if self._threads.has_ended(place, patience_s):
+                close_failed(lane.env)
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Connections
+
+    def _serve_alone(self, peer: HostPeer) -> str:
+        """Serve the gateway that is dialled until it says goodbye: its reason. Raises WireError where that breaks."""
+        self._parting = None
+        self._loop.add(peer)
+        try:
+            while self._parting is None and not self._is_stopped:
+                self._turn()
+            return "stopped" if self._parting is None else self._parting
+        finally:
+            self._hang_up(peer)
+
+    def _turn(self) -> None:
+        """Send what there is to send, wait until there is something to do, and do it."""
+        self._loop.send(self._tell)
+        next_report = None if self.report_s is None or self._welcomed_peer is None else monotonic() + self.report_s
+        ready = self._loop.wait_until(next_report)
+        now, welcomed = monotonic(), self._welcomed_peer
+        if welcomed is not None:
+            if self._fatal is not None:
+                self._loop.fail(welcomed, self._fatal, now)
+            # The welcomed connection first: where it has ended, another one may be welcomed in its place.
+            ready.sort(key=lambda each: each[0] != welcomed.fileno())
+        self._loop.serve(ready, now)
+        self._loop.tick(now)
+
+    def _tell(self, peer: HostPeer) -> None:
+        if peer is self._welcomed_peer:
+            self._report(peer.connection)
+
+    def _take_over(self, peer: HostPeer, *, was_known: bool) -> None:
+        """Go on with a connection that has been welcomed: if there is an older one, it was the same gateway's."""
+        logger.info("%s: the gateway has taken this host in", peer.where)
+        if self._redialler is not None:
+            self._redialler.connected()
+        elif was_known:
+            logger.warning("%s: the gateway is connected again", peer.where)
+        older, self._welcomed_peer = self._welcomed_peer, peer
+        if older is not None:
+            logger.info("%s: the gateway has come back, the connection from %s is closed", peer.where, older.where)
+            with self._lock:
+                older.connection.ended()  # it is not the place for a goodbye
+            self._hang_up(older)
+        self._mark_busy()
+
+    def _begin_anew(self) -> None:
+        """Have another session; peers in the handshake have been offered the one before."""
+        self._session = _new_session()
+        for peer in self._loop.peers:
+            if peer is not self._welcomed_peer:
+                with self._lock:
+                    peer.connection.refuse("session", "the session that was offered is over, expected another try")
+                self._hang_up(peer)
+
+    def _hang_up(self, peer: HostPeer) -> None:
+        """Be done with a connection; one that is still open is told so."""
+        with self._lock:
+            peer.connection.goodbye("the host was stopped")
+            self._loop.drop(peer)
+            if peer is self._welcomed_peer:
+                self._welcomed_peer = None
+                self._mark_busy()
+
+    def _mark_busy(self) -> None:
+        """Have the other connections know whether one is welcomed."""
+        with self._lock:
+            for peer in self._loop.peers:
+                peer.connection.is_busy = self._welcomed_peer is not None and peer is not self._welcomed_peer
+
+    def _peer_on(self, sock: socket.socket, where: str, dialled: Address | None) -> HostPeer:
+        """Peer of a socket with a gateway at its other end, which is told hello."""
+        connection = HostConnection(
+            self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
+        )
+        connection.is_busy = self._welcomed_peer is not None
+        return Peer(transport_for(sock, connection, self._tls, dialled=dialled), connection, where)
+
+    # What the loop asks for
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> HostPeer:
+        """Peer of a socket that a gateway has dialled."""
+        return self._peer_on(sock, where, None)
+
+    def handle(self, peer: HostPeer, event: Message, now: float) -> None:
+        """Take a message of a gateway."""
+        match event:
+            case Welcome():
+                self._take_over(peer, was_known=event.resumed)
+                self._place_of = {grant.lane: place for place, grant in enumerate(event.lanes)}
+                self._welcomed(event)
+            case Reset() | Step() | Turn():
+                place = self._place_of[event.lane]
+                work = self._work_on(self._served[place], event)
+                self._threads.put(place, partial(self._do, peer.connection, event, work))
+            case Goodbye():
+                if peer is self._welcomed_peer:
+                    self._begin_anew()  # for another rollout
+                    self._dismissed()
+                self._parting = event.reason
+                if self._redialler is None:
+                    logger.info("%s: the gateway says goodbye: %s", peer.where, quoted(event.reason))
+                self._hang_up(peer)
+            case _:
+                self._take_news(event)
+
+    def fail(self, peer: HostPeer, error: Exception, now: float) -> None:
+        """Log how a connection has ended, or raise the error where the gateway is dialled."""
+        if error is self._fatal:
+            with self._lock:
+                peer.connection.refuse(self.role, f"{type(error).__name__}: {error}")
+            self._begin_anew()
+            self._dismissed()
+        if self._redialler is not None or not (isinstance(error, WireError) or error is self._fatal):
+            raise error
+        logger.warning("%s: %s: %s", peer.where, type(error).__name__, quoted(error))
+        self._hang_up(peer)
+
+    # For subclasses
+
+    def _welcomed(self, welcome: Welcome) -> None:
+        """Begin for a gateway that has taken this host in."""
+
+    def _dismissed(self) -> None:
+        """End for a rollout that has said goodbye, or failed."""
+
+    def _work_on(self, lane: Any, request: Any) -> Callable[[], Answer | None]:
+        """Work for the lane's thread."""
+        raise NotImplementedError
+
+    def _take_news(self, news: Message) -> None:
+        """Take a message that is no request."""
+
+    def _report(self, connection: HostConnection) -> None:
+        """Tell the gateway what it has not asked for, with the lock held."""
+
+    def _failed(self, request: Any, error: Exception) -> Answer | None:
+        """Answer where a lane's work has raised."""
+        return Failed.of(request, error)
+
+    # Inside
+
+    def _hello(self) -> Hello:
+        return Hello(
+            versions=(VERSION, VERSION),
+            role=self.role,
+            software=software(),
+            name=self.name,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            session=self._session.token,
+            max_frame=self._limits.max_frame,
+            slots=tuple(lane.env.num_envs for lane in self._served),
+            metadata=self._metadata,
+            busy=self._welcomed_peer is not None,
+            **self._served[0].describe(),
+        )
+
+    def _do(self, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
+        """Do a lane's work, in its thread, and answer; None where nobody wants that any more."""
+        answer: Answer | None
+        try:
+            answer = work()
+        except BaseException as error:
+            logger.warning("lane %d: %r", request.lane, error, exc_info=error)
+            answer = self._failed(request, error)  # type: ignore[arg-type]
+        if answer is None:
+            return
+        with self._lock:
+            try:
+                connection.answer(request, answer)
+            except (WireError, ColumnError) as error:
+                if getattr(error, "code", "") != "undelivered":
+                    failed = self._failed(request, error)
+                    with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
+                        if failed is not None:
+                            connection.answer(request, failed)
+            peer = self._welcomed_peer
+            if peer is not None:
+                self._loop.peers.write(peer)
+                if peer.transport.waits_to_write or not peer.connection.is_open:
+                    self._wakeup.ring()
+
+
+def _new_session() -> HostSession:
+    return HostSession(secrets.token_bytes(SESSION_BYTES))

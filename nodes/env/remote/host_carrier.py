@@ -1,0 +1,378 @@
+"""Hosts of lanes: taken in by a gateway, asked, heard, given up and awaited, as they come and go."""
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rollflow.nodes.env.remote.gateway import Gateway
+from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.env.remote.remote_host import (
+    HostAnswered,
+    HostEvent,
+    HostJoined,
+    HostLeft,
+    HostProgressed,
+    HostReconnected,
+    HostWait,
+    RemoteHost,
+    RemoteLane,
+)
+from rollflow.nodes.env.workers.carrier import L
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
+from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.wire import Answer, Failed, Request
+
+_LOOK_S = 0.5
+_MOST_FAREWELLS = 16
+
+logger = logging.getLogger(__name__)
+
+
+class HostDialogue(Protocol):
+    """Requests to hosts of one kind, and what becomes of their answers.
+
+    role           of the hosts
+    takes_late     whether a lane that was late goes on with the answer that comes after all; else it begins anew
+    """
+
+    role: str
+    takes_late: bool
+
+    def envs_on(self, host: RemoteHost, /) -> list[Any]:
+        """Stand-ins for a host's environments, lane by lane."""
+
+    def progress(self, lane: int) -> ProgressMark:
+        """Count by which a lane shows that it gets on, and its activity."""
+
+    def new_lane(self, index: int, env: Any, first_slot: int, /) -> Any:
+        """A lane, as it goes round."""
+
+    def set_out(self, remote: RemoteLane) -> bool:
+        """Have a lane begin, or begin anew after it was lost; True where it comes back at once."""
+
+    def ask(self, remote: RemoteLane) -> None:
+        """Have a lane's host do what the lane was handed over for."""
+
+    def note(self, event: HostEvent) -> None:
+        """Take note of an event, before the carrier does."""
+
+    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
+        """Take what a host has answered for a lane, where nothing failed: the lane, if it comes back."""
+
+    def failed(self, remote: RemoteLane, answer: Failed) -> None:
+        """Take note of an error that a host has answered with. Raises EnvError where it ends the run."""
+
+    def late(self, remote: RemoteLane, reason: str) -> None:
+        """Deal with a lane that has not come back in time, for the first time."""
+
+    def lose(self, remote: RemoteLane, reason: str) -> int:
+        """End what is open in a lane that is lost: how many transitions are lost with it."""
+
+    def lose_idle(self, remote: RemoteLane) -> int:
+        """End what is open in a lane whose host left while the lane was elsewhere: how many transitions are lost."""
+
+    def is_given_up(self, remote: RemoteLane) -> bool:
+        """True where a lane is not waited for any more, as the rollout is ending."""
+
+
+class HostCarrier:
+    """Carries lanes to hosts that a gateway takes in.
+
+        node        that the lanes are of; it has `joined` and `left`, called with lanes that come and go
+        dialogue    requests to the hosts
+        hosts       that may come
+        limits      patience with lanes
+
+        supervisor    state of the lanes
+        lanes         on hosts, in the order in which they came
+        gateway       which the hosts are connected to
+
+    A host whose connection breaks goes on where it was when it comes back in time; nothing is lost. One that does not,
+    whose place a new host takes, or that breaks the protocol, leaves, its lanes with it. Hosts that come later get
+    lanes of their own. While there is none at all, the rollout waits, for as long as it did for the first; then it ends
+    with an EnvError that says why each has left.
+    """
+
+    def __init__(self, node: Any, dialogue: HostDialogue, hosts: RemoteHosts, limits: LaneLimits) -> None:
+        self.lanes: list[RemoteLane] = []
+        suffix = ", the resets after ended episodes included"
+        self.supervisor = LaneSupervisor(limits, dialogue.progress, suffix=suffix)
+        self.join_timeout = hosts.join_timeout
+        self._node, self._dialogue = node, dialogue
+        self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
+        self._vacancy: HostWait | None = None  # while there is no lane
+        self.gateway = Gateway(hosts, dialogue.role)
+
+    # What a node asks for
+
+    @contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """Say goodbye to the hosts where the block raises, in which the node is made."""
+        try:
+            yield
+        except BaseException:
+            self.gateway.close("the rollout could not be made")
+            raise
+
+    def first_envs(self, count: int, num_envs: int | None, lanes: int | None) -> list[Any]:
+        """Wait for so many hosts: what is known of their environments, lane by lane.
+
+        Raises EnvError when they don't come in time, and where numbers of environments or lanes were given.
+        """
+        if num_envs is not None or lanes is not None:
+            raise EnvError(
+                f"num_envs is {num_envs} and lanes is {lanes}, expected neither: hosts say how many environments and "
+                "lanes they have"
+            )
+        envs: list[Any] = []
+        for host in self._first_hosts(count):
+            host.has_place = True
+            envs += self._dialogue.envs_on(host)
+        return envs
+
+    def start(self) -> Iterator[Any]:
+        """Have every lane set out, all at a time."""
+        for index, (env, first_slot) in enumerate(zip(self._node.envs, self._node.first_slots(), strict=True)):
+            self._new_lane(index, env, first_slot, self.gateway.host_of(index))
+        for remote in self.lanes:
+            if remote.host.session.token in self.gateway.hosts:
+                yield from self._set_out(remote)
+            else:
+                remote.status.reason = f"host {remote.host.name} left before the first step"
+                yield self._leave(remote)
+
+    def hand_over(self, lane: L) -> L | None:
+        """Have a lane's host do what the lane was handed over for; the lane itself, where its host has left."""
+        remote = self.lanes[lane.index]
+        if remote.status.phase is LanePhase.ASIDE:  # while the lane was somewhere else: no step is under way
+            self.supervisor.lost_steps += self._dialogue.lose_idle(remote)
+            self._leave(remote)
+            return lane
+        self.supervisor.wait_for(remote.status)
+        if remote.status.phase is not LanePhase.LOST:  # else it is asked when it begins anew
+            self._dialogue.ask(remote)
+        return None
+
+    def hasten(self) -> None:
+        """Have lanes come back that make no step: no more will be asked for."""
+        self.supervisor.is_draining = True
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once a host has something to say."""
+        return self.gateway.fileno()
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is late or begins anew, or the rollout has waited long enough for hosts."""
+        left = [self.supervisor.patience]
+        if self._vacancy is not None:
+            left.append(self._vacancy.left)
+        if self.supervisor.is_draining:
+            left.append(_LOOK_S)  # whether a host has been lost
+        return min((seconds for seconds in left if seconds is not None), default=None)
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
+        self.gateway.service()
+        for event in self.gateway.news():
+            self._dialogue.note(event)
+            yield from self._heard(event)
+        for index, text in self.supervisor.deadlines.overdue().items():
+            remote = self.lanes[index]
+            if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
+                self.supervisor.deadlines.end(index)
+            else:
+                yield from self._late(remote, f"host {remote.host.name}, lane {index}, {remote.slots}: {text}")
+        for status in self.supervisor.due():
+            yield from self._set_out(self.lanes[status.index])
+        self._check_vacancy()
+        if self.supervisor.is_draining:
+            yield from self._given_up()
+
+    def describe(self) -> str:
+        """Names of the hosts, for `explain()`."""
+        return f"on {self.gateway.describe()}"
+
+    def close(self) -> None:
+        """Say goodbye to the hosts."""
+        self.gateway.close()
+
+    # What a dialogue asks for
+
+    def request(self, remote: RemoteLane, request: Request, phase: LanePhase) -> None:
+        """Ask a lane's host for something, which takes the lane to a phase."""
+        self.supervisor.begin(remote.status, phase)
+        self.gateway.ask(request)
+
+    def come_back(self, remote: RemoteLane) -> Any:
+        """Take a lane out of flight: the lane, as it goes round."""
+        self.supervisor.come_back(remote.status)
+        return remote.lane
+
+    def lose(self, remote: RemoteLane, reason: str, traceback: str = "") -> None:
+        """End a lane's open episodes."""
+        status = remote.status
+        self.supervisor.deadlines.end(status.index)
+        status.reason = reason
+        self.supervisor.lost_steps += self._dialogue.lose(remote, reason)
+        logger.warning("lane %d is lost: %s", status.index, reason)
+        if traceback:  # for people, and the host has logged its own
+            logger.debug("lane %d, on its host:\n%s", status.index, traceback)
+
+    def begin_anew_or_leave(self, remote: RemoteLane) -> Iterator[Any]:
+        """Have a lane that was lost begin anew after a while, longer each time; after too many times it leaves."""
+        status = remote.status
+        self.supervisor.fail(status)
+        if status.phase is LanePhase.ASIDE:
+            logger.error("lane %d leaves, lost %d times in a row: %s", status.index, status.failures, status.reason)
+            self._farewells.append((f"lane {status.index}", status.reason))
+            yield self._leave(remote)
+
+    def lanes_of(self, host: RemoteHost) -> list[RemoteLane]:
+        """A host's lanes; one that came when the rollout was ending has been given none."""
+        return [self.lanes[index] for index in host.session.lanes if index < len(self.lanes)]
+
+    # Hosts
+
+    def _first_hosts(self, count: int) -> list[RemoteHost]:
+        hosts: list[RemoteHost] = []
+        wait = HostWait(self.join_timeout)
+        while len(hosts) < count:
+            if wait.is_over:
+                raise EnvError(
+                    f"{len(hosts)} of {count} hosts came within {self.join_timeout:g} s, {self.gateway.waited_for()}"
+                ).see("hosts")
+            wait.remind(f"{len(hosts)} of {count} hosts are here", self.gateway.waited_for())
+            self.gateway.wait(wait.left)
+            self.gateway.service()
+            for event in self.gateway.news():
+                if isinstance(event, HostJoined):
+                    hosts.append(event.host)
+                    if wait.has_warned:
+                        logger.warning("host %s has joined: %d of %d are here", event.host.name, len(hosts), count)
+                elif isinstance(event, HostProgressed):  # it has made nothing yet, and is to say so when it has
+                    self.gateway.give_credit(event.host)
+                elif isinstance(event, HostLeft):
+                    self._farewells.append((f"host {event.host.name}", event.reason))
+                    count += 1  # others are waited for in its place
+        return hosts
+
+    def _heard(self, event: HostEvent) -> Iterator[Any]:
+        match event:
+            case HostAnswered():
+                yield from self._answered(event.answer)
+            case HostJoined():
+                yield from self._join(event.host)
+            case HostReconnected():  # it has its time again for what it is at
+                for remote in self.lanes_of(event.host):
+                    self.supervisor.watch(remote.status)
+            case HostLeft():
+                yield from self._host_left(event.host, event.reason)
+
+    def _answered(self, answer: Answer) -> Iterator[Any]:
+        remote = self.lanes[answer.lane]
+        status = remote.status
+        if status.phase is LanePhase.ASIDE:
+            return
+        if status.phase is LanePhase.LATE and not self._dialogue.takes_late:
+            yield from self.begin_anew_or_leave(remote)
+        elif isinstance(answer, Failed):
+            self._dialogue.failed(remote, answer)
+            where = f" ({'; '.join(answer.notes)})" if answer.notes else ""
+            reason = f"host {remote.host.name}: {answer.type}: {answer.text}{where}"
+            self.lose(remote, reason, answer.traceback)
+            yield from self.begin_anew_or_leave(remote)
+        else:
+            yield from self._dialogue.take(remote, answer)
+
+    def _join(self, host: RemoteHost) -> Iterator[Any]:
+        """Give a host that came later its lanes."""
+        if self.supervisor.is_draining:
+            return
+        is_first = self._vacancy is not None
+        if is_first:
+            logger.warning("host %s has joined: there are lanes again", host.name)
+            self._fill_vacancy()
+        for index, env in zip(host.session.lanes, self._dialogue.envs_on(host), strict=True):
+            remote = self._new_lane(index, env, self._node.num_envs, host)
+            self._node.envs = [*self._node.envs, env]
+            self._node.num_envs += env.num_envs
+            self._node.listener.lane_joined(remote.lane, is_first)
+            yield from self._set_out(remote)
+            is_first = False
+
+    def _host_left(self, host: RemoteHost, reason: str) -> Iterator[Any]:
+        self._farewells.append((f"host {host.name}", reason))
+        for remote in self.lanes_of(host):
+            if remote.status.phase is LanePhase.ASIDE:
+                continue
+            self.lose(remote, f"host {host.name}: {reason}")
+            self.supervisor.set_aside(remote.status)
+            if remote.status.is_waited:
+                yield self._leave(remote)
+
+    # Lanes
+
+    def _new_lane(self, index: int, env: Any, first_slot: int, host: RemoteHost) -> RemoteLane:
+        assert index == len(self.lanes)
+        lane = self._dialogue.new_lane(index, env, first_slot)
+        self.lanes.append(RemoteLane(self.supervisor.add(LanePhase.READY), lane, host, env.num_envs, first_slot))
+        return self.lanes[-1]
+
+    def _set_out(self, remote: RemoteLane) -> Iterator[Any]:
+        if self._dialogue.set_out(remote):
+            yield remote.lane
+
+    def _late(self, remote: RemoteLane, reason: str) -> Iterator[Any]:
+        """Give up what a lane is at; the lane itself, when it is late with that for the second time."""
+        status = remote.status
+        if status.phase is LanePhase.LATE:
+            self.lose(remote, f"{status.reason}, nor since")
+            self._farewells.append((f"lane {status.index}", status.reason))
+            yield self._leave(remote)
+            return
+        self._dialogue.late(remote, reason)
+        self.supervisor.begin(status, LanePhase.LATE)
+
+    def _leave(self, remote: RemoteLane) -> Any:
+        """Let the lane go round for the last time."""
+        self.supervisor.set_aside(remote.status)
+        if remote.status.is_waited:
+            self.supervisor.come_back(remote.status)
+        remote.has_left = remote.lane.is_set_aside = True
+        is_last = all(each.has_left for each in self.lanes)
+        if is_last:
+            self._vacancy = HostWait(self.join_timeout)
+            if not self.supervisor.is_draining:
+                self._vacancy.warn("no lane is left", self.gateway.waited_for())
+            self.supervisor.in_flight += 1  # hosts that may come
+        self._node.listener.lane_left(remote.lane, is_last)
+        return remote.lane
+
+    def _check_vacancy(self) -> None:
+        if self._vacancy is None:
+            return
+        if not self.supervisor.is_draining:
+            self._vacancy.remind("no lane is left", self.gateway.waited_for())
+        if self._vacancy.is_over:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells)
+            who = "every lane has left, though hosts are here," if self.gateway.hosts else "every host has left"
+            raise EnvError(f"{who} and none came within {self.join_timeout:g} s: {reasons}").see("hosts")
+
+    def _fill_vacancy(self) -> None:
+        if self._vacancy is not None:
+            self._vacancy = None
+            self.supervisor.in_flight -= 1
+
+    def _given_up(self) -> Iterator[Any]:
+        """The lanes that make no step, or whose hosts are not there."""
+        self._fill_vacancy()
+        for remote in self.lanes:
+            if remote.status.is_waited and self._dialogue.is_given_up(remote):
+                self.lose(remote, f"the rollout ended: {remote.status.reason or 'no host'}")
+                self.supervisor.give_back(remote.status)
+                remote.lane.is_set_aside = True
+                yield remote.lane

@@ -1,0 +1,258 @@
+"""Lanes of a host: environments of one agent or of several that are stepped, in a thread, as requests come."""
+
+import abc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.env.env_source import LaneMaker, is_whole
+from rollflow.nodes.env.multi_agent.agent_environments import lane_makers
+from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import Stepped, close_failed, described
+from rollflow.nodes.env.workers.agent_codec import InfoCodec
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.space_codec import describe_space, space_of
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.multi_agent.vector_step import Observed
+from rollflow.stream.wire import AgentRows, Reset, Rows, Step
+
+_WORDS = {
+    "observation_space": "observation space",
+    "action_space": "action space",
+    "autoreset": "autoreset mode",
+    "agents": "list of agents",
+    "parts": "list of the agents' parts",
+}
+
+
+class ServedLane(Protocol):
+    """Lane of a host: environments, and whatever is done with them."""
+
+    @property
+    def env(self) -> Any:
+        """`num_envs` environments, which are to be closed."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of a Hello about them, by their names."""
+        ...
+
+
+L = TypeVar("L", bound=ServedLane)
+
+
+def all_made(lanes: Iterable[L]) -> list[L]:
+    """The lanes of a host, each made in turn; where one can't be made, those before it are closed."""
+    made: list[L] = []
+    with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in made)):
+        for lane in lanes:
+            made.append(lane)  # noqa: PERF402  # for the closing, where the next one raises
+    return made
+
+
+def check_alike(lanes: Sequence[ServedLane]) -> None:
+    """Raise EnvError where lanes differ in what one description is for."""
+    first = lanes[0].describe()
+    for place, lane in enumerate(lanes):
+        for name, mine in lane.describe().items():
+            if mine != first[name]:
+                text, other = (space_of(each) if name.endswith("space") else each for each in (mine, first[name]))
+                raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
+
+
+class ServedEnvironments(abc.ABC):
+    """Environments of one lane of a host, which a thread steps; subclasses know their kind.
+
+    maker         of the environments; unless a user has made them, they are made again where they are reset after they
+                  have raised
+    deviations    of what they give
+    where         place, at the beginning of texts about those
+    env           the environments as they are now
+
+    Raises EnvError where they can't be made.
+    """
+
+    def __init__(self, maker: Any, deviations: Deviations, *where: str) -> None:
+        self._make = partial(maker.lane_env, deviations, *where)
+        self._can_be_remade, self._has_failed = maker.can_travel, False
+        self.env: Any = self._make()
+
+    def answer(self, request: Reset | Step) -> Rows | AgentRows:
+        """Step or reset; the rows. Raises what the environments raise."""
+        try:
+            if isinstance(request, Step):
+                return self._step(request)
+            if self._has_failed and self._can_be_remade:
+                close_failed(self.env)
+                self.env = self._make()
+            answer = self._reset(request)
+            self._has_failed = False
+            return answer
+        except BaseException:
+            self._has_failed = True
+            raise
+
+    # For subclasses
+
+    @abc.abstractmethod
+    def _reset(self, request: Reset) -> Rows | AgentRows: ...
+
+    @abc.abstractmethod
+    def _step(self, request: Step) -> Rows | AgentRows: ...
+
+
+class HostLane(ServedEnvironments):
+    """A vector environment with one agent in each of its environments."""
+
+    def __init__(self, maker: LaneMaker, index: int, deviations: Deviations) -> None:
+        super().__init__(maker, deviations, f"lane {index}, ")
+        self._row = row_of(self.env.env.single_observation_space, 1)
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of a Hello."""
+        return described(self.env.env)
+
+    def _in_space(self, observations: Tree) -> Tree:
+        """Observations in the space's dtypes, which the wire has, as a column would cast them elsewhere."""
+        try:
+            return map_tree(_cast, self._row, observations)
+        except ValueError:  # of another structure, which is refused where it is sent
+            return observations
+
+    def _reset(self, request: Reset) -> Rows:
+        options = None if request.options is None else dict(request.options)
+        observations, infos = self.env.reset(request.seeds, options)
+        return Rows(request.lane, request.number, self._in_space(observations), None, None, None, (), None, infos, {})
+
+    def _step(self, request: Step) -> Rows:
+        observations, rewards, terminateds, truncateds, infos, final = Stepped(*self.env.step(request.actions))
+        slots: tuple[int, ...] = ()
+        last: Tree = None
+        last_infos: Mapping[str, Any] = {}
+        if final is not None:
+            slots = tuple(np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist())
+            last, last_infos = self._in_space(stack_trees(list(final[0]))), final[1]
+        return Rows(
+            request.lane,
+            request.number,
+            self._in_space(observations),
+            np.asarray(rewards, np.float64),
+            np.asarray(terminateds, np.bool_),
+            np.asarray(truncateds, np.bool_),
+            slots,
+            last,
+            infos,
+            last_infos,
+        )
+
+
+def _cast(like: NDArray[Any], values: Any) -> Any:
+    """Values in the dtype of `like`, where they are of the same kind."""
+    array = np.asarray(values)
+    return array.astype(like.dtype, copy=False) if np.can_cast(array.dtype, like.dtype, "same_kind") else values
+
+
+class AgentHostLane(ServedEnvironments):
+    """Environments with several agents each."""
+
+    def __init__(self, maker: AgentLaneMaker, deviations: Deviations) -> None:
+        super().__init__(maker, deviations)
+        self._infos = InfoCodec(self.env.possible_agents, maker.first_env)
+
+    def describe(self) -> dict[str, Any]:
+        """Fields of a Hello. Raises EnvError where their agents' ids can't be sent."""
+        return agents_described(self.env)
+
+    # Inside
+
+    def _reset(self, request: Reset) -> AgentRows:
+        observed, infos = self.env.reset(request.seeds)
+        nothing = dict.fromkeys(
+            ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
+        )
+        slots, obs = _columns(observed)
+        sent = self._infos.sent(infos, range(self.env.num_envs))
+        return AgentRows(request.lane, request.number, slots, obs, **nothing, infos=sent, first_infos=())
+
+    def _step(self, request: Step) -> AgentRows:
+        assert request.agent_slots is not None
+        step = self.env.step(list(zip(request.agent_slots, request.actions, strict=True)))
+        slots, obs = _columns([part.observed for part in step.parts])
+        first_slots, first_obs = _columns(step.first) if len(step.ended) else (None, None)
+        return AgentRows(
+            request.lane,
+            request.number,
+            slots,
+            obs,
+            tuple(part.rewards for part in step.parts),
+            tuple(part.terminateds for part in step.parts),
+            tuple(part.truncateds for part in step.parts),
+            step.ended,
+            step.truncated,
+            first_slots,
+            first_obs,
+            self._infos.sent(step.infos, range(self.env.num_envs)),
+            self._infos.sent(step.first_infos, step.ended.tolist()),
+        )
+
+
+def agents_described(envs: LaneEnvs) -> dict[str, Any]:
+    """Fields of a Hello about environments with several agents. Raises EnvError where their ids can't be sent."""
+    parts, agents = envs.parts, [_sent(agent) for agent in envs.possible_agents]
+    part_of = {agent: place for place, part in enumerate(parts) for agent in part.agents}
+    return {
+        "observation_space": _tuple_of([part.observation_space for part in parts]),
+        "action_space": _tuple_of([part.action_space for part in parts]),
+        "autoreset": "SAME_STEP",
+        "agents": tuple(agents),
+        "parts": tuple(part_of[agent] for agent in envs.possible_agents),
+    }
+
+
+def agent_lanes(env: Any, num_envs: int | None, lanes: int | None, *, are_vectors: bool) -> list[AgentHostLane]:
+    """The lanes of a host. Raises EnvError where they can't be made.
+
+    are_vectors    whether callables make vector environments, each of which is a lane by itself
+    """
+    per_lane: list[Any] = [env]
+    if not isinstance(env, MultiAgentVectorEnv):
+        per_lane = lane_makers(env, num_envs, lanes)
+        if are_vectors and lanes is None:
+            per_lane = [[make] for make in per_lane[0]]
+
+    def made() -> Iterator[AgentHostLane]:
+        count, deviations = 0, Deviations()
+        for makers in per_lane:
+            yield (lane := AgentHostLane(AgentLaneMaker(makers, count), deviations))
+            count += lane.env.num_envs
+        if num_envs not in (None, count) or lanes not in (None, len(per_lane)):
+            raise EnvError(
+                f"num_envs is {num_envs} and lanes is {lanes}, but the vector environments have {count} environments "
+                f"in {len(per_lane)} lanes; expected them to be left out"
+            )
+
+    return all_made(made())
+
+
+def _sent(agent: Any) -> str | int:
+    """An agent's id as it goes over the wire. Raises EnvError where it can't."""
+    if isinstance(agent, str):
+        return str(agent)
+    if is_whole(agent):
+        return int(agent)
+    raise EnvError(f"agent {agent!r}: its id can't be sent to another host; expected a string or a whole number")
+
+
+def _columns(observed: Sequence[Observed]) -> Any:
+    return tuple(each.slots for each in observed), tuple(each.observations for each in observed)
+
+
+def _tuple_of(spaces: Sequence[Any]) -> dict[str, Any]:
+    return {"kind": "Tuple", "parts": [describe_space(space) for space in spaces]}

@@ -1,0 +1,236 @@
+"""Hosts as a user names them to a rollout whose environments, or all of it, are on other hosts."""
+
+import errno
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.stream.data.errors import EnvError, WireError
+from rollflow.stream.net.transport import check_server_tls
+from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
+
+Secret = bytes | str | None
+
+
+@dataclass(eq=False, kw_only=True, repr=False)
+class RemoteHosts:
+    """Hosts that dial in, or are dialled, for `RemoteEnvs` and `RemoteRollouts`: see `listen` and `connect`.
+
+    addresses    listened on, with the ports that they have; or to be dialled
+
+    For one rollout, which closes it; `close` is for one that was never given to any.
+    """
+
+    addresses: list[Address]
+    sockets: list[socket.socket]
+    secret: bytes | None
+    tls: ssl.SSLContext | None
+    hosts: int
+    join_timeout: float | None
+    max_hosts: int
+    limits: Limits
+    is_taken: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.hosts <= self.max_hosts:
+            raise ValueError(
+                f"hosts is {self.hosts} and max_hosts is {self.max_hosts}, expected 1 <= hosts <= max_hosts"
+            )
+
+    @classmethod
+    def listen(
+        cls,
+        *addresses: str,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        hosts: int = 1,
+        join_timeout: float | None = 120.0,
+        max_hosts: int = 4096,
+        limits: Limits | None = None,
+    ) -> Self:
+        """Listen right away, for hosts that dial in whenever they want to.
+
+            addresses       'tcp://host:port' or 'unix:/path'; port 0 is any that is free: see `addresses`
+            secret          that hosts must know, and that is never sent. Without one only loopback addresses and Unix
+                            sockets are listened on
+            tls             a server's context; it may ask for the hosts' certificates
+            hosts           how many the rollout waits for before it begins; others may come at any time
+            join_timeout    seconds that it waits for them, and, when all have left, for others; None: for ever
+            max_hosts       more are refused
+            limits          of frames, times and bytes under way
+
+        Raises WireError for an address that is none, or not without a secret; EnvError where it can't be listened on.
+        """
+        if not addresses:
+            raise ValueError("no address to listen on, expected 'tcp://host:port' or 'unix:/path'")
+        check_server_tls(tls)
+        sockets: list[socket.socket] = []
+        with closing_on_error(lambda: close_sockets(sockets)):
+            for text in addresses:
+                address = parse_address(text)
+                check_secret(address, secret_bytes(secret))
+                sockets += listen_on(address)
+            return cls(
+                sockets=sockets,
+                addresses=[address_of(sock) for sock in sockets],
+                secret=secret_bytes(secret),
+                tls=tls,
+                hosts=hosts,
+                join_timeout=join_timeout,
+                max_hosts=max_hosts,
+                limits=limits or Limits(),
+            )
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: str | Sequence[str],
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        hosts: int | None = None,
+        join_timeout: float | None = 120.0,
+        limits: Limits | None = None,
+    ) -> Self:
+        """Dial hosts that listen, and again whenever a connection is lost.
+
+            addresses    'tcp://host:port' or 'unix:/path', one for each host
+            tls          a client's context
+            hosts        how many the rollout waits for before it begins; None: all of them
+
+        All else is as for `listen`.
+        """
+        texts = [addresses] if isinstance(addresses, str) else list(addresses)
+        if not texts:
+            raise ValueError("no address to dial, expected 'tcp://host:port' or 'unix:/path'")
+        parsed = [parse_address(text) for text in texts]
+        for address in parsed:
+            check_secret(address, secret_bytes(secret))
+            check_tls(address, tls)
+        return cls(
+            sockets=[],
+            addresses=parsed,
+            secret=secret_bytes(secret),
+            tls=tls,
+            hosts=len(parsed) if hosts is None else hosts,
+            join_timeout=join_timeout,
+            max_hosts=max(len(parsed), 1),
+            limits=limits or Limits(),
+        )
+
+    @property
+    def is_listening(self) -> bool:
+        """True if hosts dial in."""
+        return bool(self.sockets)
+
+    def take(self) -> None:
+        """Say that a rollout has it. Raises EnvError where another has."""
+        if self.is_taken:
+            raise EnvError("these remote hosts have been given to a rollout already, expected others")
+        self.is_taken = True
+
+    def close(self) -> None:
+        """Stop listening."""
+        close_sockets(self.sockets)
+
+
+class RemoteEnvs(RemoteHosts):
+    """Environments on other hosts, `rollflow env-host` or an `EnvHost` there: the policy acts here.
+
+    A `Rollout` takes hosts of environments with one agent, a `MultiAgentRollout` those of environments with several.
+    """
+
+
+class RemoteRollouts(RemoteHosts):
+    """Whole rollouts on other hosts, `rollflow rollout-host` or a `RolloutHost` there: the policy acts there.
+
+    It serves where a round trip for each step would take too long. Hosts are sent weights and what connectors have
+    learnt, and send fragments. They must have the same connectors, and, unless that is the default one, the same
+    module.
+    """
+
+
+def check_tls(address: Address, tls: ssl.SSLContext | None) -> None:
+    """Raise WireError where a certificate is to be for a host's name, and the address to be dialled has none."""
+    if isinstance(address, UnixAddress) and tls is not None and tls.check_hostname:
+        raise WireError(
+            f"{address} has no host name to check in a certificate; expected tls.check_hostname=False", "tls"
+        )
+
+
+def secret_bytes(secret: Secret) -> bytes | None:
+    """A secret as it is used: text in UTF-8, without white space at its ends. Raises WireError for what can be none."""
+    if not isinstance(secret, bytes | str | None):
+        raise WireError(f"secret is of type {type(secret).__name__}, expected text or bytes", "secret")
+    return secret.strip().encode() if isinstance(secret, str) else secret
+
+
+def listen_on(address: Address) -> list[socket.socket]:
+    """Sockets that listen on an address. Raises EnvError where that can't be."""
+    try:
+        sockets = [_unix_listener(address)] if isinstance(address, UnixAddress) else _tcp_listeners(address)
+    except OSError as error:
+        raise EnvError(f"can't listen on {address}: {error.strerror or error}") from error
+    for sock in sockets:
+        sock.setblocking(False)
+    return sockets
+
+
+def address_of(sock: socket.socket) -> Address:
+    """Address that a socket listens on."""
+    name = sock.getsockname()
+    return UnixAddress(name) if sock.family == socket.AF_UNIX else TcpAddress(name[0], name[1])
+
+
+def close_sockets(sockets: Sequence[socket.socket]) -> None:
+    """Close listening sockets, and take the files of Unix sockets away."""
+    for sock in sockets:
+        if sock.family == socket.AF_UNIX and sock.fileno() >= 0:
+            with suppress(OSError):
+                os.unlink(sock.getsockname())
+        sock.close()
+
+
+def _unix_listener(address: UnixAddress) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    with closing_on_error(sock.close):
+        with suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(os.stat(address.path).st_mode):
+                raise FileExistsError(errno.EEXIST, "something else is there, expected nothing or a socket")
+            if not _is_answered(address):
+                os.unlink(address.path)  # left behind by somebody who was killed
+        sock.bind(address.path)
+        os.chmod(address.path, 0o600)
+        sock.listen(socket.SOMAXCONN)
+    return sock
+
+
+def _is_answered(address: UnixAddress) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(address.path)
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def _tcp_listeners(address: TcpAddress) -> list[socket.socket]:
+    found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    # A name may stand for several addresses; with port 0 each would have another one.
+    sockets: list[socket.socket] = []
+    with closing_on_error(lambda: close_sockets(sockets)):
+        for family, kind, protocol, _, target in found if address.port else found[:1]:
+            sock = socket.socket(family, kind, protocol)
+            sockets.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(target)
+            sock.listen(socket.SOMAXCONN)
+    return sockets

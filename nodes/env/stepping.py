@@ -1,0 +1,368 @@
+"""One vector step, in any autoreset mode, as a lane records it.
+
+All three of gymnasium's modes come to the same episodes. Under NEXT_STEP the step after an end only resets: a lane
+assumes it where a step gives no last observations.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, cast
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv, VectorEnv
+from gymnasium.vector.utils import iterate
+from numpy.typing import NDArray
+from optree import PyTreeSpec
+
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, LaneCheck
+from rollflow.nodes.env.vector_env_errors import (
+    STEP_GIVES,
+    check_reset,
+    info_given,
+    kind_of,
+    naming_slots,
+    refuse_misfit,
+    rewards_of,
+)
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.infos import SlotInfos, replaced, without
+from rollflow.stream.data.space import is_columnar, item_of
+from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.data.tree import Tree, map_in, map_tree, stack_in, stack_trees, structure_of
+from rollflow.stream.graph.seeding import seed_for
+
+logger = logging.getLogger(__name__)
+
+_RESET_GIVES = "if that is reset's: each environment's takes seed and options by name, and gives (observation, info)"
+
+
+class Stepped(NamedTuple):
+    """The results of a vector step."""
+
+    observations: Tree  # any[N, ...]
+    rewards: NDArray[Any]  # number[N]
+    terminateds: NDArray[np.bool_]  # bool[N]
+    truncateds: NDArray[np.bool_]  # bool[N]
+    infos: Mapping[str, Any]  # gymnasium's vector form, or SlotInfos
+    # Last observations (one per ended slot, in slot order) and infos, where `observations` has the next episode's.
+    final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
+
+
+Turn = Callable[[], None]
+Look = Callable[[int, tuple[Any, ...], str], None]  # (slot, answer of its `step` or `reset`, which of them)
+Step = Callable[[Tree], Stepped]  # see `LaneVectorEnv.step`
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+class LaneVectorEnv:
+    """A vector environment as a lane takes it: resets by seeds, vector steps in any autoreset mode, checks of both.
+
+    is_ours       True if rollflow has put it together: see `LaneMaker.is_side_by_side`. Only such a one may be stepped
+                  without its own `step`: one that comes from elsewhere may do anything there, whatever its class
+    deviations    of what it gives
+    where         place, at the beginning of texts about those
+    """
+
+    def __init__(
+        self, env: VectorEnv[Any, Any, Any], *, is_ours: bool, deviations: Deviations, where: str = ""
+    ) -> None:
+        self.env, self.num_envs = env, env.num_envs
+        self._mode = autoreset_mode(env)
+        self._is_one_by_one = is_ours and self._mode is AutoresetMode.SAME_STEP  # and not by its own `step`
+        space = env.single_observation_space
+        self._check = LaneCheck(space, deviations, where, is_by_items=self._is_one_by_one)
+        self._steps_made = 0
+        self.tell_resets(nothing)
+
+    def tell_resets(self, turn: Turn) -> bool:
+        """Have a function called when a reset within a step begins, and when it has ended.
+
+        False: its own `step` resets it, so that a reset can't be told from a step.
+        """
+        if self._is_one_by_one:
+            self._step = _one_after_the_other(cast("SyncVectorEnv", self.env), turn, self._check.item)
+        else:
+            self._step = naming_slots(_STEPS[self._mode](self.env, turn), self.env)
+        return self._is_one_by_one or self._mode is AutoresetMode.DISABLED
+
+    def reset(self, seeds: Sequence[int] | None, options: Any = None) -> tuple[Tree, Mapping[str, Any]]:
+        """Reset every slot with a seed of its own; see `reset_with`."""
+        observations, infos = reset_with(self.env, seeds, options)
+        self._check.reset(observations)
+        return observations, infos
+
+    def step(self, actions: Tree) -> Stepped:
+        """Step with actions any[N, ...]: `Stepped`, or gymnasium's tuple, which lacks `final`."""
+        stepped = self._step(actions)
+        if self._steps_made in CHECKED_STEPS:
+            self._check.step(stepped[0], self._steps_made, stepped[1])
+        self._steps_made += 1
+        return stepped
+
+    def close(self) -> None:
+        """Close the environments."""
+        self.env.close()
+
+
+def seeds_for(seed: int, first_slot: int, num_envs: int) -> list[int]:
+    """Seeds of so many slots, from the rollout's seed and the number of the first slot."""
+    return [seed_for(seed, "env", first_slot + slot) for slot in range(num_envs)]
+
+
+def reset_with(
+    env: VectorEnv[Any, Any, Any], seeds: Sequence[int] | None, options: Any = None
+) -> tuple[Tree, Mapping[str, Any]]:
+    """Reset every slot with a seed of its own; `seeds` None: go on with the generators."""
+    seed: Any = None if seeds is None else list(seeds)
+    if seed is not None and takes_one_seed(env):
+        seed = seed[0]
+    try:
+        answer = env.reset(seed=seed, options=options)
+    except (AttributeError, TypeError, ValueError) as error:
+        refuse_misfit(env, error)
+        error.add_note(_RESET_GIVES)
+        raise
+    check_reset(answer, env, "a tuple (observations, infos)")
+    observations, infos = answer
+    return observations, infos
+
+
+def takes_one_seed(env: VectorEnv[Any, Any, Any]) -> bool:
+    """True if a vector environment has one generator for all of its slots, and not one for each.
+
+    A stand-in for environments that are elsewhere says so itself.
+    """
+    vector = env.unwrapped
+    return bool(getattr(vector, "takes_one_seed", not isinstance(vector, SyncVectorEnv | AsyncVectorEnv)))
+
+
+def autoreset_mode(env: VectorEnv[Any, Any, Any]) -> AutoresetMode:
+    """The environment's mode. Raises EnvError where its metadata have none."""
+    mode = env.metadata.get("autoreset_mode")
+    if not isinstance(mode, AutoresetMode):
+        raise EnvError(
+            f"{env}: metadata['autoreset_mode'] is {mode!r}, expected a gymnasium.vector.AutoresetMode: "
+            "without it the end of an episode can't be told from the start of the next"
+        )
+    return mode
+
+
+def _one_after_the_other(env: SyncVectorEnv, turn: Turn, look: Look) -> Step:
+    """Step the environments of a `SyncVectorEnv` of our own, without its `step`'s copies and infos."""
+    envs, space, seen = env.envs, env.action_space, env.single_observation_space
+    structure = _structure_in(seen)
+    steps, resets = [each.step for each in envs], [each.reset for each in envs]
+    for slot in range(len(envs)):
+        _look_once(steps, slot, look, "its first step")
+        _look_once(resets, slot, look, "a reset")
+
+    def step(actions: Tree) -> Stepped:
+        taken: list[Any] = []
+        try:
+            each = actions if isinstance(actions, np.ndarray) else iterate(space, actions)
+            for step_slot, action in zip(steps, each, strict=True):
+                taken.append(step_slot(action))
+        except Exception as error:
+            error.add_note(f"slot {len(taken)}")
+            raise
+        observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
+        done = np.logical_or(terminateds, truncateds)
+        final = _begun_anew(resets, done, observations, infos, structure, turn) if np.count_nonzero(done) else None
+        try:
+            vector_infos: Mapping[str, Any] = SlotInfos(infos) if any(infos) else {}
+        except (TypeError, ValueError):
+            vector_infos = SlotInfos([info_given(info, f"slot {slot}") for slot, info in enumerate(infos)])
+        return Stepped(
+            _stacked(observations, structure), rewards_of(rewards), terminateds, truncateds, vector_infos, final
+        )
+
+    return step
+
+
+def _look_once(calls: list[Any], slot: int, look: Look, name: str) -> None:
+    """Have the first answer of one of the calls looked at; later ones cost nothing."""
+    call = calls[slot]
+
+    def looked_at(*args: Any) -> Any:
+        calls[slot] = call
+        answer = call(*args)
+        if isinstance(answer, tuple):
+            look(slot, answer, name)
+        return answer
+
+    calls[slot] = looked_at
+
+
+def _columns_of(taken: list[Any]) -> tuple[list[Tree], Sequence[Any], NDArray[np.bool_], NDArray[np.bool_], list[Any]]:
+    """The results of every slot's step, item by item. Raises EnvError where a slot did not give its five."""
+    try:
+        observations, rewards, terminateds, truncateds, infos = zip(*taken, strict=True)
+    except (TypeError, ValueError):
+        for slot, answer in enumerate(taken):
+            if not isinstance(answer, Sequence) or len(answer) != len(STEP_GIVES):
+                expected = f"expected a tuple of {len(STEP_GIVES)}: {', '.join(STEP_GIVES)}"
+                raise EnvError(f"slot {slot}: step gave {kind_of(answer)}, {expected}").see("flags") from None
+        raise
+    return (
+        list(observations),
+        rewards,
+        _flags(terminateds, "terminated"),
+        _flags(truncateds, "truncated"),
+        list(infos),
+    )
+
+
+def _flags(values: Sequence[Any], name: str) -> NDArray[np.bool_]:
+    try:
+        flags = np.array(values, np.bool_)
+    except ValueError:  # of different shapes
+        flags = np.empty((0, 0), np.bool_)
+    if flags.ndim == 1:
+        return flags
+    slot = next(slot for slot, each in enumerate(values) if np.ndim(each))
+    raise EnvError(f"slot {slot}: {name} has shape {list(np.shape(values[slot]))}, expected one bool").see("flags")
+
+
+def _begun_anew(
+    resets: Sequence[Callable[[], Any]],
+    done: NDArray[np.bool_],
+    observations: list[Tree],
+    infos: list[Any],
+    structure: PyTreeSpec,
+    turn: Turn,
+) -> tuple[Sequence[Tree], SlotInfos]:
+    """Reset the slots that are done; return their last observations and infos.
+
+    observations, infos    of all slots; those of the slots that are done are replaced by the resets'
+    """
+    last: list[Tree] = []
+    last_infos: list[dict[str, Any]] = [{}] * len(resets)
+    for slot in np.flatnonzero(done).tolist():
+        # The reset may write over both.
+        last.append(_mapped(np.array, observations[slot], structure))
+        last_infos[slot] = dict(infos[slot] or {})
+        turn()
+        try:
+            answer = resets[slot]()
+        except Exception as error:
+            error.add_note(f"slot {slot}")
+            if isinstance(error, TypeError | ValueError):
+                error.add_note(_RESET_GIVES)
+            raise
+        finally:
+            turn()
+        if type(answer) is not tuple or len(answer) != 2:
+            check_reset(answer, f"slot {slot}")
+        observations[slot], infos[slot] = answer
+    return last, SlotInfos(last_infos)
+
+
+def _structure_in(space: gym.Space[Any]) -> PyTreeSpec:
+    """The structure of observations in a space, where an environment may give lists for arrays."""
+    return structure_of(item_of(space) if is_columnar(space) else 0)
+
+
+def _mapped(function: Callable[..., Any], observation: Tree, structure: PyTreeSpec) -> Tree:
+    try:
+        return map_in(structure, function, observation)
+    except ValueError:  # it has another structure, which is refused where it is written
+        return map_tree(function, observation)
+
+
+def _stacked(observations: list[Tree], structure: PyTreeSpec) -> Tree:
+    try:
+        if isinstance(observations[0], np.ndarray):
+            return np.array(observations)
+        with suppress(ValueError):
+            return stack_in(structure, observations)
+        return stack_trees(observations)
+    except ValueError as error:
+        shapes = ", ".join(
+            f"{_mapped(np.shape, each, structure)} (slot {slot})" for slot, each in enumerate(observations)
+        )
+        raise EnvError(f"the environments gave observations of different shapes: {shapes}").see("spaces") from error
+
+
+def _next_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
+    return env.step  # type: ignore[return-value]  # without last observations
+
+
+def _same_step(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
+    """SAME_STEP: an ended episode's last observation is in `infos["final_obs"]`."""
+
+    structure = _structure_in(env.single_observation_space)
+
+    def step(actions: Tree) -> Stepped:
+        observations, rewards, terminateds, truncateds, infos = env.step(actions)
+        final = None
+        if np.count_nonzero(terminateds) or np.count_nonzero(truncateds):
+            slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
+            final = (
+                [_mapped(np.array, item, structure) for item in _final_items(infos, slots)],
+                infos.get("final_info", {}),
+            )
+        kept = without(infos, "final_obs", "final_info")
+        return Stepped(observations, rewards, terminateds, truncateds, kept, final)
+
+    return step
+
+
+def _disabled(env: VectorEnv[Any, Any, Any], turn: Turn) -> Step:
+    """DISABLED: nothing resets by itself; the ended episodes' slots are reset right here."""
+
+    def step(actions: Tree) -> Stepped:
+        observations, rewards, terminateds, truncateds, infos = env.step(actions)
+        done = np.logical_or(terminateds, truncateds)
+        if not np.count_nonzero(done):
+            return Stepped(observations, rewards, terminateds, truncateds, infos)
+        rewards, terminateds, truncateds = rewards.copy(), terminateds.copy(), truncateds.copy()
+        last = [map_tree(lambda leaf, i=i: leaf[i].copy(), observations) for i in np.flatnonzero(done).tolist()]
+        turn()
+        try:
+            observations, reset_infos = reset_with(env, None, {"reset_mask": done})
+        finally:
+            turn()
+        merged = replaced(infos, reset_infos, done)
+        return Stepped(observations, rewards, terminateds, truncateds, merged, (last, infos))
+
+    return step
+
+
+_STEPS: Mapping[AutoresetMode, Callable[[VectorEnv[Any, Any, Any], Turn], Step]] = {
+    AutoresetMode.NEXT_STEP: _next_step,
+    AutoresetMode.SAME_STEP: _same_step,
+    AutoresetMode.DISABLED: _disabled,
+}
+
+
+def _final_items(infos: Mapping[str, Any], slots: Sequence[int]) -> list[Tree]:
+    try:
+        final = infos["final_obs"]
+    except KeyError:
+        raise EnvError(
+            f"slots {list(slots)} ended under SAME_STEP autoreset, but infos has no 'final_obs': the last "
+            "observations are lost; use another autoreset mode"
+        ) from None
+    return [map_tree(lambda leaf, i=i: leaf[i], final) for i in slots]
+
+
+def described(env: VectorEnv[Any, Any, Any]) -> dict[str, Any]:
+    """Fields of a Hello about a vector environment."""
+    return {
+        "observation_space": describe_space(env.single_observation_space),
+        "action_space": describe_space(env.single_action_space),
+        "autoreset": autoreset_mode(env).name,
+    }
+
+
+def close_failed(env: Any) -> None:
+    """Close environments that have raised: closing them may fail as well, which is logged."""
+    try:
+        env.close()
+    except Exception as error:
+        logger.warning("environments that have failed can't be closed: %s: %s", type(error).__name__, error)

@@ -1,0 +1,1 @@
+"""Environments in threads and worker processes."""

@@ -1,0 +1,232 @@
+"""Environments with several agents as workers and hosts send them: their agents, infos and steps."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.multi_agent.dict_vector import Infos
+from rollflow.nodes.env.multi_agent.lane_envs import LaneEnvs
+from rollflow.stream.data.blocks import BlockLayout
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.errors import ColumnError, EnvError
+from rollflow.stream.data.packing import pack
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.space_codec import describe_space, space_of
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.vector_step import Actions, Observed, PartStep, VectorStep
+
+
+class RemoteAgentEnvs:
+    """Stand-in for environments with several agents that are elsewhere, with the names that they have there."""
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self.num_envs: int = description["num_envs"]
+        self.possible_agents: tuple[Any, ...] = tuple(description["agents"])
+        self.parts = tuple(
+            AgentPart(tuple(self.possible_agents[place] for place in places), space_of(observations), space_of(actions))
+            for places, observations, actions in description["parts"]
+        )
+        self.observation_spaces = {agent: part.observation_space for part in self.parts for agent in part.agents}
+        self.action_spaces = {agent: part.action_space for part in self.parts for agent in part.agents}
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"these environments are elsewhere, where '{name}' can't be asked for; known here: num_envs, "
+            "possible_agents, observation_spaces, action_spaces, parts"
+        )
+
+
+def describe(envs: LaneEnvs) -> bytes:
+    """Description that `RemoteAgentEnvs` is made of. Raises EnvError for agents that have no packed form."""
+    place = {agent: place for place, agent in enumerate(envs.possible_agents)}
+    description = {
+        "num_envs": envs.num_envs,
+        "parts": [
+            [
+                [place[agent] for agent in part.agents],
+                describe_space(part.observation_space),
+                describe_space(part.action_space),
+            ]
+            for part in envs.parts
+        ],
+    }
+    try:
+        return pack(description | {"agents": list(envs.possible_agents)}, "the environments")
+    except ColumnError as error:
+        raise EnvError(str(error)) from error
+
+
+class InfoCodec:
+    """Infos of a lane's environments as plain lists, with numbers in place of agents.
+
+    first_env    the number of the lane's first environment, in errors
+    """
+
+    def __init__(self, agents: Sequence[Any], first_env: int = 0) -> None:
+        self._agents = list(agents)
+        self._place = {agent: place for place, agent in enumerate(agents)}
+        self._first_env = first_env
+
+    def plain(self, infos: Infos) -> list[list[Any]]:
+        """Per environment: [place of the agent, its info]."""
+        return [[[self._place[agent], dict(info)] for agent, info in each.items() if info] for each in infos]
+
+    def infos(self, plain: Sequence[Sequence[Any]]) -> list[dict[Any, Mapping[str, Any]]]:
+        """Per environment: agent -> info."""
+        return [{self._agents[place]: info for place, info in each} for each in plain]
+
+    def sent(self, infos: Infos, envs: Sequence[int]) -> list[list[Any]]:
+        """Infos of environments with these numbers, as in `plain`. Raises EnvError for what has no packed form."""
+        self.packed({"infos": (infos, envs)})
+        return self.plain(infos)
+
+    def packed(
+        self, infos_by_kind: Mapping[str, tuple[Infos, Sequence[int]]], deviations: Sequence[tuple[str, str]] = ()
+    ) -> bytes:
+        """Infos by kinds, each with the environments that they are of, as bytes; b"" where there are none.
+
+        deviations    of observations from their space, as `Deviations.take` gives them; they go with the infos
+
+        Raises EnvError for what has no packed form.
+        """
+        plain: dict[str, Any] = {kind: self.plain(infos) for kind, (infos, _) in infos_by_kind.items() if len(infos)}
+        if deviations:
+            plain["deviations"] = [list(each) for each in deviations]
+        if not plain:
+            return b""
+        try:
+            return pack(plain)
+        except ColumnError:
+            for infos, envs in infos_by_kind.values():
+                self._check(infos, envs)
+            raise
+
+    def _check(self, infos: Infos, envs: Sequence[int]) -> None:
+        for env, each in zip(envs, infos, strict=False):
+            for agent, info in each.items():
+                try:
+                    pack(info, "its info")
+                except ColumnError as error:
+                    raise EnvError(f"environment {self._first_env + env}, agent {agent!r}: {error}") from error
+
+
+class StepBlock:
+    """Views of a block that both ends have, for the N environments of a lane.
+
+        parts     the agents by their spaces; a part of A agents has S = N * A agent slots
+        block     u8[], at least `size` of it
+
+    Of each part, with room for all slots: actions, observations and first observations, each with the slots that they
+    are of, i64[S], and their number; rewards f32[S]; terminateds and truncateds bool[S]. Of the lane: i64[N]
+    environments whose episodes have ended, their number, and bool[N] which of them were truncated. What is read are
+    views, until the next step.
+    """
+
+    def __init__(self, parts: Sequence[AgentPart], num_envs: int, block: NDArray[np.uint8]) -> None:
+        columns = _layout(parts, num_envs).columns(block)
+        self._parts = [_PartBlock(columns, part) for part in range(len(parts))]
+        self._ended: NDArray[np.int64] = columns["ended"].row(0)
+        self._truncated: NDArray[np.bool_] = columns["truncated"].row(0)
+
+    @staticmethod
+    def size(parts: Sequence[AgentPart], num_envs: int) -> int:
+        """Bytes of a block."""
+        return _layout(parts, num_envs).size
+
+    def write_actions(self, actions: Actions) -> None:
+        """Put in what the agents are to do. Raises ColumnError where that is not of their action spaces' types."""
+        for part, (slots, tree) in zip(self._parts, actions, strict=True):
+            part.actions.write(slots, tree)
+
+    def actions(self) -> Actions:
+        """Actions of the agents: copies, which environments may keep."""
+        read = (part.actions.read() for part in self._parts)
+        return [(slots, map_tree(np.array, tree)) for slots, tree in read]
+
+    def write_first(self, observed: Sequence[Observed]) -> None:
+        """Put in first observations."""
+        for part, (slots, tree) in zip(self._parts, observed, strict=True):
+            part.first.write(slots, tree)
+
+    def first(self) -> list[Observed]:
+        """First observations."""
+        return [Observed(*part.first.read()) for part in self._parts]
+
+    def write_step(self, step: VectorStep) -> None:
+        """Put in all of a step but infos."""
+        for part, part_step in zip(self._parts, step.parts, strict=True):
+            part.observed.write(*part_step.observed)
+            part.rewards[:], part.terminateds[:], part.truncateds[:] = part_step[1:]
+        count = self._ended[0] = len(step.ended)
+        if count:
+            self._ended[1 : 1 + count], self._truncated[:count] = step.ended, step.truncated
+            self.write_first(step.first)
+
+    def step(self, infos: Infos, first_infos: Infos) -> VectorStep:
+        """The step, with infos that came beside it."""
+        ended = self._ended[1 : 1 + int(self._ended[0])].copy()
+        return VectorStep(
+            parts=[
+                PartStep(Observed(*part.observed.read()), part.rewards, part.terminateds, part.truncateds)
+                for part in self._parts
+            ],
+            ended=ended,
+            truncated=self._truncated[: len(ended)].copy(),
+            first=self.first() if len(ended) else (),
+            infos=infos,
+            first_infos=first_infos,
+        )
+
+
+class _PartBlock:
+    """One part's share of a block."""
+
+    def __init__(self, columns: dict[str, Column], part: int) -> None:
+        self.actions, self.observed, self.first = (
+            _SomeSlots(columns[f"{name} of part {part}"], columns[f"slots of {name} of part {part}"].row(0))
+            for name in _OF_SOME
+        )
+        self.rewards, self.terminateds, self.truncateds = (columns[f"{name} of part {part}"].row(0) for name in _OF_ALL)
+
+
+class _SomeSlots:
+    """Values of K of S slots, `any[K, ...]`, and which they are."""
+
+    def __init__(self, values: Column, slots: NDArray[np.int64]) -> None:
+        self._values, self._slots = values, slots
+        self._all = np.arange(len(slots) - 1)
+
+    def write(self, slots: NDArray[np.int64] | None, values: Tree) -> None:
+        slots = self._all if slots is None else slots
+        count = self._slots[0] = len(slots)
+        self._slots[1 : 1 + count] = slots
+        if count:
+            self._values.write_items(0, self._all[:count], values)
+
+    def read(self) -> tuple[NDArray[np.int64] | None, Tree]:
+        count = int(self._slots[0])
+        values = map_tree(lambda leaf: leaf[0, :count], self._values.tree)
+        return (None if count == len(self._all) else self._slots[1 : 1 + count].copy()), values
+
+
+_OF_SOME = ("actions", "observations", "first observations")
+_OF_ALL = ("rewards", "terminateds", "truncateds")
+
+
+def _layout(parts: Sequence[AgentPart], num_envs: int) -> BlockLayout:
+    columns: dict[str, tuple[Any, int]] = {
+        "ended": (np.zeros(1 + num_envs, np.int64), 1),
+        "truncated": (np.zeros(num_envs, np.bool_), 1),
+    }
+    for index, part in enumerate(parts):
+        slots = num_envs * len(part.agents)
+        actions, observations = row_of(part.action_space, slots), row_of(part.observation_space, slots)
+        for name, row in zip(_OF_SOME, (actions, observations, observations), strict=True):
+            columns[f"{name} of part {index}"] = row, 1
+            columns[f"slots of {name} of part {index}"] = np.zeros(1 + slots, np.int64), 1  # how many, and then they
+        for name, dtype in zip(_OF_ALL, (np.float32, np.bool_, np.bool_), strict=True):
+            columns[f"{name} of part {index}"] = np.zeros(slots, dtype), 1
+    return BlockLayout(columns)

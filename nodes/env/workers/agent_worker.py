@@ -1,0 +1,50 @@
+"""A worker process that steps environments with several agents each, of some lanes: what runs in it.
+
+Actions are read from a lane's block of shared memory, and what the environments answer is written there. Infos go over
+the socket, where there are any; see `frames` for what else does.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
+from rollflow.nodes.env.workers.agent_codec import InfoCodec, StepBlock, describe
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with
+from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
+
+
+class AgentServer(LaneServer):
+    """Steps one lane's environments."""
+
+    _block: StepBlock
+
+    def _describe(self, maker: AgentLaneMaker) -> bytes:
+        self._infos = InfoCodec(self._env.possible_agents, maker.first_env)
+        return describe(self._env)
+
+    def _take_block(self, index: int, memory: NDArray[np.uint8]) -> None:
+        self._block = StepBlock(self._env.parts, self._env.num_envs, memory)
+
+    def _reset(self, asked: Frame) -> bytes:
+        observed, infos = self._env.reset(self._seeds)
+        self._block.write_first(observed)
+        return self._done({"infos": (infos, range(self._env.num_envs))})
+
+    def _step(self, asked: Frame) -> bytes:
+        step = self._env.step(self._block.actions())
+        self._block.write_step(step)
+        infos = step.infos, range(self._env.num_envs)
+        return self._done({"infos": infos, "first_infos": (step.first_infos, step.ended.tolist())})
+
+    def _done(self, infos: dict[str, Any]) -> bytes:
+        payload = self._infos.packed(infos, self._deviations.take())
+        return frame_with(FrameKind.DONE, payload) if payload else frame(FrameKind.DONE)
+
+
+def main(life: int, lanes: Sequence[int]) -> None:
+    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+    serve_all(life, [AgentServer(socket.socket(fileno=fd)) for fd in lanes])

@@ -1,0 +1,84 @@
+"""Carriers: how a node that steps environments elsewhere talks with the place where they are."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
+
+
+class CarriedLane(Protocol):
+    """A lane, or a token of one, as it goes round.
+
+    is_set_aside    whether its environments are gone for good
+    """
+
+    index: int
+    is_set_aside: bool
+
+
+L = TypeVar("L", bound=CarriedLane)
+
+
+class Carried:
+    """A node's share in a carrier: the background node that the engine sees, and the counts of its supervisor.
+
+    carrier    takes lanes to where their environments are, and brings them back: a `WorkerCarrier` or a `HostCarrier`
+
+    The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
+    ports from that.
+    """
+
+    carrier: Any
+    is_closed: bool
+
+    def start(self) -> Iterator[Any]:
+        """Have every lane set out, all at a time. Raises RunError a second time."""
+        self._begin()  # type: ignore[attr-defined]
+        return iter(self.carrier.start())
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
+        return iter(self.carrier.completed())
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once something has come."""
+        return int(self.carrier.fileno())
+
+    def hasten(self) -> None:
+        """Have lanes come back soon, also without a step: no more steps are asked for."""
+        self.carrier.hasten()
+
+    def describe(self) -> str:
+        """Lanes, slots and where they are, for `explain()`."""
+        return f"{super().describe()}, {self.carrier.describe()}"  # type: ignore[misc]
+
+    def close(self) -> None:
+        """End all that was begun elsewhere."""
+        self.is_closed = True
+        self.carrier.close()
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is late or begins anew."""
+        left: float | None = self.carrier.patience
+        return left
+
+    @property
+    def in_flight(self) -> int:
+        """Lanes that are waited for, and whatever else is."""
+        return self._supervisor.in_flight
+
+    @property
+    def lost_steps(self) -> int:
+        """Transitions that were under way when their environments were lost."""
+        return self._supervisor.lost_steps
+
+    @property
+    def is_draining(self) -> bool:
+        """True once no more steps are asked for."""
+        return self._supervisor.is_draining
+
+    @property
+    def _supervisor(self) -> LaneSupervisor:
+        supervisor: LaneSupervisor = self.carrier.supervisor
+        return supervisor

@@ -1,0 +1,185 @@
+"""Links to lanes whose environments, of one agent or several, step in worker processes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from gymnasium.vector.utils import batch_space
+
+from rollflow.nodes.env.environments import actions_of
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.agent_codec import InfoCodec, RemoteAgentEnvs, StepBlock
+from rollflow.nodes.env.workers.frames import SHARED_COLUMNS, Frame, FrameKind, frame, frame_with
+from rollflow.nodes.env.workers.lane_link import LaneLink
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.stream.data.blocks import BlockLayout, BlockPool, SharedBlock
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.packing import pack
+from rollflow.stream.data.space_codec import space_of
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.fragments.lane_columns import FINAL_OBS
+
+
+class LaneBlocks:
+    """A `LaneMemory` that a worker process writes to as well.
+
+    has_actions    whether `actions` are recorded there, in the environments' space; else they are recorded elsewhere,
+                   and the environments get `actions_for_env` alone
+    """
+
+    def __init__(self, layout: BlockLayout, *, has_actions: bool = True) -> None:
+        self.has_actions = has_actions
+        self.pool = BlockPool(layout.size, SharedBlock)
+        self.index = -1
+        self.columns: dict[str, Column] = {}
+        self._layout = layout
+
+    def next_columns(self) -> dict[str, Column]:
+        """Columns in a block of their own, which becomes the current one."""
+        self.index, block = self.pool.take()
+        self.columns = self._layout.columns(block)
+        names = (name for name in SHARED_COLUMNS if self.has_actions or name != Columns.ACTIONS)
+        return {name: self.columns[name] for name in names}
+
+    def observations(self, row: int) -> Tree:
+        """Observations that the environments wrote for a row of the current block, a tree of arrays any[N, ...]."""
+        return self.columns[Columns.OBS].row(row)
+
+
+class RemoteVectorEnv:
+    """Stand-in for a vector environment that is elsewhere, with the names that it has there."""
+
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        self.num_envs = description["num_envs"]
+        self.takes_one_seed = bool(description.get("takes_one_seed", True))
+        self.metadata = {"autoreset_mode": AutoresetMode[description["autoreset"]]}
+        self.single_observation_space: gym.Space[Any] = space_of(description["observation_space"])
+        self.single_action_space: gym.Space[Any] = space_of(description["action_space"])
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    @property
+    def unwrapped(self) -> "RemoteVectorEnv":
+        """This object: wrappers are where the environments are."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"these environments are elsewhere, where '{name}' can't be asked for; known here: num_envs, "
+            "metadata['autoreset_mode'], single_observation_space, single_action_space, observation_space, action_space"
+        )
+
+
+class EnvLink(LaneLink):
+    """The link to a worker that writes a lane's rows straight into its fragments."""
+
+    _blocks_sent = 0
+
+    def _reset(self) -> None:
+        lane, blocks = self._laid_out()
+        seeds = self.node.seeds_of_lane(self.index, self.status.starts)
+        layout = {"rows": lane.layout.num_rows, "lookback": lane.layout.lookback, "seeds": seeds}
+        self.send(frame_with(FrameKind.LAYOUT, pack(layout)))
+        self._blocks_sent = 0
+        self._send_blocks(blocks)
+        self.send(frame(FrameKind.RESET, blocks.index, lane.row))
+
+    def step(self) -> None:
+        """Have the environments stepped with the lane's actions."""
+        lane, blocks = self._laid_out()
+        kind = FrameKind.STEP
+        if Columns.ACTIONS_FOR_ENV in lane.batch or not blocks.has_actions:
+            kind = FrameKind.STEP_FOR_ENV
+            blocks.columns[Columns.ACTIONS_FOR_ENV].write(0, actions_of(lane))
+        self._send_blocks(blocks)
+        self.send(frame(kind, blocks.index, lane.row))
+        self.status.phase = LanePhase.STEPPING
+
+    def take(self, answer: Frame) -> bool:
+        """Have the lane take what its worker has written."""
+        lane, blocks = self._laid_out()
+        fields = self._fields_of(answer, f"lane {self.index}, ") if answer.payload else {}
+        infos = fields.get("infos", {})
+        if self.status.phase is LanePhase.RESETTING:
+            lane.take_reset(infos)
+        else:
+            final = None
+            if "final_infos" in fields:
+                final = self._last_observations(lane, blocks), fields["final_infos"]
+            lane.take_step(infos, final)
+            self.status.made_step(lane.layout.num_rows)
+        self.status.phase = LanePhase.READY
+        return True
+
+    def _laid_out(self) -> tuple[Lane, LaneBlocks]:
+        lane: Lane = self.lane
+        assert isinstance(lane.memory, LaneBlocks)
+        return lane, lane.memory
+
+    def _last_observations(self, lane: Lane, blocks: LaneBlocks) -> list[Tree]:
+        done = blocks.columns[Columns.TERMINATEDS].row(lane.row) | blocks.columns[Columns.TRUNCATEDS].row(lane.row)
+        last = blocks.columns[FINAL_OBS].row(0)
+        return [map_tree(lambda leaf, i=slot: leaf[i].copy(), last) for slot in np.flatnonzero(done).tolist()]
+
+    def _send_blocks(self, blocks: LaneBlocks) -> None:
+        for index in range(self._blocks_sent, len(blocks.pool.blocks)):
+            block = blocks.pool.blocks[index]
+            self.send(frame(FrameKind.BLOCK, index, block.size), block.fd)
+        self._blocks_sent = len(blocks.pool.blocks)
+
+
+class AgentLink(LaneLink):
+    """The link to a worker that has a block of memory for a step in common with this process."""
+
+    def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
+        super().__init__(status, maker, node)
+        self._infos = InfoCodec(())
+        self._memory: SharedBlock | None = None
+        self._block: StepBlock | None = None
+
+    def lay_out(self, envs: RemoteAgentEnvs) -> None:
+        """Have memory for environments such as these."""
+        self._infos = InfoCodec(envs.possible_agents)
+        self._memory = SharedBlock(StepBlock.size(envs.parts, envs.num_envs))
+        self._block = StepBlock(envs.parts, envs.num_envs, self._memory.array())
+
+    def close(self) -> None:
+        """Give the memory back."""
+        if self._memory is not None:
+            self._memory.close()
+        self._block = None
+
+    def _reset(self) -> None:
+        assert self._memory is not None
+        seeds = self.node.seeds_of_lane(self.index, self.status.starts)
+        self.send(frame_with(FrameKind.LAYOUT, pack({"seeds": seeds})))
+        self.send(frame(FrameKind.BLOCK, number=self._memory.size), self._memory.fd)
+        self.send(frame(FrameKind.RESET))
+
+    def step(self) -> None:
+        """Have the environments stepped with the lane's actions."""
+        assert self._block is not None
+        self._block.write_actions(self.lane.actions)
+        self.send(frame(FrameKind.STEP))
+        self.status.phase = LanePhase.STEPPING
+
+    def take(self, answer: Frame) -> bool:
+        """Have the lane take what its worker has written."""
+        assert self._block is not None
+        lane, fields = self.lane, self._fields_of(answer)
+        infos, first_infos = (self._infos.infos(fields.get(kind, ())) for kind in ("infos", "first_infos"))
+        if self.status.phase is LanePhase.RESETTING:
+            lane.reset(self._block.first(), infos)
+        else:
+            try:
+                lane.record_step(self._block.step(infos, first_infos))
+            except Exception as error:
+                error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+                raise
+            self.status.made_step(lane.num_rows)
+        self.status.phase = LanePhase.READY
+        return True

@@ -1,0 +1,82 @@
+"""A worker process that steps the environments of some lanes: what runs in it.
+
+Each lane has a socket to the process that asks for steps, and a thread of its own where there are several. Actions are
+read from shared memory and what the environments answer is written to it; see `frames` for what goes over the socket.
+"""
+
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.env_source import LaneMaker
+from rollflow.nodes.env.stepping import Stepped, described, takes_one_seed
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with, lane_block
+from rollflow.nodes.env.workers.lane_server import LaneServer, serve_all
+from rollflow.stream.data.blocks import BlockLayout
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError, EnvError
+from rollflow.stream.data.packing import pack
+from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.lane_columns import FINAL_OBS
+
+
+class EnvServer(LaneServer):
+    """Steps one lane's environments."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._layout: BlockLayout
+        self._blocks: dict[int, dict[str, Column]] = {}
+
+    def _describe(self, maker: LaneMaker) -> bytes:
+        env, self._is_ours = self._env.env, maker.is_side_by_side
+        return pack(described(env) | {"num_envs": env.num_envs, "takes_one_seed": takes_one_seed(env)})
+
+    def _lay_out(self, fields: dict[str, Any]) -> None:
+        spaces = self._env.env.single_observation_space, self._env.env.single_action_space
+        self._layout = lane_block(*spaces, self._env.num_envs, fields["rows"], fields["lookback"])
+
+    def _take_block(self, index: int, memory: NDArray[np.uint8]) -> None:
+        self._blocks[index] = self._layout.columns(memory)
+
+    def _reset(self, asked: Frame) -> bytes:
+        observations, infos = self._env.reset(self._seeds)
+        self._blocks[asked.block][Columns.OBS].write(asked.number, observations)
+        return self._done({"infos": infos} if infos else {})
+
+    def _step(self, asked: Frame) -> bytes:
+        columns, row = self._blocks[asked.block], asked.number
+        for_env = asked.kind is FrameKind.STEP_FOR_ENV
+        actions = columns[Columns.ACTIONS_FOR_ENV].row(0) if for_env else columns[Columns.ACTIONS].row(row)
+        actions = map_tree(np.copy, actions)  # the environment may keep what it gets, or write over it
+        observations, rewards, terminateds, truncateds, infos, final = Stepped(*self._env.step(actions))
+        columns[Columns.OBS].write(row + 1, observations)
+        columns[Columns.REWARDS].write(row, rewards)
+        columns[Columns.TERMINATEDS].write(row, terminateds)
+        columns[Columns.TRUNCATEDS].write(row, truncateds)
+        fields: dict[str, Any] = {"infos": infos} if infos or len(getattr(infos, "dicts", ())) else {}
+        if final is not None:
+            slots = np.flatnonzero(np.logical_or(terminateds, truncateds)).tolist()
+            for slot, item in zip(slots, final[0], strict=True):
+                columns[FINAL_OBS].write_slot(0, slot, item)
+            fields["final_infos"] = final[1]
+        return self._done(fields)
+
+    def _done(self, fields: dict[str, Any]) -> bytes:
+        if self._deviations.unsent:
+            fields["deviations"] = self._deviations.take()
+        if not fields:
+            return frame(FrameKind.DONE)
+        try:
+            return frame_with(FrameKind.DONE, pack(fields, "the environment's answer"))
+        except ColumnError as error:
+            raise EnvError(str(error)) from error
+
+
+def main(life: int, lanes: Sequence[int]) -> None:
+    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+    serve_all(life, [EnvServer(socket.socket(fileno=fd)) for fd in lanes])

@@ -1,0 +1,149 @@
+"""Frames that the two ends of a lane send each other over their socket.
+
+Every frame begins with twelve bytes: its kind, the index of a block, and a number, which is a row or the length of what
+follows. Rows themselves lie in blocks of shared memory that both ends know by their index.
+"""
+
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.stream.data.blocks import BlockLayout
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.space import row_of
+from rollflow.stream.fragments.lane_columns import FINAL_OBS
+
+_HEADER = struct.Struct("<BxHQ")
+SHARED_COLUMNS = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+
+
+class FrameKind(IntEnum):
+    """Kinds of frames, with the meaning of each one's number."""
+
+    # To the worker
+    MAKE = 1  # a descriptor, and the bytes behind it: how the environments are made
+    LAYOUT = 2  # length of a packed dict: rows, lookback, seed, first_slot
+    BLOCK = 3  # a descriptor, and the bytes behind it: a block
+    RESET = 4  # the row to write the first observations to
+    STEP = 5  # the row to step with: its actions are in the block
+    STEP_FOR_ENV = 6  # the same, with the block's `actions_for_env`
+    CLOSE = 7
+    SET_UP = 8  # a descriptor, and the bytes behind it: what else a whole rollout is made of
+    TURN = 9  # a fragment is wanted
+    WEIGHTS = 10  # a descriptor, and the bytes behind it: a policy version and its weights
+    STATES = 11  # a descriptor, and the bytes behind it: what the connectors of all workers have learnt
+    FREE = 12  # (the block) nobody reads it any more
+    DRAIN = 13  # what there is of the fragment is wanted now
+    PHASE = 22  # a descriptor, and the bytes behind it: where the worker says what its environments are at
+    # From the worker
+    READY = 14  # length of a packed dict: spaces, slots, autoreset mode
+    DONE = 15  # length of a packed dict: infos, and those of episodes that ended; 0 where there are none
+    FAILED = 16  # length of a packed dict: what was raised
+    FRAGMENT = 17  # length of a packed dict: what there is to say of the fragment in the block
+    NEW_BLOCK = 18  # a descriptor, and the bytes behind it: a block
+    TAKEN = 19  # weights have been taken over
+    FILLING = 20  # length of a packed dict: what there is to say of a fragment whose rows are being made
+    BEGUN = 21  # the first step of a rollout is being made: its environments have been reset
+
+
+class Frame(NamedTuple):
+    """One frame."""
+
+    kind: FrameKind
+    block: int
+    number: int
+    payload: bytes = b""
+    fd: int = -1
+
+    def discard(self) -> None:
+        """Give back what came with a frame that nobody wants."""
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def frame(kind: FrameKind, block: int = 0, number: int = 0) -> bytes:
+    """The bytes of a frame without a payload."""
+    return _HEADER.pack(kind, block, number)
+
+
+def frame_with(kind: FrameKind, payload: bytes, block: int = 0) -> bytes:
+    """The bytes of a frame that ends in a payload."""
+    return _HEADER.pack(kind, block, len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts what comes from a worker into frames; it may come in any pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._fds: deque[int] = deque()
+
+    def feed(self, data: bytes, fds: Sequence[int] = ()) -> list[Frame]:
+        """The frames that are complete with this, and with the descriptors that came along."""
+        self._buffer += data
+        self._fds += fds
+        frames: list[Frame] = []
+        begin = 0
+        while len(self._buffer) - begin >= _HEADER.size:
+            kind, block, number = _HEADER.unpack_from(self._buffer, begin)
+            if kind == FrameKind.NEW_BLOCK:
+                frames.append(Frame(FrameKind.NEW_BLOCK, block, number, fd=self._fds.popleft()))
+                begin += _HEADER.size
+                continue
+            end = begin + _HEADER.size + number
+            if len(self._buffer) < end:
+                break
+            frames.append(Frame(FrameKind(kind), block, number, bytes(self._buffer[begin + _HEADER.size : end])))
+            begin = end
+        del self._buffer[:begin]
+        return frames
+
+
+def receive_frame(sock: socket.socket) -> Frame:
+    """The next frame that came to a worker, with its descriptor. Raises EOFError when the other end has gone."""
+    header, fds, _, _ = socket.recv_fds(sock, _HEADER.size, 1)
+    while header and len(header) < _HEADER.size:
+        more = sock.recv(_HEADER.size - len(header))
+        header = header + more if more else b""
+    if not header:
+        raise EOFError
+    kind, block, number = _HEADER.unpack(header)
+    payload = _exactly(sock, number) if kind == FrameKind.LAYOUT else b""
+    return Frame(FrameKind(kind), block, number, payload, fds[0] if fds else -1)
+
+
+def lane_block(
+    observation_space: gym.Space[Any], action_space: gym.Space[Any], slots: int, rows: int, lookback: int
+) -> BlockLayout:
+    """Layout of a block: the columns that environments write to or read, and rows of what isn't recorded."""
+    obs, actions = row_of(observation_space, slots), row_of(action_space, slots)
+    flags = np.zeros(slots, np.bool_)
+    recorded = lookback + rows
+    return BlockLayout(
+        {
+            Columns.OBS: (obs, recorded + 1),
+            Columns.ACTIONS: (actions, recorded),
+            Columns.REWARDS: (np.zeros(slots, np.float32), recorded),
+            Columns.TERMINATEDS: (flags, recorded),
+            Columns.TRUNCATEDS: (flags, recorded),
+            Columns.ACTIONS_FOR_ENV: (actions, 1),
+            FINAL_OBS: (obs, 1),
+        }
+    )
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        more = sock.recv(count - len(data))
+        if not more:
+            raise EOFError
+        data += more
+    return bytes(data)

@@ -1,0 +1,267 @@
+"""One lane whose environments are in a worker process, seen from here: its socket, and the frames over it."""
+
+import abc
+import os
+import selectors
+import socket
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
+from rollflow.nodes.env.workers.watch import PHASE_BYTES, Activity, ActivityFlag, ProgressMark
+from rollflow.stream.data import errors
+from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.data.packing import unpack
+
+
+class Outbox:
+    """Sends what a socket has room for; keeps the rest, in order, until there is room again.
+
+        sock        does not block; registered with `selector` to be read
+        selector    is to tell of room as well, for as long as anything is kept: then `flush` is due
+
+    Where the other end has gone, frames are dropped without a word: whoever reads the socket learns that it has.
+    """
+
+    def __init__(self, sock: socket.socket, selector: selectors.BaseSelector) -> None:
+        self._sock = sock
+        self._selector = selector
+        self._kept: deque[tuple[memoryview, int]] = deque()  # what is left of a frame; the descriptor with it, or -1
+        self._closing = weakref.finalize(self, _close, self._kept)
+
+    def put(self, data: bytes, fd: int = -1) -> None:
+        """Send a frame, and a descriptor with it, now or once there is room; it may be closed after this."""
+        left = memoryview(data)
+        if not self._kept:
+            sent = self._send(left, fd)
+            if sent == len(left):
+                return
+            left, fd = left[sent:], -1 if sent else fd
+            self._watch(selectors.EVENT_READ | selectors.EVENT_WRITE)
+        self._kept.append((left, -1 if fd < 0 else os.dup(fd)))
+
+    def flush(self) -> None:
+        """Send as much of what is kept as there is room for."""
+        while self._kept:
+            left, fd = self._kept[0]
+            sent = self._send(left, fd)
+            if not sent:
+                return
+            if fd >= 0:
+                os.close(fd)
+            if sent < len(left):
+                self._kept[0] = left[sent:], -1
+            else:
+                self._kept.popleft()
+        self._watch(selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Drop what is kept."""
+        self._closing()
+
+    def _send(self, data: memoryview, fd: int) -> int:
+        """Bytes that the socket has taken, and the descriptor with the first of them; all where nobody will read it."""
+        try:
+            return self._sock.send(data) if fd < 0 else socket.send_fds(self._sock, [data], [fd])
+        except BlockingIOError:
+            return 0
+        except (BrokenPipeError, ConnectionResetError):
+            return len(data)
+
+    def _watch(self, events: int) -> None:
+        self._selector.modify(self._sock, events, self._selector.get_key(self._sock).data)
+
+
+def _close(kept: deque[tuple[memoryview, int]]) -> None:
+    while kept:
+        _, fd = kept.popleft()
+        if fd >= 0:
+            os.close(fd)
+
+
+_MOST_FDS = 64  # that come with what is received at a time
+
+
+class LaneLink(abc.ABC):
+    """A lane's worker: the socket to it, and what it is asked for there.
+
+    status    the lane's, as its supervisor has it
+    maker     what its environments are made by, pickled
+    node      that the lane is of
+    lane      the lane as it goes round; set before the first reset
+
+    steps_while_draining    whether a lane that is ready is stepped also when no more steps are asked for
+    """
+
+    steps_while_draining = True
+
+    def __init__(self, status: LaneStatus, maker: Any, node: LaneSource) -> None:
+        self.status, self.index = status, status.index
+        self.node: Any = node
+        self.lane: Any = None
+        self.sock: socket.socket | None = None
+        self._maker = _pickled(maker, status.index)
+        self._reader = FrameReader()
+        self._outbox: Outbox | None = None
+        self._activity = ActivityFlag()
+
+    # Requests that each kind of lane has
+
+    @abc.abstractmethod
+    def _reset(self) -> None:
+        """Have the environments reset, each with a seed of its own, or a rollout begun."""
+
+    @abc.abstractmethod
+    def step(self) -> None:
+        """Have the environments of a lane that is ready stepped with the actions that it brings."""
+
+    @abc.abstractmethod
+    def take(self, answer: Frame) -> bool:
+        """Take an answer: True where the worker has done what it was asked for."""
+
+    def go_on(self) -> None:
+        """Have the environments of a lane that is waited for reset, if they are made."""
+        if self.status.phase is LanePhase.MADE:
+            self._reset()
+            self.status.phase, self.status.starts = LanePhase.RESETTING, self.status.starts + 1
+
+    # Answers to those, which some kinds have differently
+
+    def _fields_of(self, answer: Frame, where: str = "") -> dict[str, Any]:
+        """Fields of an answer, beside the rows; deviations of observations are logged."""
+        fields: dict[str, Any] = unpack(answer.payload) if answer.payload else {}
+        for kind, text in fields.get("deviations", ()):
+            self.node.deviations.add(kind, where + text)
+        return fields
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """Error that the last answer told of, beside what it gave."""
+        return None
+
+    @property
+    def has_rescued(self) -> bool:
+        """True where a lane that was lost comes back at once, with what its worker had made."""
+        return False
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once its environments have made a step."""
+        return self.lane is not None and self.lane.vector_steps > 0
+
+    @property
+    def has_no_step(self) -> bool:
+        """True where the lane would have to be made or reset before it could come back with a step."""
+        return self.status.phase in (LanePhase.LOST, LanePhase.MAKING, LanePhase.MADE, LanePhase.RESETTING)
+
+    @property
+    def progress(self) -> ProgressMark:
+        """Count by which the worker shows that it gets on, and its activity."""
+        is_stepped = self.status.phase in (LanePhase.READY, LanePhase.STEPPING)
+        return self._activity.turns, self._activity.doing if is_stepped else Activity.RESET
+
+    def late_with(self, text: str) -> str:
+        """The words for what the worker is late with, and more where it is known."""
+        return text
+
+    def fail(self, failure: Mapping[str, Any]) -> int:
+        """Take an error that the worker told of: how many transitions are lost by it, those of `lose` left out."""
+        return 0
+
+    def lose(self, reason: str, was: LanePhase) -> int:
+        """End what is open in a lane that is lost, and was in phase `was`: how many transitions are lost."""
+        return int(self.lane.lose(reason)) if was is LanePhase.STEPPING else 0
+
+    def lose_idle(self, reason: str) -> int:
+        """End what is open in a lane that was lost while it was somewhere else: how many transitions are lost."""
+        return int(self.lane.lose(reason, is_under_way=False))
+
+    # The socket
+
+    def connect(self, sock: socket.socket, selector: selectors.BaseSelector, handler: Callable[..., Any]) -> None:
+        """Take the socket to a new process, and have it watched: the selector gives the handler with its events."""
+        sock.setblocking(False)
+        selector.register(sock, selectors.EVENT_READ, handler)
+        self.sock, self._reader, self._outbox = sock, FrameReader(), Outbox(sock, selector)
+
+    def disconnect(self, selector: selectors.BaseSelector) -> None:
+        """Have the socket watched no more, and drop what is still to be sent."""
+        if self.sock is not None and self._outbox is not None:
+            selector.unregister(self.sock)
+            self._outbox.close()
+            self.sock = self._outbox = None
+            self._activity = ActivityFlag()
+
+    def make(self) -> None:
+        """Have the environments made."""
+        flag = SharedBlock(PHASE_BYTES)
+        self._activity = ActivityFlag(flag.array().view(np.int64))
+        self.send(frame(FrameKind.PHASE, number=flag.size), flag.fd)
+        flag.close()
+        self.send_block(FrameKind.MAKE, self._maker)
+
+    def send_block(self, kind: FrameKind, data: bytes) -> None:
+        """Send a frame with bytes in shared memory."""
+        block = SharedBlock(len(data))
+        block.write(data)
+        self.send(frame(kind, number=block.size), block.fd)
+        block.close()
+
+    def send(self, data: bytes, fd: int = -1) -> None:
+        """Send a frame, and a descriptor with it, as soon as there is room."""
+        assert self._outbox is not None
+        self._outbox.put(data, fd)
+
+    def send_kept(self) -> None:
+        """Send of what is kept as much as there is room for now."""
+        if self._outbox is not None:
+            self._outbox.flush()
+
+    def receive(self) -> list[Frame] | None:
+        """The frames that have come; None when the process has gone."""
+        if self.sock is None:
+            return None
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, 1 << 18, _MOST_FDS)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        return self._reader.feed(data, fds) if data else None
+
+
+def _pickled(maker: Any, lane: int) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(maker)
+    except Exception as error:
+        raise EnvError(
+            f"the environments of lane {lane} can't be handed to a worker process: {error}; expected an id, or "
+            "callables that hold nothing that can't be pickled"
+        ).see("pickle") from error
+    return pickled
+
+
+def raised_in_worker(failure: Mapping[str, Any]) -> RaisedError:
+    """The error that a worker's answer tells of, in words."""
+    fields = {name: failure[name] for name in ("type", "text", "notes", "traceback")}
+    return RaisedError(**fields, where="in a worker process")
+
+
+def refusal(failure: Mapping[str, Any], link: LaneLink) -> Exception:
+    """The error that a worker's answer tells of: one of ours as it is, another as an EnvError or a RunError."""
+    raised = raised_in_worker(failure)
+    kind, text = getattr(errors, raised.type, None), raised.text
+    if kind is None:
+        kind = EnvError if link.status.phase is LanePhase.MAKING else RunError
+        text = f"{raised.type}: {text}"
+    error: Exception = kind(text)
+    raised.add_notes_to(error, link.index)
+    return error

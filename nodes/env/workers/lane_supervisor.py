@@ -1,0 +1,224 @@
+"""Lane supervisor: which lanes are in flight, late, lost, to begin anew or set aside. It does no I/O.
+
+Carriers beside it do the talking: `WorkerCarrier` with worker processes, `HostCarrier` with other hosts.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from time import monotonic
+from typing import Any, NamedTuple
+
+from rollflow.nodes.env.workers.watch import ProgressMark, ProgressWatch
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.net.backoff import pause_s
+
+_LONGEST_DELAY_S = 30.0
+
+
+class LanePhase(Enum):
+    """State of a lane's environments, which are elsewhere."""
+
+    MAKING = auto()
+    MADE = auto()
+    RESETTING = auto()
+    READY = auto()  # idle: the lane is somewhere else in the ring
+    STEPPING = auto()
+    LATE = auto()  # its time is over, and its answer is still waited for
+    LOST = auto()  # to begin anew at `due`
+    ASIDE = auto()  # for good; answers are not heard any more
+
+
+class LaneLimits(NamedTuple):
+    """Patience with lanes.
+
+    step_timeout, reset_timeout    seconds until a lane is late; None: never. See `ProgressWatch`
+    max_failures                   losses in a row that a lane may have; with one more it is set aside
+    """
+
+    step_timeout: float | None = 60.0
+    reset_timeout: float | None = 120.0
+    max_failures: int = 5
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> "LaneLimits":
+        """Limits out of a node's keywords, which keep the others."""
+        return cls(**{name: options.pop(name) for name in cls._fields if name in options})
+
+
+class RaisedError(NamedTuple):
+    """Error that the environments of a lane raised elsewhere, in words.
+
+    where    place that they raised in, such as "in a worker process"
+    """
+
+    type: str
+    text: str
+    notes: Sequence[str]
+    traceback: str
+    where: str
+
+    def add_notes_to(self, error: Exception, lane: int) -> None:
+        """Add the notes and the traceback to an error that is raised here."""
+        for note in [*self.notes, f"lane {lane}, {self.where}:\n{self.traceback}"]:
+            error.add_note(note)
+
+
+@dataclass(slots=True, eq=False)
+class LaneStatus:
+    """State of one lane.
+
+    is_waited      True while the lane is in flight: it has been handed over and has not come back
+    starts         resets of its environments so far
+    failures       losses in a row
+    steps          vector steps since the last loss
+    reason         cause of the last loss
+    due            time when it begins anew, where it is LOST
+    raised         last error of its environments; None: they have never raised
+    has_stepped    True once its environments have made a step
+    """
+
+    index: int
+    phase: LanePhase
+    is_waited: bool = False
+    starts: int = 0
+    failures: int = 0
+    steps: int = 0
+    reason: str = ""
+    due: float = 0.0
+    raised: RaisedError | None = None
+    has_stepped: bool = False
+
+    def made_step(self, fragment_length: int) -> None:
+        """Count a vector step: after a fragment of them, losses are forgotten."""
+        self.has_stepped = True
+        self.steps += 1
+        if self.steps >= fragment_length:
+            self.failures = 0
+
+
+class LaneSupervisor:
+    """State machine of all lanes that a carrier takes care of.
+
+        limits      patience with lanes
+        progress    gives the count by which a lane shows that it gets on, and its activity
+        suffix      what a step's time includes, in the texts of late lanes
+
+        lanes          state of every lane, by its number
+        deadlines      of the lanes that are waited for
+        in_flight      lanes that are waited for, and whatever else is
+        lost_steps     transitions that were under way when their lanes were lost
+        is_draining    True once no more steps are asked for: then no lane begins anew
+
+    Each loss in a row doubles the pause before the lane begins anew; vector steps of a whole fragment forgive them.
+    """
+
+    def __init__(self, limits: LaneLimits, progress: Callable[[int], ProgressMark], suffix: str = "") -> None:
+        self.lanes: list[LaneStatus] = []
+        self.in_flight = self.lost_steps = 0
+        self.is_draining = False
+        self.limits = limits
+        self._lost: dict[int, LaneStatus] = {}  # those that are LOST
+        self.deadlines = ProgressWatch(limits.step_timeout, limits.reset_timeout, progress, suffix=suffix)
+
+    def add(self, phase: LanePhase) -> LaneStatus:
+        """Take in another lane, which has the next number."""
+        status = LaneStatus(len(self.lanes), phase)
+        self.lanes.append(status)
+        return status
+
+    # Lanes that come and go
+
+    def wait_for(self, status: LaneStatus) -> None:
+        """Put a lane in flight: it has been handed over."""
+        assert not status.is_waited
+        self.in_flight += 1
+        status.is_waited = True
+
+    def begin(self, status: LaneStatus, phase: LanePhase) -> None:
+        """Have a lane's environments be at something new, and have its time begin."""
+        if status.phase is LanePhase.LOST:
+            del self._lost[status.index]
+        status.phase = phase
+        self.watch(status)
+
+    def watch(self, status: LaneStatus) -> None:
+        """Have a lane's time begin, or begin again, where the lane is waited for and not lost."""
+        if status.is_waited and status.phase is not LanePhase.LOST:
+            self.deadlines.begin(status.index)
+
+    def come_back(self, status: LaneStatus) -> None:
+        """Take a lane out of flight: it goes on in the ring."""
+        assert status.is_waited
+        self.in_flight -= 1
+        status.is_waited = False
+        self.deadlines.end(status.index)
+
+    def give_back(self, status: LaneStatus) -> None:
+        """Take a lane out of flight for good: it goes on in the ring once more, and never begins anew."""
+        self.set_aside(status)
+        self.come_back(status)
+
+    # Losses
+
+    def fail(self, status: LaneStatus) -> None:
+        """Count a loss: the lane is to begin anew after a pause, or, after too many in a row, never."""
+        status.failures += 1
+        status.steps = 0
+        self.deadlines.end(status.index)
+        if status.failures > self.limits.max_failures:
+            self.set_aside(status)
+            return
+        status.phase = LanePhase.LOST
+        status.due = monotonic() + pause_s(status.failures, _LONGEST_DELAY_S)
+        self._lost[status.index] = status
+
+    def set_aside(self, status: LaneStatus) -> None:
+        """Have a lane never begin anew."""
+        self._lost.pop(status.index, None)
+        self.deadlines.end(status.index)
+        status.phase = LanePhase.ASIDE
+
+    # Time
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is to be looked at or begins anew; None where there is none."""
+        left = self.deadlines.left
+        if self._lost and not self.is_draining:
+            begins = max(0.0, min(status.due for status in self._lost.values()) - monotonic())
+            left = begins if left is None else min(left, begins)
+        return left
+
+    def due(self) -> Iterator[LaneStatus]:
+        """Lost lanes whose pause is over; none while the rollout is drained. To begin one may begin others with it."""
+        if not self._lost or self.is_draining:
+            return
+        now = monotonic()
+        for status in list(self._lost.values()):
+            if status.phase is LanePhase.LOST and status.due <= now:
+                yield status
+
+    # Errors that end the run
+
+    def check_first_errors(self) -> None:
+        """Raise EnvError where the environments of every lane have raised before they made a step: no accident.
+
+        Lanes that were set aside without a loss of their own, as those of hosts that left, don't count.
+        """
+        lanes = [each for each in self.lanes if each.failures or each.raised or each.phase is not LanePhase.ASIDE]
+        raised = [(each.index, each.raised) for each in lanes if each.raised is not None and not each.has_stepped]
+        if self.is_draining or len(raised) < len(lanes) or any(each.has_stepped for each in self.lanes):
+            return
+        reasons = "; ".join(f"lane {index}: {first.type}: {first.text}" for index, first in raised)
+        error = EnvError(f"the environments of every lane raised before they had made a step: {reasons}")
+        raised[0][1].add_notes_to(error, raised[0][0])
+        raise error
+
+    def check_any_left(self) -> None:
+        """Raise EnvError where every lane has been set aside."""
+        if self.is_draining or not all(each.phase is LanePhase.ASIDE for each in self.lanes):
+            return
+        reasons = "; ".join(f"lane {each.index}: {each.reason}" for each in self.lanes)
+        times = self.limits.max_failures + 1
+        raise EnvError(f"every lane was lost {times} times in a row, the last time by: {reasons}").see("worker")

@@ -1,0 +1,113 @@
+"""Environments that step in worker processes: for those that are costly, or not to be trusted with this process."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.env_source import EnvSource, lane_makers
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments, agent_makers
+from rollflow.nodes.env.workers.agent_codec import RemoteAgentEnvs
+from rollflow.nodes.env.workers.carrier import Carried
+from rollflow.nodes.env.workers.env_link import AgentLink, EnvLink, LaneBlocks, RemoteVectorEnv
+from rollflow.nodes.env.workers.frames import lane_block
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits
+from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.fragments.lane_columns import LaneMemory
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+
+
+class ProcessEnvironments(Carried, Environments):
+    """`Environments` whose lanes step in worker processes, while others are worked on: see `WorkerCarrier`.
+
+    Their rows lie in shared memory. Callables are handed over by cloudpickle. Infos must be numbers, strings, arrays,
+    or lists and dicts of those.
+    """
+
+    carrier: WorkerCarrier
+
+    def __init__(self, env: EnvSource, *, workers: int | None = None, **options: Any) -> None:
+        limits = LaneLimits.taken_from(options)
+        self.carrier = WorkerCarrier(self, "rollflow.nodes.env.workers.env_worker", EnvLink, workers, limits)
+        with closing_on_error(self.carrier.close):
+            super().__init__(env, **options)
+
+    def __call__(self, actions: Lane) -> Lane | None:
+        """Have the lane's worker step its environments with the actions that it brings."""
+        return self.carrier.hand_over(actions)
+
+    def close(self) -> None:
+        """End the worker processes and give back the shared memory."""
+        super().close()
+        for lane in self.lanes:
+            if isinstance(lane.memory, LaneBlocks):
+                lane.memory.pool.close()
+
+    # What Environments does otherwise
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        return launched(self.carrier, lane_makers(env, num_envs, lanes, self._autoreset_mode))
+
+    def _memory(self, index: int) -> LaneMemory | None:
+        spaces = self.observation_space, self.action_space
+        slots = self.envs[index].num_envs
+        block = lane_block(*spaces, slots, self.fragment_length, self.lookback)
+        return LaneBlocks(block, has_actions=self.chosen_space == self.action_space)
+
+
+class AgentProcesses(Carried, AgentEnvironments):
+    """`AgentEnvironments` whose lanes step in worker processes, while others are worked on: see `WorkerCarrier`.
+
+    Callables are handed over by cloudpickle. Agents' ids must be numbers, strings or tuples of those; infos numbers,
+    strings, arrays, or lists and dicts of those. An agent that has acted and waits when its environment is lost has
+    made no step: it is one of `lost_steps`.
+    """
+
+    carrier: WorkerCarrier
+
+    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
+        limits = LaneLimits.taken_from(options)
+        self.carrier = WorkerCarrier(self, "rollflow.nodes.env.workers.agent_worker", AgentLink, workers, limits)
+        with closing_on_error(self.carrier.close):
+            super().__init__(env, **options)
+
+    def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
+        """Have the lane's worker step its environments with the actions that it brings."""
+        return self.carrier.hand_over(actions)
+
+    def close(self) -> None:
+        """End the worker processes and give back the shared memory."""
+        super().close()
+        for link in self.carrier.links:
+            assert isinstance(link, AgentLink)
+            link.close()
+
+    # What AgentEnvironments does otherwise
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        made = agents_launched(self.carrier, env, num_envs, lanes)
+        for link, envs in zip(self.carrier.links, made, strict=True):
+            assert isinstance(link, AgentLink)
+            link.lay_out(envs)
+        return made
+
+
+def agents_launched(carrier: WorkerCarrier, env: Any, num_envs: int | None, lanes: int | None) -> list[RemoteAgentEnvs]:
+    """Environments of every lane, with several agents each, made by worker processes.
+
+    Raises EnvError for those made already.
+    """
+    makers = agent_makers(env, num_envs, lanes)
+    return [RemoteAgentEnvs(description) for description in carrier.launch(makers)]
+
+
+def launched(carrier: WorkerCarrier, makers: Sequence[Any]) -> list[RemoteVectorEnv]:
+    """The vector environments of every lane, made by worker processes. Raises EnvError for those made already."""
+    if not all(maker.can_travel for maker in makers):
+        raise EnvError(
+            "worker processes make the environments themselves: expected an id, a callable, or a list of callables "
+            "instead of a vector environment that has been made already"
+        ).see("pickle")
+    return [RemoteVectorEnv(description) for description in carrier.launch(makers)]

@@ -1,0 +1,172 @@
+"""Activity of lanes that somebody else works on, and their deadlines: how long a step or a reset may take."""
+
+import math
+from collections.abc import Callable
+from enum import Enum, auto
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+PHASE_BYTES = 16
+
+
+class Activity(Enum):
+    """Kinds of work that take time."""
+
+    STEP = auto()
+    RESET = auto()
+    BOTH = auto()  # a step, and resets within it that nobody can tell from it
+
+
+class ActivityFlag:
+    """Says whether a lane's environments are being reset; told by whoever steps them, also from another process.
+
+    memory    i64[2], both 0 at first: how often a reset within a step has begun or ended, and whether none can be told
+              from the step; None: memory of this process alone
+    """
+
+    def __init__(self, memory: NDArray[np.int64] | None = None) -> None:
+        self._memory: NDArray[Any] = np.zeros(PHASE_BYTES // 8, np.int64) if memory is None else memory
+
+    def turn(self) -> None:
+        """A reset within a step begins, or has ended."""
+        self._memory[0] += 1
+
+    def set_blended(self, is_blended: bool) -> None:
+        """Say whether these environments reset where nobody can tell it from their step."""
+        self._memory[1] = is_blended
+
+    @property
+    def turns(self) -> int:
+        """Count of resets that have begun, and of those that have ended."""
+        return int(self._memory[0])
+
+    @property
+    def doing(self) -> Activity:
+        """Activity of the environments, while they are stepped."""
+        if self._memory[0] % 2:
+            return Activity.RESET
+        return Activity.BOTH if self._memory[1] else Activity.STEP
+
+
+_LOOKS = 8  # at a lane, within the shorter of its two times
+ProgressMark = tuple[int, Activity]  # how often a lane has got on with something, and its activity
+
+
+class Deadlines:
+    """Lanes, and when each is due. A look takes no longer with a thousand lanes than with one."""
+
+    def __init__(self) -> None:
+        # By the seconds that they were given, then by lane: the last to be given so many is the last to be due.
+        self._due: dict[float, dict[int, float]] = {}
+
+    def begin(self, lane: int, seconds: float) -> None:
+        """Have a lane due in so many seconds, whatever it was before."""
+        self.end(lane)
+        self._due.setdefault(seconds, {})[lane] = monotonic() + seconds
+
+    def end(self, lane: int) -> None:
+        """Have it due no more."""
+        for lanes in self._due.values():
+            lanes.pop(lane, None)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until the next one is due; None where there is none."""
+        first = [next(iter(lanes.values())) for lanes in self._due.values() if lanes]
+        return max(0.0, min(first) - monotonic()) if first else None
+
+    def due(self) -> list[int]:
+        """The lanes that are due now, and stay so until they are begun anew or ended."""
+        found, now = [], monotonic()
+        for lanes in self._due.values():
+            for lane, when in lanes.items():
+                if when > now:
+                    break
+                found.append(lane)
+        return found
+
+
+class ProgressWatch:
+    """Deadlines of lanes that somebody else works on: in threads, in worker processes, on other hosts.
+
+    step_timeout     seconds that a vector step may take; None: for ever
+    reset_timeout    seconds that a reset may take, the first one with the making of the environments and the start of a
+                     process for them; None: for ever
+    at               gives a lane's progress: a count, and its activity
+    suffix           what a step's time includes, added to the text of a late step
+
+    Every reset has its own time, also one within a step, and after it the step's time begins anew. Where resets can't
+    be told from the step that they are in, it has both times together.
+
+    A lane is looked at eight times within the shorter of the two times, and its activity then counts from its first
+    look. So it may be found late by an eighth of that time too late, but never too early.
+    """
+
+    def __init__(
+        self,
+        step_timeout: float | None,
+        reset_timeout: float | None,
+        at: Callable[[int], ProgressMark],
+        *,
+        suffix: str = "",
+    ) -> None:
+        times = step_timeout, reset_timeout
+        limits = [seconds for seconds in times if seconds is not None]
+        both = sum(limits) if len(limits) == len(times) else None
+        self._seconds = {Activity.STEP: step_timeout, Activity.RESET: reset_timeout, Activity.BOTH: both}
+        longest = min(limits) / _LOOKS if limits else None
+        self._pauses = {activity: _pause(seconds, longest) for activity, seconds in self._seconds.items()}
+        self._at, self._suffix = at, suffix
+        self._looks = Deadlines()
+        self._seen: dict[int, ProgressMark] = {}
+        self._until: dict[int, float] = {}
+
+    def begin(self, lane: int) -> None:
+        """The lane's environments are at something new."""
+        seen = self._seen[lane] = self._at(lane)
+        pause, seconds = self._pauses[seen[1]], self._seconds[seen[1]]
+        if pause is None:
+            self._looks.end(lane)
+            return
+        self._looks.begin(lane, pause)
+        self._until[lane] = math.inf if seconds is None else monotonic() + seconds
+
+    def end(self, lane: int) -> None:
+        """They have answered, or are not waited for any more."""
+        self._looks.end(lane)
+
+    @property
+    def left(self) -> float | None:
+        """Seconds until a lane is to be looked at; None where there is none."""
+        return self._looks.left
+
+    def overdue(self) -> dict[int, str]:
+        """The lanes whose time is over, with what they were late with; those that are due are looked at."""
+        late: dict[int, str] = {}
+        for lane in self._looks.due():
+            seen = self._at(lane)
+            if seen != self._seen[lane]:
+                self.begin(lane)
+            elif monotonic() < self._until[lane] - 1e-6:  # a sum of pauses may be that much shorter
+                pause = self._pauses[seen[1]]
+                assert pause is not None
+                self._looks.begin(lane, pause)
+            else:
+                late[lane] = f"no answer to a {self._text_of(seen[1])}"
+        return late
+
+    def _text_of(self, activity: Activity) -> str:
+        seconds = self._seconds[activity]
+        if activity is Activity.BOTH:
+            return f"step within {seconds} s, step_timeout and reset_timeout together: it may have reset as well"
+        return f"reset within {seconds} s" if activity is Activity.RESET else f"step within {seconds} s{self._suffix}"
+
+
+def _pause(seconds: float | None, longest: float | None) -> float | None:
+    """Seconds between two looks: a part of the time that is left, so that the last look is in time."""
+    if seconds is None or not longest:
+        return longest
+    return seconds / math.ceil(seconds / longest)

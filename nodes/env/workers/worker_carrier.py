@@ -1,0 +1,331 @@
+"""Worker processes of lanes: started, asked, heard, given up and started again."""
+
+import logging
+import selectors
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from rollflow.nodes.env.env_source import sizes_of
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.workers.carrier import L
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
+from rollflow.nodes.env.workers.lane_link import LaneLink, raised_in_worker, refusal
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneStatus, LaneSupervisor
+from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.packing import unpack
+from rollflow.stream.graph.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerCarrier:
+    """Carries lanes to worker processes over socket pairs.
+
+        node       that the lanes are of
+        program    module that a worker runs
+        link_of    makes the link to a lane's worker, of the lane's status, what makes its environments, and the node
+        workers    processes; several lanes in one have a thread each. None: one for each core, but no more than lanes
+        limits     patience with lanes
+
+        supervisor    state of the lanes
+        links         to the lanes' workers, in the lanes' order
+
+    A lane is lost when its process ends, hangs, or its environment raises. Its open episodes end as truncated, and the
+    lane is made again after a while, longer each time. A lane that is set aside gives the fragment that it has begun,
+    and no more. Only where no lane is left does the run end, with an EnvError that says why each was lost. Where the
+    environments of every lane raise before any has made a step, it ends at once: the next try would fail as well.
+    """
+
+    def __init__(
+        self,
+        node: LaneSource,
+        program: str,
+        link_of: Callable[[LaneStatus, Any, Any], LaneLink],
+        workers: int | None,
+        limits: LaneLimits,
+    ) -> None:
+        self.links: list[LaneLink] = []
+        self.supervisor = LaneSupervisor(limits, partial(_progress_of, self.links))
+        self._node, self._program, self._link_of = node, program, link_of
+        self._asked_workers = workers
+        self._workers: dict[int, WorkerProcess | None] = {}  # by the index of their first lane
+        self._first_of: list[int] = []  # of every lane: the first lane of its worker
+        self._without_step: deque[LaneLink] = deque()  # links of lanes that are to come back as they are
+        self._woken: Callable[[], None] | None = None
+        # With functions of this class, which take the carrier, and nothing that refers to the carrier itself.
+        self._selector = selectors.DefaultSelector()
+        self._ending = weakref.finalize(self, _end, self._workers, self._selector)
+
+    # What a node asks for
+
+    def launch(self, makers: Sequence[Any]) -> list[dict[str, Any]]:
+        """Have processes make the environments of every lane: their descriptions.
+
+        Raises EnvError where they can't be made, or not in time.
+        """
+        for maker in makers:
+            self.links.append(self._link_of(self.supervisor.add(LanePhase.MAKING), maker, self._node))
+        count = min(self._asked_workers or core_count(), len(makers))
+        for size in sizes_of(len(makers), count):
+            self._first_of += [len(self._first_of)] * size
+        for first in sorted(set(self._first_of)):
+            self._start_process(first)
+        return [self._first_answer(link) for link in self.links]
+
+    def start(self) -> Iterator[Any]:
+        """Have the environments of every lane reset, all at a time; the lanes come by `completed`."""
+        for link, lane in zip(self.links, self._node.lanes, strict=True):
+            link.lane = lane
+            self.supervisor.wait_for(link.status)
+            link.go_on()
+            self.supervisor.watch(link.status)
+        return iter(())
+
+    def hand_over(self, lane: L) -> L | None:
+        """Have a lane's worker step its environments with the actions that it brings."""
+        link = self.links[lane.index]
+        self.supervisor.wait_for(link.status)
+        if link.status.phase is LanePhase.READY and (link.steps_while_draining or not self.supervisor.is_draining):
+            link.step()
+            self.supervisor.watch(link.status)
+            return None
+        # The worker was lost while the lane was somewhere else: no step is under way.
+        self.supervisor.lost_steps += link.lose_idle(link.status.reason)
+        if link.status.phase is LanePhase.ASIDE or self.supervisor.is_draining:
+            self.supervisor.set_aside(link.status)  # so that no loss brings it back as well
+            self._without_step.append(link)
+        else:
+            link.go_on()
+            self.supervisor.watch(link.status)
+        return None
+
+    def hasten(self) -> None:
+        """Have those lanes come back at once that have no environments to step; from now on none is made again."""
+        self.supervisor.is_draining = True
+        for link in self.links:
+            if link.status.is_waited and link.has_no_step:
+                self.supervisor.set_aside(link.status)
+                self._without_step.append(link)
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once a worker has something to say."""
+        return self._selector.fileno()
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a worker is to be looked at, or to be started again."""
+        return self.supervisor.patience
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have been stepped, or begin anew. Raises EnvError when the last one has been set aside."""
+        while self._without_step:
+            yield from self._set_aside(self._without_step.popleft())
+        for key, events in self._selector.select(0):
+            yield from key.data(self, events=events)
+        for index, text in self.supervisor.deadlines.overdue().items():
+            yield from self._process_lost(self._first_of[index], self._late(self.links[index], text))
+        for status in self.supervisor.due():
+            first = self._first_of[status.index]
+            if self._workers[first] is None:
+                self._start_process(first)
+            else:
+                self._make(self.links[status.index])
+
+    def call_when_woken(self, wakeup: Wakeup, call: Callable[[], None]) -> None:
+        """Have a function called, where lanes are completed, whenever it has been rung."""
+        self._woken = call
+        self._selector.register(wakeup, selectors.EVENT_READ, WorkerCarrier._wake)
+
+    def describe(self) -> str:
+        """Number of processes, for `explain()`."""
+        return f"in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
+
+    def close(self) -> None:
+        """End the worker processes."""
+        for link in self.links:
+            link.disconnect(self._selector)
+        self._ending()
+
+    # Answers
+
+    def _heard(self, index: int, events: int) -> Iterator[Any]:
+        link = self.links[index]
+        if events & selectors.EVENT_WRITE:
+            link.send_kept()
+        if not events & selectors.EVENT_READ:
+            return
+        frames = link.receive()
+        if frames is None:
+            yield from self._process_lost(self._first_of[index])
+        else:
+            yield from self._all_answered(link, frames)
+
+    def _all_answered(self, link: LaneLink, frames: Sequence[Frame]) -> Iterator[Any]:
+        for answer in frames:
+            if link.status.phase is LanePhase.ASIDE:
+                answer.discard()
+            else:
+                yield from self._answered(link, answer)
+
+    def _answered(self, link: LaneLink, answer: Frame) -> Iterator[Any]:
+        status = link.status
+        if answer.kind is FrameKind.FAILED:
+            yield from self._failed(link, unpack(answer.payload))
+        elif answer.kind is FrameKind.READY:
+            status.phase = LanePhase.MADE
+            if status.is_waited:
+                link.go_on()
+        elif link.take(answer):
+            self.supervisor.come_back(status)
+            yield link.lane
+            if link.failure is not None:
+                yield from self._failed(link, link.failure)
+        elif answer.kind is FrameKind.BEGUN:
+            self.supervisor.begin(status, LanePhase.STEPPING)
+
+    def _has_ended(self, first: int, worker: WorkerProcess, events: int) -> Iterator[Any]:
+        """Take what a process said before it ended. Where it has forked others, its sockets may never be closed."""
+        for link in self._links_of(first):
+            while self._workers[first] is worker and (frames := link.receive()):
+                yield from self._all_answered(link, frames)
+        if self._workers[first] is worker:
+            yield from self._process_lost(first)
+
+    def _wake(self, events: int) -> Iterator[Any]:
+        assert self._woken is not None
+        self._woken()
+        return iter(())
+
+    # Losses
+
+    def _failed(self, link: LaneLink, failure: Mapping[str, Any]) -> Iterator[Any]:
+        self.supervisor.lost_steps += link.fail(failure)
+        # Environments that have been made before may well be made again: that they can't be now is a loss.
+        if link.status.phase is not LanePhase.MAKING:
+            if failure["is_refusal"]:
+                raise refusal(failure, link)
+            link.status.raised = raised_in_worker(failure)
+            for each in self.links:
+                each.status.has_stepped |= each.has_stepped
+            self.supervisor.check_first_errors()
+        yield from self._lane_lost(link, f"{failure['type']}: {failure['text']}", failure["traceback"])
+
+    def _process_lost(self, first: int, reason: str = "") -> Iterator[Any]:
+        """Give up a process, for a reason or because it has ended."""
+        worker, self._workers[first] = self._workers[first], None
+        if worker is None:
+            return
+        for link in self._links_of(first):
+            link.disconnect(self._selector)
+        if worker.fileno() >= 0:
+            self._selector.unregister(worker)
+        reason = reason or f"process {worker.pid} {worker.ended()}"
+        worker.kill()
+        for link in self._links_of(first):
+            if link.status.phase not in (LanePhase.LOST, LanePhase.ASIDE):
+                yield from self._lane_lost(link, reason)
+
+    def _late(self, link: LaneLink, text: str) -> str:
+        """Why the process of a lane that is late is given up, for every lane in it."""
+        first = self._first_of[link.index]
+        lanes = [each.index for each in self._links_of(first) if each.status.phase is not LanePhase.ASIDE]
+        worker, reason = self._workers[first], f"lane {link.index} gave {link.late_with(text)}"
+        if len(lanes) == 1 or worker is None:
+            return reason
+        return f"{reason}; lanes {', '.join(map(str, lanes))} share worker process {worker.pid}, which is killed"
+
+    def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
+        status, was = link.status, link.status.phase
+        status.reason = reason
+        self.supervisor.fail(status)
+        self._node.listener.lane_lost(link.index)
+        if self.supervisor.is_draining:
+            logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, traceback)
+        elif status.phase is LanePhase.ASIDE:
+            logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, status.failures, reason)
+        else:
+            again = max(0.0, status.due - monotonic())
+            logger.warning("lane %d is lost and made again in %.1f s: %s\n%s", link.index, again, reason, traceback)
+        self.supervisor.lost_steps += link.lose(reason, was)
+        if not status.is_waited:
+            return
+        if status.phase is LanePhase.ASIDE or self.supervisor.is_draining:
+            yield from self._set_aside(link)
+        elif link.has_rescued:
+            self.supervisor.come_back(status)
+            yield link.lane
+
+    def _set_aside(self, link: LaneLink) -> Iterator[Any]:
+        link.lane.is_set_aside = True
+        self.supervisor.give_back(link.status)
+        yield link.lane
+        self.supervisor.check_any_left()
+
+    # Processes
+
+    def _make(self, link: LaneLink) -> None:
+        link.make()
+        self.supervisor.begin(link.status, LanePhase.MAKING)
+
+    def _links_of(self, first: int) -> list[LaneLink]:
+        """The lanes of a process, by the index of the first."""
+        return [link for link in self.links if self._first_of[link.index] == first]
+
+    def _start_process(self, first: int) -> None:
+        links = [link for link in self._links_of(first) if link.status.phase is not LanePhase.ASIDE]
+        worker = self._workers[first] = WorkerProcess(self._program, len(links))
+        if worker.fileno() >= 0:
+            handler = partial(WorkerCarrier._has_ended, first=first, worker=worker)
+            self._selector.register(worker, selectors.EVENT_READ, handler)
+        for link, sock in zip(links, worker.sockets, strict=True):
+            link.connect(sock, self._selector, partial(WorkerCarrier._heard, index=link.index))
+            self._make(link)
+
+    def _first_answer(self, link: LaneLink) -> dict[str, Any]:
+        """A worker's description of the environments that it has made. Raises EnvError when it could not."""
+        timeout = self.supervisor.limits.reset_timeout
+        until = None if timeout is None else monotonic() + timeout
+        while True:
+            left = None if until is None else until - monotonic()
+            if left is not None and left <= 0:
+                within = f"reset_timeout={timeout:g} s, the start of their process included"
+                raise EnvError(f"lane {link.index}: the environments were not made within {within}").see("timeout")
+            worker = self._workers[self._first_of[link.index]]
+            assert worker is not None
+            if not _can_be_read(link, worker, left):
+                continue
+            frames = link.receive()
+            if frames is None or (not frames and worker.has_ended(0)):
+                ended = f"{worker.pid} {worker.ended()}"
+                raise EnvError(f"lane {link.index}: process {ended} before it had made the environments").see("worker")
+            for answer in frames:
+                description: dict[str, Any] = unpack(answer.payload)
+                if answer.kind is FrameKind.FAILED:
+                    raise refusal(description, link)
+                link.status.phase = LanePhase.MADE
+                return description
+
+
+def _progress_of(links: Sequence[LaneLink], lane: int) -> ProgressMark:
+    return links[lane].progress
+
+
+def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:
+    alive = [worker for worker in workers.values() if worker is not None]
+    end_all(alive, frame(FrameKind.CLOSE))
+    selector.close()
+
+
+def _can_be_read(link: LaneLink, worker: WorkerProcess, timeout: float | None) -> bool:
+    assert link.sock is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(link.sock, selectors.EVENT_READ)
+        if worker.fileno() >= 0:
+            selector.register(worker, selectors.EVENT_READ)
+        return bool(selector.select(timeout))

@@ -1,0 +1,177 @@
+"""A worker process, seen from the one that started it."""
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from time import monotonic
+
+from rollflow.stream.data.errors import RunError
+
+CLOSE_TIMEOUT_S = 5.0
+# A process that has done its work ends when all that was to be called at its exit has been called, which is why this
+# comes first in it: to take torch apart would take a second, and several where cores are busy.
+_PROGRAM = """
+import atexit, os, sys
+done = []
+atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
+sys.path[:], sys.argv[:] = {path!r}, {argv!r}
+from {module} import main
+main({life}, {fds})
+done.append(True)
+"""
+_is_worker = False  # this process
+
+
+def become_worker() -> None:
+    """Say that this process is a worker: it starts none of its own."""
+    global _is_worker
+    _is_worker = True
+
+
+class WorkerProcess:
+    """A Python process that runs `module.main(life, sockets)`, with one socket for each of its `sockets`.
+
+    It is started with this process's `sys.path` and `sys.argv` and nothing else of it: neither its main module nor its
+    threads. It ends when its sockets are closed or its work is done, and at the latest when this process ends. What it
+    has started itself, and left in its process group, ends with it.
+
+    Raises RunError in a worker process.
+    """
+
+    def __init__(self, module: str, sockets: int) -> None:
+        if _is_worker:
+            raise RunError(
+                "a worker process of a rollout makes a rollout with workers of its own: most likely the module of its "
+                "environment does so when it is imported; expected that to stand under if __name__ == '__main__'"
+            ).see("pickle")
+        with _starting:
+            self._start(module, sockets)
+            _started.add(self)
+
+    def _start(self, module: str, sockets: int) -> None:
+        pairs = [socket.socketpair() for _ in range(sockets)]
+        self.sockets = [ours for ours, _ in pairs]
+        theirs = [other for _, other in pairs]
+        life, self._life = os.pipe()
+        fds = [other.fileno() for other in theirs]
+        program = _PROGRAM.format(path=sys.path, argv=sys.argv, module=module, life=life, fds=fds)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[life, *fds],
+                process_group=0,  # an interrupt at the terminal is for us to deal with
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+            )
+        finally:
+            os.close(life)
+            for other in theirs:
+                other.close()
+        self.is_ours = True
+        self._pidfd = _pidfd_of(self.pid)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once it has ended; -1 where there is none, or not any more."""
+        return self._pidfd
+
+    def has_ended(self, timeout: float) -> bool:
+        """True if it has ended, within so many seconds."""
+        if self._pidfd >= 0:
+            # Its number stays taken until it is waited for: until then its process group can be told by it.
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            return bool(poll.poll(timeout * 1e3))
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def ended(self) -> str:
+        """End of the process, in words; it is made to end, if it has not."""
+        has_ended = self.has_ended(1.0)  # its sockets are closed a little before it has ended
+        self.kill()
+        if not has_ended:
+            return "closed its socket"
+        code = self._process.returncode
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def kill(self) -> None:
+        """End it now, and what is left in its process group."""
+        if self.is_ours and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
+            self._process.wait()
+        self._let_go()
+
+    def disown(self) -> None:
+        """In a process that was forked off this one: the worker is the other's alone."""
+        self.is_ours = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for sock in self.sockets:
+            sock.close()
+        if self._life >= 0:
+            os.close(self._life)
+            self._life = -1
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def core_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def end_all(workers: Sequence[WorkerProcess], last_words: bytes) -> None:
+    """Have every process end: say so on its sockets, wait for a while, and kill those that have not heard."""
+    ours = [worker for worker in workers if worker.is_ours]
+    for worker in ours:
+        for sock in worker.sockets:
+            with contextlib.suppress(OSError):  # closed, or gone, or full: then the end of it all has to do
+                sock.send(last_words)
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_WR)
+    until = monotonic() + CLOSE_TIMEOUT_S
+    for worker in ours:
+        worker.has_ended(max(0.0, until - monotonic()))
+        worker.kill()
+
+
+def _pidfd_of(pid: int) -> int:
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # some sandboxes don't know it
+        return -1
+
+
+# A process that this one forks would hold the other ends of its workers' sockets and pipes, and so keep them alive when
+# this one is killed. (The kernel could kill them with their parent, but means by that the thread that started them.)
+_started: "weakref.WeakSet[WorkerProcess]" = weakref.WeakSet()
+_starting = threading.Lock()
+
+
+def _disown_all() -> None:
+    for worker in list(_started):
+        worker.disown()
+    _starting.release()
+
+
+os.register_at_fork(before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_disown_all)

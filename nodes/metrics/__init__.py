@@ -1,0 +1,1 @@
+"""Metrics: loggers, statistics, and the returns of episodes."""

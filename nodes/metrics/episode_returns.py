@@ -1,0 +1,169 @@
+"""Returns and lengths of finished episodes, of one agent or several, added up over the fragments that they lie in."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+
+_NOTHING: NDArray[np.float64] = np.empty(0)
+
+
+class EpisodeWindow:
+    """The last `window` finished episodes.
+
+    count      number of episodes finished so far
+    returns    undiscounted sums of rewards of the last `window` episodes, oldest first
+    lengths    their numbers of steps
+    """
+
+    def __init__(self, window: int = 100) -> None:
+        self.count = 0
+        self._window = window
+        self.returns: deque[float] = deque(maxlen=window)
+        self.lengths: deque[int] = deque(maxlen=window)
+
+    def take(self, count: int, returns: Iterable[float], lengths: Iterable[int]) -> None:
+        """Add `count` episodes that were added up elsewhere; of the newest come returns and lengths, oldest first."""
+        self.count += count
+        self.returns.extend(returns)
+        self.lengths.extend(lengths)
+
+    @property
+    def mean(self) -> float:
+        """Mean return of the last `window` finished episodes; NaN before the first."""
+        return float(np.mean(self.returns)) if self.returns else float("nan")
+
+    def __repr__(self) -> str:
+        mean = f", mean return {self.mean:.4g} of the last {len(self.returns)}" if self.returns else ""
+        return f"<{type(self).__name__}: {self.count} finished episodes{mean}>"
+
+
+class EpisodeReturns(EpisodeWindow):
+    """Sink that adds up each episode's rewards and keeps the last `window` finished episodes.
+
+    An episode counts from its reset on, whatever fragments it is cut into. It is left out if an edge dropped one of its
+    fragments, or if it ended because its environment was lost. Rewards are those in the column `rewards`, f32[T, N],
+    before a learner piece changes them. Call it with the fragments of one rollout; use `add` for several rollouts.
+    """
+
+    def __init__(self, window: int = 100) -> None:
+        super().__init__(window)
+        # (source, lane) -> number of its last fragment, and f64[N]: rewards of open episodes so far, NaN where unknown
+        self._open: dict[tuple[Hashable, int], tuple[int, NDArray[np.float64]]] = {}
+
+    def __call__(self, fragments: Fragment) -> None:
+        """Add one fragment."""
+        self.add(fragments, None)
+
+    def add(self, fragments: Fragment, source: Hashable) -> None:
+        """Add one fragment of `source`, one of several rollouts."""
+        chunks, lane = fragments.chunks, (source, fragments.lane)
+        last, so_far = self._open.get(lane, (-2, _NOTHING))
+        if fragments.sequence != last + 1:
+            so_far = np.full(fragments.layout.num_slots, np.nan)
+        self._open[lane] = fragments.sequence, so_far
+        if not len(chunks.slot):
+            return
+        lengths = chunks.stop - chunks.start
+        if len(chunks.slot) == len(so_far) and fragments.row_order is None:  # one chunk for each slot, of all rows
+            rewards = np.add.reduce(fragments.column(Columns.REWARDS), 0, np.float64)
+        else:
+            starts = lengths.cumsum() - lengths
+            rewards = np.add.reduceat(fragments.gather(Columns.REWARDS), starts, dtype=np.float64)
+        rewards += np.where(chunks.t_started > 0, so_far[chunks.slot], 0.0)
+        done = chunks.terminated | chunks.truncated
+        if not np.count_nonzero(done):
+            so_far[chunks.slot] = rewards
+            return
+        so_far[chunks.slot[~done]] = rewards[~done]
+        whole = done & ~np.isnan(rewards)
+        for loss in fragments.losses:
+            whole &= ~((chunks.stop == loss.row) & np.isin(chunks.slot, loss.cut))
+        (finished,) = np.nonzero(whole)
+        kept = finished[-self._window :]  # the others would be pushed out again
+        self.take(len(finished), rewards[kept].tolist(), (chunks.t_started[kept] + lengths[kept]).tolist())
+
+    def forget(self, source: Hashable, lane: int) -> None:
+        """Forget the open episodes of a lane that has ended."""
+        self._open.pop((source, lane), None)
+
+
+class AgentReturns(EpisodeWindow):
+    """Sink that adds up rewards over fragments of several agents, and keeps the last `window` finished episodes.
+
+        count        number of environments' episodes finished so far
+        returns      undiscounted sums of all their agents' rewards, of the last `window`, oldest first
+        lengths      their numbers of env steps
+        by_module    module id -> returns of the agents that it served, each agent's episode by itself. The returns of a
+                     module for which `is_present` is False go with the last fragments that it served in
+
+    An episode counts from its reset on. It is left out if one of its fragments is missing, or if it ended because its
+    environment was lost.
+    """
+
+    def __init__(self, is_present: Callable[[Any], bool], window: int = 100) -> None:
+        super().__init__(window)
+        self.by_module: dict[Any, EpisodeReturns] = {}
+        self._is_present = is_present
+        self._serving: dict[int, set[Any]] = {}  # lane -> module ids of its last fragment
+        # lane -> number of its last fragment, and f64[N]: rewards of open episodes so far, NaN where unknown
+        self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
+
+    def __call__(self, fragments: MultiAgentFragment) -> None:
+        """Add one fragment."""
+        self._add_agents(fragments)
+        clock, num_envs = fragments.clock, fragments.num_envs
+        last, so_far = self._open.get(fragments.lane, (-1, np.full(num_envs, np.nan)))
+        if fragments.sequence != last + 1:
+            so_far = np.full(num_envs, np.nan)
+        begun_here = clock.started >= clock.first
+        sums = np.zeros((num_envs, 1 + max((clock.count(env) for env in range(num_envs)), default=1)))
+        sums[:, 0] = np.where(begun_here, 0.0, so_far)
+        for part in fragments.parts:
+            _add_chunks(sums, part, clock)
+        ended: Counter[int] = Counter()
+        for end, env, _ in clock.ends:
+            nth = ended[env]
+            ended[env] += 1
+            if not (np.isnan(sums[env, nth]) or clock.was_lost(env, nth)):
+                self.take(1, [float(sums[env, nth])], [end - clock.start(env, nth)])
+        going = np.array([clock.count(env) - 1 for env in range(num_envs)])
+        self._open[fragments.lane] = fragments.sequence, sums[np.arange(num_envs), going]
+        if fragments.is_last:
+            self._forget(fragments.lane, len(fragments.parts))
+
+    def _add_agents(self, fragments: MultiAgentFragment) -> None:
+        for place, part in enumerate(fragments.parts):
+            for module_id in part.outputs:
+                # Add also a fragment in which its agents only wait: without it, the next would seem to follow a gap.
+                returns = self.by_module.setdefault(module_id, EpisodeReturns(self._window))
+                returns.add(part.of_module(module_id), (place, fragments.lane))
+        self._serving[fragments.lane] = set(fragments.module_ids)
+        for module_id in self.by_module.keys() - set().union(*self._serving.values()):
+            if not self._is_present(module_id):
+                del self.by_module[module_id]
+
+    def _forget(self, lane: int, num_parts: int) -> None:
+        """Forget the open episodes of a lane that has ended."""
+        del self._serving[lane], self._open[lane]
+        for returns in self.by_module.values():
+            for place in range(num_parts):
+                returns.forget((place, lane), lane)
+
+
+def _add_chunks(sums: NDArray[np.float64], part: AgentFragment, clock: EnvClock) -> None:
+    """Add the rewards of a part's chunks to `sums`, f64[environments, episodes in the fragment]."""
+    chunks = part.chunks
+    if not len(chunks.slot):
+        return
+    lengths = chunks.stop - chunks.start
+    rewards = np.add.reduceat(part.gather(Columns.REWARDS), np.cumsum(lengths) - lengths, dtype=np.float64)
+    envs = chunks.slot // len(part.part.agents)
+    np.add.at(sums, (envs, clock.nth_of(envs, part.clock[chunks.start, chunks.slot])), rewards)

@@ -1,0 +1,252 @@
+"""Figures that connector pieces and learners log, reduced over time and merged across processes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from threading import RLock
+from time import perf_counter
+from typing import Any, Literal
+
+from rollflow.nodes.metrics.statistic import Reduction, Statistic, name_of
+from rollflow.stream.data.errors import MetricsError
+
+Key = str | tuple[str, ...]
+Reduce = Literal["mean", "min", "max", "sum"] | None
+
+_MISSING: Any = object()
+
+
+class MetricsLogger:
+    """Named statistics; a name is a string, or a tuple of strings for nested ones.
+
+    The first value that is logged under a name settles how it is reduced:
+
+        reduce="mean"             of the last `window` values; without a window, an exponential average with
+                                  `ema_coeff` (0.01) for each new value, or with `clear_on_reduce` the mean of those
+                                  since the last `reduce()`
+        reduce="min"|"max"|"sum"  of the last `window` values, or of all; with `clear_on_reduce` of those since the last
+                                  `reduce()`
+        reduce=None               the values themselves, as a list; the last `window` of them
+
+    Every method may be called from any thread. Raises MetricsError, a ValueError, for a value that is no number and for
+    a name that is logged in two ways.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._statistics: dict[tuple[str, ...], Statistic] = {}
+
+    def __repr__(self) -> str:
+        with self._lock:
+            names = sorted("/".join(path) for path in self._statistics)
+        return f"<MetricsLogger: {', '.join(names) or 'nothing logged'}>"
+
+    def log_value(
+        self,
+        key: Key,
+        value: Any,
+        *,
+        reduce: Reduce = "mean",
+        window: int | None = None,
+        ema_coeff: float | None = None,
+        clear_on_reduce: bool = False,
+    ) -> None:
+        """Log one number: a Python one, or the only element of an array or tensor."""
+        self._log(_path_of(key), value, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
+
+    def log_dict(
+        self,
+        values: Mapping[str, Any],
+        *,
+        key: Key = (),
+        reduce: Reduce = "mean",
+        window: int | None = None,
+        ema_coeff: float | None = None,
+        clear_on_reduce: bool = False,
+    ) -> None:
+        """Log every number of a mapping, which may be nested, under `key`."""
+        self._log_all(_path_of(key), values, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
+
+    @contextmanager
+    def log_time(
+        self,
+        key: Key,
+        *,
+        reduce: Reduce = "mean",
+        window: int | None = None,
+        ema_coeff: float | None = None,
+        clear_on_reduce: bool = False,
+    ) -> Iterator[None]:
+        """Log how many seconds the block took, also when it raises."""
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            seconds = perf_counter() - began
+            self._log(_path_of(key), seconds, Reduction.of(reduce, window, ema_coeff, clear_on_reduce))
+
+    def set_value(self, key: Key, value: Any) -> None:
+        """Replace all values of a name that is logged already by one value."""
+        number = _number(_path_of(key), value)
+        with self._lock:
+            statistic = self._of(key)
+            statistic.clear()
+            statistic.push(number)
+
+    def peek(self, key: Key, default: Any = _MISSING) -> Any:
+        """Reduced value of a name, or a dict of all names under it; nothing is cleared.
+
+        A name without values since it was cleared is NaN, 0 if it is a sum, [] if it is a list. Raises KeyError for a
+        name that was never logged, unless there is a default.
+        """
+        path = _path_of(key)
+        with self._lock:
+            if path in self._statistics:
+                return self._statistics[path].value()
+            under = {name[len(path) :]: each for name, each in self._statistics.items() if name[: len(path)] == path}
+            if under:
+                return _nested({rest: each.value() for rest, each in under.items()})
+            if default is _MISSING:
+                raise self._unknown(path)
+            return default
+
+    def reduce(self) -> dict[str, Any]:
+        """Reduced values of all names, as nested dicts; names with `clear_on_reduce` are cleared."""
+        with self._lock:
+            reduced = _nested({path: statistic.value() for path, statistic in self._statistics.items()})
+            for statistic in self._statistics.values():
+                if statistic.reduction.clear_on_reduce:
+                    statistic.clear()
+            return reduced
+
+    def delete(self, key: Key) -> None:
+        """Forget one name. Raises KeyError for one that was never logged."""
+        with self._lock:
+            self._of(key)
+            del self._statistics[_path_of(key)]
+
+    def reset(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._statistics.clear()
+
+    def keys(self) -> list[tuple[str, ...]]:
+        """All names, in the order in which they were first logged."""
+        with self._lock:
+            return list(self._statistics)
+
+    def __contains__(self, key: Key) -> bool:
+        return _path_of(key) in self._statistics
+
+    # Across processes
+
+    def get_state(self) -> dict[str, Any]:
+        """All statistics, in numbers, strings, lists and dicts alone."""
+        with self._lock:
+            return {"statistics": [[list(path), each.get_state()] for path, each in self._statistics.items()]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Replace everything by what `get_state` gave."""
+        statistics = _statistics_of(state)
+        with self._lock:
+            self._statistics = statistics
+
+    def merge(self, states: Iterable[Mapping[str, Any]]) -> None:
+        """Add what other loggers have logged, by their states. Add each value only once: log, send, and `reset`.
+
+        Sums are added, least and largest values compared, and means weighted by their numbers of values, an exponential
+        average by no more than it remembers. Windows take the newest of every logger in turn, until they are full;
+        lists are joined, this logger's first. But for lists, the order of the loggers makes no difference.
+        """
+        theirs = [_statistics_of(state) for state in states]
+        with self._lock:
+            mine = self._statistics
+            merged = dict(mine)
+            for path in dict.fromkeys(path for each in (mine, *theirs) for path in each):
+                several = [each[path] for each in (mine, *theirs) if path in each]
+                for other in several[1:]:
+                    several[0].reduction.check_same(path, other.reduction)
+                if path not in merged:
+                    _check_place(path, merged)
+                merged[path] = Statistic.merged(several)
+            self._statistics = merged
+
+    # Inside
+
+    def _log(self, path: tuple[str, ...], value: Any, reduction: Reduction) -> None:
+        number = _number(path, value)
+        with self._lock:
+            statistic = self._statistics.get(path)
+            if statistic is None:
+                _check_place(path, self._statistics)
+                reduction.check(path)
+                statistic = self._statistics[path] = Statistic(reduction)
+            else:
+                statistic.reduction.check_same(path, reduction)
+            statistic.push(number)
+
+    def _log_all(self, path: tuple[str, ...], values: Mapping[str, Any], reduction: Reduction) -> None:
+        for name, value in values.items():
+            log = self._log_all if isinstance(value, Mapping) else self._log
+            log((*path, name), value, reduction)
+
+    def _of(self, key: Key) -> Statistic:
+        path = _path_of(key)
+        if path not in self._statistics:
+            raise self._unknown(path)
+        return self._statistics[path]
+
+    def _unknown(self, path: tuple[str, ...]) -> KeyError:
+        names = ", ".join(map(name_of, self._statistics)) or "none"
+        return KeyError(f"{name_of(path)} was never logged; names: {names}")
+
+
+def _path_of(key: Key) -> tuple[str, ...]:
+    if isinstance(key, str):
+        return (key,)
+    if not isinstance(key, tuple):
+        raise MetricsError(f"the name {key!r} was to be logged, expected a string or a tuple of strings")
+    return key
+
+
+def _number(path: tuple[str, ...], value: Any) -> float | int:
+    if type(value) is float or type(value) is int:
+        return value
+    try:
+        number = value.item() if hasattr(value, "item") else float(value)
+    except (TypeError, ValueError, RuntimeError):
+        number = None
+    if not isinstance(number, float | int):
+        raise MetricsError(f"{name_of(path)} was given {value!r}, expected one number")
+    return number
+
+
+def _check_place(path: tuple[str, ...], others: Iterable[tuple[str, ...]]) -> None:
+    if not path or not all(isinstance(part, str) for part in path):
+        raise MetricsError(f"the name {path!r} was to be logged, expected a string or a tuple of strings")
+    for other in others:
+        shorter = min(len(path), len(other))
+        if path[:shorter] == other[:shorter]:
+            raise MetricsError(
+                f"{name_of(path)} can't be logged beside {name_of(other)}: one would lie inside the other"
+            )
+
+
+def _nested(flat: Mapping[tuple[str, ...], Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in flat.items():
+        branch = tree
+        for part in path[:-1]:
+            branch = branch.setdefault(part, {})
+        branch[path[-1]] = value
+    return tree
+
+
+def _statistics_of(state: Mapping[str, Any]) -> dict[tuple[str, ...], Statistic]:
+    if "statistics" not in state:
+        raise MetricsError(f"a state with {sorted(map(str, state))}, expected 'statistics'")
+    statistics: dict[tuple[str, ...], Statistic] = {}
+    for name, each in state["statistics"]:
+        path = tuple(name)
+        _check_place(path, statistics)
+        statistics[path] = Statistic.from_state(path, each)
+    return statistics

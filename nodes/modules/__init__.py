@@ -1,0 +1,1 @@
+"""Modules: networks, distributions, flat forward passes, weights and their versions."""

@@ -1,0 +1,200 @@
+"""Default network of a rollout that brings none: for any of the usual spaces.
+
+An `ObservationEncoder` comes first, then an LSTM if `use_lstm` is set. Dense layers lead from there to
+`action_dist_inputs`, and others to `vf_preds`, from the same encoder or from one of their own.
+"""
+
+import math
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+
+from rollflow.nodes.modules.default_model_config import DefaultModelConfig, model_config_of
+from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.nodes.modules.observation_encoder import ObservationEncoder, dense, linear
+from rollflow.nodes.modules.rl_module import Batch, RLModule
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.tree import Tree
+
+_ACTION_MASK = "action_mask"
+_POLICY_GAIN = 0.01  # small: at first all actions are about equally likely
+_VALUE_GAIN = 1.0
+
+
+class DefaultModule(RLModule):
+    """Policy and value network for two spaces, sized by a `DefaultModelConfig`.
+
+        model_config    a DefaultModelConfig, a dict of some of its fields, or None; once made, always the first
+
+    A Dict space of observations may have `action_mask`, a number for each of Discrete actions. The network then sees
+    the rest, and actions whose mask is 0 are ruled out.
+
+    Columns that `_forward` takes and gives; with `use_lstm`, `[B, T, ...]` stands for `[B, ...]`:
+
+        obs                   any[B, ...]    as the observation space has it; images uint8 are scaled by 1/255
+        state_in              {"h": f32[B, cell], "c": f32[B, cell]}, with `use_lstm` only
+        action_dist_inputs    f32[B, D]      see `rollflow.nodes.modules.distribution`
+        vf_preds              f32[B]         not with `inference_only`
+        state_out             as state_in, after each row's last step; with `use_lstm` only
+    """
+
+    config: DefaultModelConfig
+
+    def setup(self) -> None:
+        """Make the network. Raises ModuleError for spaces, ValueError for a config that it can't be made for."""
+        if self.observation_space is None or self.action_space is None:
+            missing = "observation_space" if self.observation_space is None else "action_space"
+            raise ModuleError(
+                f"{type(self).__name__} got no {missing}, expected a gymnasium space: layers depend on it"
+            )
+        self.config = config = self.model_config = model_config_of(self.model_config)
+        if config.use_lstm and not config.vf_share_layers:
+            raise ModuleError(
+                "model_config has use_lstm=True and vf_share_layers=False, expected vf_share_layers=True: an LSTM for "
+                "the values alone would need a state of its own"
+            )
+        unmasked = _without_mask(self.observation_space, self.action_space)
+        self._masks, encoded_space = unmasked is not None, unmasked or self.observation_space
+        self.encoder = ObservationEncoder(encoded_space, config)
+        self.lstm = _lstm(self.encoder.width, config.lstm_cell_size) if config.use_lstm else None
+        width = config.lstm_cell_size if config.use_lstm else self.encoder.width
+        self.policy_head = PolicyHead(width, self.action_space, config)
+        if self.inference_only:
+            return
+        self.value_encoder = None if config.vf_share_layers else ObservationEncoder(encoded_space, config)
+        self.value_head = _head(width, 1, _VALUE_GAIN, config)
+
+    def get_initial_state(self) -> dict[str, Tensor]:
+        """Zeros, {"h": f32[cell], "c": f32[cell]}; {} without `use_lstm`."""
+        return {} if self.lstm is None else {name: torch.zeros(self.config.lstm_cell_size) for name in ("h", "c")}
+
+    def compute_values(self, batch: Batch, embeddings: Tensor | None = None) -> Tensor:
+        """Values alone, f32[B] or, with `use_lstm`, f32[B, T].
+
+            embeddings    f32[B, width] of the values' encoder (and LSTM), where they have been computed already
+
+        Raises ModuleError with `inference_only`.
+        """
+        if self.inference_only:
+            raise ModuleError(f"{type(self).__name__} is inference_only, expected inference_only=False for values")
+        if embeddings is None:
+            encoder = self.value_encoder
+            embeddings = self._embedded(batch)[0] if encoder is None else encoder(batch[Columns.OBS])
+        return self._values(embeddings)
+
+    def _forward(self, batch: Batch, **kwargs: Any) -> Batch:
+        embeddings, output = self._embedded(batch)
+        logits = self.policy_head(embeddings)
+        output[Columns.ACTION_DIST_INPUTS] = _masked(logits, batch[Columns.OBS]) if self._masks else logits
+        if not self.inference_only:
+            encoder = self.value_encoder
+            output[Columns.VF_PREDS] = self._values(embeddings if encoder is None else encoder(batch[Columns.OBS]))
+        return output
+
+    def _values(self, embeddings: Tensor) -> Tensor:
+        values: Tensor = self.value_head(embeddings).squeeze(-1)
+        return values
+
+    def _embedded(self, batch: Batch) -> tuple[Tensor, Batch]:
+        """Input of the heads, f32[B, width] or f32[B, T, width], and the column `state_out`, if there is an LSTM."""
+        encoded: Tensor = self.encoder(batch[Columns.OBS])
+        if self.lstm is None:
+            return encoded, {}
+        state = batch.get(Columns.STATE_IN)
+        if state is None:
+            raise ModuleError(
+                f"batch has columns {sorted(batch)}, expected '{Columns.STATE_IN}' among them: "
+                f"{type(self).__name__} has an LSTM"
+            )
+        h, c = state["h"], state["c"]
+        if encoded.shape[1] == 1:  # as while acting; nn.LSTM takes up to ten times as long for one step
+            h, c = torch.lstm_cell(encoded.squeeze(1), (h, c), *self.lstm.parameters())
+            return h.unsqueeze(1), {Columns.STATE_OUT: {"h": h, "c": c}}
+        embeddings, (h, c) = self.lstm(encoded, (h.unsqueeze(0), c.unsqueeze(0)))
+        return embeddings, {Columns.STATE_OUT: {"h": h.squeeze(0), "c": c.squeeze(0)}}
+
+
+class PolicyHead(nn.Module):
+    """Embeddings f32[..., width] to `action_dist_inputs` f32[..., D]."""
+
+    order: Tensor | None
+
+    def __init__(self, width: int, space: gym.Space[Any], config: DefaultModelConfig) -> None:
+        super().__init__()
+        required = distribution_for(space).required_input_dim  # raises for a space that has no distribution
+        free = _deviations(space) if config.free_log_std else []
+        if config.free_log_std and not free:
+            raise ModuleError(
+                f"free_log_std is True for actions in {space}, expected a Box, or a Dict or Tuple with one"
+            )
+        self.layers = _head(width, required - len(free), _POLICY_GAIN, config)
+        self.log_std = nn.Parameter(torch.zeros(len(free))) if free else None
+        # The layers' outputs come first, the deviations after them: `order` gives the place of each input there.
+        order = np.argsort([*sorted(set(range(required)) - set(free)), *free]).tolist()
+        in_place = order == list(range(required))
+        self.register_buffer("order", None if in_place else torch.tensor(order), persistent=False)
+
+    def forward(self, embeddings: Tensor) -> Tensor:
+        inputs: Tensor = self.layers(embeddings)
+        if self.log_std is None:
+            return inputs
+        inputs = torch.cat([inputs, self.log_std.expand(*inputs.shape[:-1], -1)], -1)
+        return inputs if self.order is None else inputs.index_select(-1, self.order)
+
+
+def _deviations(space: gym.Space[Any], begin: int = 0) -> list[int]:
+    """Indices of those `action_dist_inputs` that are logarithms of deviations."""
+    if isinstance(space, spaces.Box):
+        count = math.prod(space.shape)
+        return list(range(begin + count, begin + 2 * count))
+    found: list[int] = []
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        for part in space.values() if isinstance(space, spaces.Dict) else space:
+            found += _deviations(part, begin)
+            begin += distribution_for(part).required_input_dim
+    return found
+
+
+def _head(width: int, outputs: int, gain: float, config: DefaultModelConfig) -> nn.Sequential:
+    hiddens = config.head_fcnet_hiddens
+    last = linear(hiddens[-1] if hiddens else width, outputs, gain)
+    return nn.Sequential(*dense(width, hiddens, config.head_fcnet_activation), last)
+
+
+def _lstm(inputs: int, cell: int) -> nn.LSTM:
+    """An LSTM over f32[B, T, inputs] with orthogonal weights, and no biases at first."""
+    layer = nn.LSTM(inputs, cell, batch_first=True)
+    for name, weight in layer.named_parameters():
+        if name.startswith("weight"):
+            nn.init.orthogonal_(weight)
+        else:
+            nn.init.zeros_(weight)
+    return layer
+
+
+def _without_mask(observation_space: gym.Space[Any], action_space: gym.Space[Any]) -> gym.Space[Any] | None:
+    """Dict space of observations without `action_mask`; None where there is no mask, or actions are not Discrete.
+
+    Raises ModuleError for a mask that does not have a number for each action.
+    """
+    if not isinstance(observation_space, spaces.Dict) or not isinstance(action_space, spaces.Discrete):
+        return None
+    if _ACTION_MASK not in observation_space.spaces or len(observation_space.spaces) == 1:
+        return None
+    mask = observation_space[_ACTION_MASK]
+    if mask.shape != (action_space.n,):
+        raise ModuleError(
+            f"observation_space has '{_ACTION_MASK}' in {mask}, expected shape ({action_space.n},): a number for each "
+            f"action of {action_space}, 0 where it is ruled out"
+        )
+    return spaces.Dict({key: space for key, space in observation_space.items() if key != _ACTION_MASK})
+
+
+def _masked(logits: Tensor, observations: Tree) -> Tensor:
+    """Logits f32[..., n] with the least finite float where an action's mask is 0, so that sums stay finite."""
+    return logits.masked_fill(observations[_ACTION_MASK] == 0, torch.finfo(logits.dtype).min)

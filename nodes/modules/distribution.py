@@ -1,0 +1,360 @@
+"""Action distributions over gymnasium's spaces, made from a module's `action_dist_inputs`.
+
+`torch.distributions` checks its arguments at every step; these don't, and take as few torch operations as they can.
+
+    space            inputs, f32[B, D]                         action
+    Discrete(n)      n logits                                  space's dtype[B]
+    MultiDiscrete    all parts' logits, end to end             space's dtype[B, *shape]
+    MultiBinary      one logit for each                        i8[B, *shape]
+    Box              means, then logarithms of deviations      space's dtype[B, *shape]
+    Dict, Tuple      all parts' inputs, end to end             dict or tuple of those
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.tree import Tree
+
+_LOG_SQRT_TWO_PI = 0.5 * math.log(2.0 * math.pi)
+_DRAWN = 1 << 15  # numbers at a time
+_SMALLEST = np.finfo(np.float32).tiny
+_HALF = (torch.float16, torch.bfloat16)
+
+
+class Distribution(Protocol):
+    """Batch of B distributions over actions; an action's own shape is in the table above."""
+
+    def sample(self, generator: torch.Generator | None = None) -> Tree:
+        """One action for each of the batch, any[B, ...] or a tree of those."""
+
+    def logp(self, value: Tree) -> Tensor:
+        """Log-probability (or density) of each action, f32[B]."""
+
+    def entropy(self) -> Tensor:
+        """Entropy in nats, f32[B]."""
+
+    def kl(self, other: Any) -> Tensor:
+        """Kullback-Leibler divergence of `other` from this one, f32[B]."""
+
+    def to_deterministic(self) -> "Deterministic":
+        """The likeliest action."""
+
+
+@dataclass(frozen=True, slots=True)
+class DistributionType:
+    """Maker of distributions over one action space; a module's `get_…_action_dist_cls()` returns it.
+
+    required_input_dim    D, the length of the last axis of `action_dist_inputs`
+    """
+
+    space: gym.Space[Any]
+    required_input_dim: int
+    _make: Callable[[Tensor], Distribution]
+
+    def from_logits(self, logits: Tensor) -> Distribution:
+        """Make it from `action_dist_inputs`, f32[B, D]; half precision becomes single.
+
+        Raises ModuleError for another width.
+        """
+        if logits.shape[-1] != self.required_input_dim:
+            raise ModuleError(
+                f"'action_dist_inputs' has shape {list(logits.shape)}, expected a last axis of "
+                f"{self.required_input_dim} for actions in {self.space}"
+            ).see("distribution")
+        return self._make(logits.float() if logits.dtype in _HALF else logits)
+
+
+def distribution_for(space: gym.Space[Any]) -> DistributionType:
+    """Distribution over a space. Raises ModuleError for a space that has none here."""
+    if isinstance(space, spaces.Discrete):
+        make: Callable[[Tensor], Distribution] = partial(Categorical, start=int(space.start), dtype=_dtype_of(space))
+        return DistributionType(space, int(space.n), make)
+    if isinstance(space, spaces.MultiDiscrete):
+        return DistributionType(space, int(space.nvec.sum()), partial(MultiCategorical, space=space))
+    if isinstance(space, spaces.MultiBinary):
+        return DistributionType(space, math.prod(space.shape), partial(Bernoulli, shape=space.shape))
+    if isinstance(space, spaces.Box):
+        make = partial(DiagGaussian, shape=space.shape, dtype=_dtype_of(space))
+        return DistributionType(space, 2 * math.prod(space.shape), make)
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        named = dict(space.items()) if isinstance(space, spaces.Dict) else dict(enumerate(space))
+        parts = {key: distribution_for(part) for key, part in named.items()}
+        width = sum(part.required_input_dim for part in parts.values())
+        as_tuple = isinstance(space, spaces.Tuple)
+        return DistributionType(space, width, partial(MultiDistribution, types=parts, as_tuple=as_tuple))
+    raise ModuleError(
+        f"no distribution over {space}; expected Discrete, MultiDiscrete, MultiBinary, Box, or a Dict or Tuple of "
+        "those, or a module that gives 'actions' itself"
+    ).see("distribution")
+
+
+class Categorical:
+    """Distribution over `start … start + n - 1`, from logits f32[B, n]; -inf rules an action out."""
+
+    __slots__ = ("_dtype", "_log_probs", "_start", "logits")
+
+    def __init__(self, logits: Tensor, start: int = 0, dtype: torch.dtype = torch.int64) -> None:
+        self.logits = logits
+        self._start = start
+        self._dtype = dtype
+        self._log_probs: Tensor | None = None
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Normalised logarithms of probabilities, f32[B, n]."""
+        if self._log_probs is None:
+            self._log_probs = torch.log_softmax(self.logits, -1)
+        return self._log_probs
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        # The first to arrive in a race of exponentials with these rates is distributed by the softmax.
+        race = torch.empty_like(self.logits).exponential_(generator=generator).log_()
+        # By log_probs, which `logp` needs anyhow: beside very large logits the race would be rounded away.
+        return self._numbered((self.log_probs - race).argmax(-1))
+
+    def sample_with_logp(self, races: "Races | JointRaces") -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """Actions, space's dtype[B], and their log-probabilities f32[B]: `sample` and `logp` in half the time.
+
+        Takes logits on the CPU alone.
+        """
+        log_probs = torch.log_softmax(self.logits, -1).numpy()
+        places = (log_probs + races.draw(log_probs.shape)).argmax(-1)
+        logp = log_probs.reshape(-1).take(places + races.offsets)
+        numbers = places + self._start if self._start else places
+        return numbers if self._dtype is torch.int64 else torch.from_numpy(numbers).to(self._dtype).numpy(), logp
+
+    def logp(self, value: Tensor) -> Tensor:
+        numbers = value - self._start if self._start else value
+        return self.log_probs.gather(-1, numbers.long().unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self) -> Tensor:
+        log_probs = self.log_probs
+        return -_expected(log_probs, log_probs)
+
+    def kl(self, other: "Categorical") -> Tensor:
+        return _expected(self.log_probs, self.log_probs - other.log_probs)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(self._numbered(self.logits.argmax(-1)), self.logits.shape[:-1])
+
+    def _numbered(self, places: Tensor) -> Tensor:
+        numbers = places + self._start if self._start else places
+        return numbers if self._dtype is torch.int64 else numbers.to(self._dtype)
+
+
+class Races:
+    """Random numbers for sampling by races of exponentials, drawn for many vector steps at a time.
+
+    offsets    i64[B], start of each row in the flattened array that was drawn last
+    """
+
+    __slots__ = ("_drawn", "_next", "_random", "_shape", "offsets")
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random = random
+        self._drawn: NDArray[np.float32] = np.empty(0, np.float32)
+        self._next = 0
+        self._shape: tuple[int, ...] = ()
+        self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Gumbel numbers, f32[B, n]: the action whose log-probability plus number is largest has won the race."""
+        count, place = math.prod(shape), self._next
+        if shape != self._shape:
+            self._shape, self.offsets = shape, np.arange(shape[0]) * shape[1]
+        # Shapes may change from step to step, with the agents that act: all of them share the numbers drawn.
+        if place + count > len(self._drawn):
+            drawn = self._random.standard_exponential(max(1, _DRAWN // count) * count, np.float32)
+            # Without this floor, a drawn 0 would let an action win that is ruled out.
+            np.log(np.maximum(drawn, _SMALLEST, out=drawn), out=drawn)
+            self._drawn, place = np.negative(drawn, out=drawn), 0
+        self._next = place + count
+        return self._drawn[place : place + count].reshape(shape)
+
+
+class JointRaces:
+    """Races of several lanes, for a batch that has the rows of one lane after those of another.
+
+    sizes      rows of each lane
+    offsets    as in `Races`
+    """
+
+    __slots__ = ("_races", "_sizes", "offsets")
+
+    def __init__(self, races: Sequence[Races], sizes: Sequence[int]) -> None:
+        self._races, self._sizes = races, sizes
+        self.offsets: NDArray[np.int64] = np.empty(0, np.int64)
+
+    def draw(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Numbers of each lane, f32[B, n], as the lane would draw them by itself."""
+        self.offsets = np.arange(shape[0]) * shape[1]
+        drawn = [races.draw((size, shape[1])) for races, size in zip(self._races, self._sizes, strict=True)]
+        return np.concatenate(drawn)
+
+
+class MultiDistribution:
+    """Independent distributions, one for each part of a Dict or Tuple space."""
+
+    __slots__ = ("_as_tuple", "_parts")
+
+    def __init__(self, inputs: Tensor, types: Mapping[Any, DistributionType], as_tuple: bool) -> None:
+        parts = torch.split(inputs, [each.required_input_dim for each in types.values()], -1)
+        self._parts: Any = {key: each.from_logits(part) for (key, each), part in zip(types.items(), parts, strict=True)}
+        self._as_tuple = as_tuple
+
+    def sample(self, generator: torch.Generator | None = None) -> Tree:
+        return self._joined({key: part.sample(generator) for key, part in self._parts.items()})
+
+    def logp(self, value: Tree) -> Tensor:
+        values = self._apart(value)
+        return torch.stack([part.logp(values[key]) for key, part in self._parts.items()]).sum(0)
+
+    def entropy(self) -> Tensor:
+        return torch.stack([part.entropy() for part in self._parts.values()]).sum(0)
+
+    def kl(self, other: Any) -> Tensor:
+        return torch.stack([part.kl(other._parts[key]) for key, part in self._parts.items()]).sum(0)
+
+    def to_deterministic(self) -> "Deterministic":
+        likeliest = {key: part.to_deterministic() for key, part in self._parts.items()}
+        batch_shape = next(iter(likeliest.values())).batch_shape
+        return Deterministic(self._joined({key: part.action for key, part in likeliest.items()}), batch_shape)
+
+    def _apart(self, value: Tree) -> Any:
+        return value
+
+    def _joined(self, actions: dict[Any, Tree]) -> Tree:
+        return tuple(actions.values()) if self._as_tuple else actions
+
+
+class MultiCategorical(MultiDistribution):
+    """Independent categoricals, one for each number of a MultiDiscrete space."""
+
+    __slots__ = ("_dtype", "_shape")
+
+    def __init__(self, logits: Tensor, space: spaces.MultiDiscrete) -> None:
+        starts = np.broadcast_to(space.start, space.nvec.shape).reshape(-1).tolist()
+        parts = torch.split(logits, space.nvec.reshape(-1).tolist(), -1)
+        self._parts = dict(enumerate(map(Categorical, parts, starts)))
+        self._shape, self._dtype = space.nvec.shape, _dtype_of(space)
+
+    def _apart(self, value: Tensor) -> Any:
+        return value.flatten(-len(self._shape)).unbind(-1)
+
+    def _joined(self, actions: dict[Any, Tree]) -> Tensor:
+        return _shaped(torch.stack(list(actions.values()), -1), self._shape, self._dtype)
+
+
+class Bernoulli:
+    """Independent bits, from logits f32[B, D]; -inf rules a bit out."""
+
+    __slots__ = ("_shape", "logits")
+
+    def __init__(self, logits: Tensor, shape: tuple[int, ...]) -> None:
+        self.logits = logits
+        self._shape = shape
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        chance = torch.rand(self.logits.shape, generator=generator, device=self.logits.device)
+        return _shaped(chance < self.logits.sigmoid(), self._shape, torch.int8)
+
+    def logp(self, value: Tensor) -> Tensor:
+        bits = value.flatten(-len(self._shape)).bool()
+        return -functional.softplus(torch.where(bits, -self.logits, self.logits)).sum(-1)
+
+    def entropy(self) -> Tensor:
+        one, zero = functional.softplus(-self.logits), functional.softplus(self.logits)  # -log of each chance
+        return self._expected(one, zero)
+
+    def kl(self, other: "Bernoulli") -> Tensor:
+        one = functional.softplus(-other.logits) - functional.softplus(-self.logits)
+        zero = functional.softplus(other.logits) - functional.softplus(self.logits)
+        return self._expected(one, zero)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(_shaped(self.logits > 0, self._shape, torch.int8), self.logits.shape[:-1])
+
+    def _expected(self, one: Tensor, zero: Tensor) -> Tensor:
+        """Expected sum over all bits, f32[B], where a one counts `one` and a zero counts `zero`, f32[B, D] each."""
+        chances = torch.stack([self.logits.sigmoid(), torch.sigmoid(-self.logits)])
+        return (chances * torch.stack([one, zero]).masked_fill(chances == 0.0, 0.0)).sum((0, -1))
+
+
+class DiagGaussian:
+    """Independent normal distributions, from means and logarithms of deviations, f32[B, 2 D]."""
+
+    __slots__ = ("_dtype", "_shape", "log_std", "mean")
+
+    def __init__(self, inputs: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
+        self.mean, self.log_std = inputs.chunk(2, -1)
+        self._shape = shape
+        self._dtype = dtype
+
+    def sample(self, generator: torch.Generator | None = None) -> Tensor:
+        noise = torch.randn(self.mean.shape, generator=generator, device=self.mean.device, dtype=self.mean.dtype)
+        return _shaped(self.mean + self.log_std.exp() * noise, self._shape, self._dtype)
+
+    def logp(self, value: Tensor) -> Tensor:
+        flat = value.reshape(self.mean.shape).to(self.mean.dtype)
+        z = (flat - self.mean) * torch.exp(-self.log_std)
+        return -(0.5 * z * z + self.log_std + _LOG_SQRT_TWO_PI).sum(-1)
+
+    def entropy(self) -> Tensor:
+        return (self.log_std + 0.5 + _LOG_SQRT_TWO_PI).sum(-1)
+
+    def kl(self, other: "DiagGaussian") -> Tensor:
+        spread = torch.exp(2.0 * self.log_std) + (self.mean - other.mean) ** 2
+        return (other.log_std - self.log_std + 0.5 * spread * torch.exp(-2.0 * other.log_std) - 0.5).sum(-1)
+
+    def to_deterministic(self) -> "Deterministic":
+        return Deterministic(_shaped(self.mean, self._shape, self._dtype), self.mean.shape[:-1])
+
+
+class Deterministic:
+    """Distribution that always gives the same action; its log-probability counts as 0.
+
+    action         any[*batch_shape, ...] or a tree of those: one for each of the batch
+    batch_shape    the batch's axes: B, or B and T
+    """
+
+    __slots__ = ("action", "batch_shape")
+
+    def __init__(self, action: Tree, batch_shape: tuple[int, ...]) -> None:
+        self.action = action
+        self.batch_shape = batch_shape
+
+    def sample(self, generator: torch.Generator | None = None) -> Tree:
+        return self.action
+
+    def logp(self, value: Tree) -> Tensor:
+        first = value
+        while not torch.is_tensor(first):
+            first = next(iter(first.values() if isinstance(first, Mapping) else first))
+        return torch.zeros(self.batch_shape, device=first.device)
+
+
+def _shaped(flat: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Actions any[..., D] as dtype[..., *shape]."""
+    return flat.reshape(*flat.shape[:-1], *shape).to(dtype)
+
+
+def _dtype_of(space: gym.Space[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, space.dtype)).dtype
+
+
+def _expected(log_probs: Tensor, values: Tensor) -> Tensor:
+    """Expectation of values f32[B, n], f32[B]; an impossible action counts 0, even where its value is infinite."""
+    # Filled in before the product: afterwards, the product's gradient would still be 0 times infinity.
+    return (log_probs.exp() * values.masked_fill(log_probs == -torch.inf, 0.0)).sum(-1)

@@ -1,0 +1,129 @@
+"""Newest published weights of an acting module, and the number of their version."""
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollflow.stream.data.errors import ModuleError
+
+Weights = Mapping[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class PolicyWeights:
+    """One-slot mailbox for weights: publishing replaces weights that were not taken yet, and never waits.
+
+        module     the weights are for
+        version    policy version of the weights that the module begins to act with
+
+    May be used from any thread.
+    """
+
+    def __init__(self, module: torch.nn.Module, version: int = 0) -> None:
+        self._shapes = shapes_of(module.state_dict())
+        self._owner = type(module).__name__
+        self._lock = threading.Lock()
+        self._loading = threading.Lock()  # held while weights are loaded, so that no reader gets half of them
+        self._version = self._loaded = self.first_version = version
+        self._unused: tuple[int, dict[str, Any]] | None = None
+
+    @property
+    def version(self) -> int:
+        """Policy version that was published last."""
+        return self._version
+
+    def publish(self, weights: Weights) -> int:
+        """Copy `weights`, a module's `state_dict()`, and return their new version.
+
+        Raises ModuleError when names or shapes are not those of the acting module.
+        """
+        self.check(weights)
+        copied = copied_weights(weights)  # without the lock: a forward pass may want it
+        with self._lock:
+            self._version += 1
+            self._unused = self._version, copied
+            return self._version
+
+    def publish_as(self, version: int, weights: Weights) -> bool:
+        """Copy `weights` under a version that a trainer gave them; False: they are not newer, and are passed over.
+
+        Raises ModuleError as `publish` does.
+        """
+        if version <= self._version:
+            return False
+        self.check(weights)
+        copied = copied_weights(weights)
+        with self._lock:
+            if version <= self._version:
+                return False
+            self._version, self._unused = version, (version, copied)
+            return True
+
+    def take(self) -> tuple[int, dict[str, Any]] | None:
+        """Take the newest version and its weights, once; None if there is nothing new."""
+        if self._unused is None:
+            return None
+        with self._lock:
+            unused, self._unused = self._unused, None
+        return unused
+
+    def load_into(self, module: Any) -> int:
+        """Load the newest weights into the acting module; returns the version that it then has."""
+        if self._unused is not None:
+            with self._loading:
+                fresh = self.take()
+                if fresh is not None:
+                    self._load(module, *fresh)
+        return self._loaded
+
+    def _load(self, module: Any, version: int, weights: dict[str, Any]) -> None:
+        try:
+            module.load_state_dict(weights)
+        except BaseException:  # the module may have some of them: the next pass loads all again
+            with self._lock:
+                self._unused = self._unused or (version, weights)
+            raise
+        self._loaded = version
+
+    def newest(self, module: Any) -> tuple[int, dict[str, Any]]:
+        """Newest version and a copy of its weights: those published last, or else what the acting module has."""
+        with self._loading, self._lock:
+            version, weights = self._unused or (self._loaded, module.state_dict())
+            return version, copied_weights(weights)
+
+    def check(self, weights: Weights) -> None:
+        """Raise ModuleError when names or shapes are not those of the acting module."""
+        check_shapes(shapes_of(weights), self._shapes, self._owner)
+
+
+def copied_weights(weights: Weights) -> dict[str, Any]:
+    """A `state_dict()` with every tensor copied."""
+    copied = {name: value.detach().clone() for name, value in weights.items() if torch.is_tensor(value)}
+    return {**weights, **copied}
+
+
+def shapes_of(weights: Weights) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor in a `state_dict()`. Raises ModuleError for anything else."""
+    if not isinstance(weights, Mapping):
+        raise ModuleError(f"weights are {type(weights).__name__}, expected a state_dict(): name -> tensor")
+    if weights and all(isinstance(value, np.ndarray) for value in weights.values()):
+        raise ModuleError(f"weights {list(weights)[:4]} are numpy arrays, expected tensors, as a state_dict() has them")
+    return {name: tuple(tensor.shape) for name, tensor in weights.items() if torch.is_tensor(tensor)}
+
+
+def check_shapes(shapes: Shapes, expected: Shapes, owner: str) -> None:
+    """Raise ModuleError unless names and shapes are those that the module called `owner` expects."""
+    if shapes == expected:
+        return
+    missing, unknown = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    differ = [
+        f"'{name}' is {list(shape)}, expected {list(expected[name])}"
+        for name, shape in shapes.items()
+        if name in expected and shape != expected[name]
+    ]
+    raise ModuleError(
+        f"weights do not fit module '{owner}': missing {missing}, unknown {unknown}, shapes: {differ}"
+    ).see("weights")

@@ -1,1 +1,0 @@
-"""Environments with several agents each on other hosts."""

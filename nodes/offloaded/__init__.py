@@ -1,0 +1,1 @@
+"""Whole rollouts in worker processes and on other hosts."""

@@ -1,0 +1,181 @@
+"""Checks of a fragment that a host sends against its layout: later nobody would know whose fault it was."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.env_source import is_whole
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+from rollflow.stream.fragments.fragment import Fragment, FragmentLayout
+from rollflow.stream.wire.codec.rows import check_infos
+
+MOST = 1 << 62
+_KNOWN = {
+    Columns.REWARDS: np.dtype(np.float32),
+    Columns.TERMINATEDS: np.dtype(np.bool_),
+    Columns.TRUNCATEDS: np.dtype(np.bool_),
+    Columns.POLICY_VERSION: np.dtype(np.int64),
+}
+
+
+def check_columns(
+    columns: Mapping[str, Column], layout: FragmentLayout, rows: int, space: gym.Space[Any], spare: int = 0
+) -> None:
+    """Raise WireError where the columns are not those of so many rows, with observations in this space.
+
+    spare    rows behind these in all columns but the observations
+    """
+    slots, most = layout.num_slots, layout.lookback + rows
+    for name, column in columns.items():
+        expected = most + (1 if name == Columns.OBS else spare)
+        for leaf in leaves_of(column.tree):
+            if leaf.shape[:2] != (expected, slots):
+                raise _wrong(f"{name} is {_shown(leaf)}, expected [{expected}, {slots}, …]")
+    for name, dtype in _KNOWN.items():
+        _check_rows(name, columns[name].tree, dtype, (slots,))
+    for name, of in ((Columns.OBS, space), (Columns.ACTIONS, layout.action_space)):
+        tree = columns[name].tree
+        if isinstance(tree, np.ndarray) and of.shape is not None and of.dtype is not None:  # without a row made for it
+            _check_rows(name, tree, of.dtype, (slots, *of.shape))
+        else:
+            map_tree(
+                lambda leaf, row, name=name: _check_rows(name, leaf, row.dtype, row.shape), tree, row_of(of, slots)
+            )
+
+
+def form_of(columns: Mapping[str, Column]) -> dict[str, Tree]:
+    """Dtypes and shapes of columns' rows, leaf by leaf as text: the same in every fragment of a rollout."""
+    return {name: map_tree(_form, column.tree) for name, column in columns.items()}
+
+
+def check_form(form: Mapping[str, Tree], known: Mapping[str, Tree]) -> None:
+    """Raise WireError where columns are others, or of another form, than in the fragments before."""
+    if form.keys() != known.keys():
+        raise _wrong(f"columns are {sorted(form)}, expected {sorted(known)}, as in others")
+    for name, each in form.items():
+        if each != known[name]:
+            raise _wrong(
+                f"a row of {name} is {told_of(each)} in each slot, expected {told_of(known[name])}, as in others"
+            )
+
+
+def check_rest(rest: Mapping[str, Any], layout: FragmentLayout, rows: int, space: gym.Space[Any]) -> None:
+    """Raise WireError where what there is to say beside the columns is not of a fragment of so many rows."""
+    first, last, slots = layout.lookback, layout.lookback + rows, layout.num_slots
+    check_whole("sequence", rest["sequence"], 0, MOST)
+    _check_indices("episode_start", rest["episode_start"], -MOST, first + 1, slots)
+    losses = rest.get("losses", ())
+    _check_indices("episode_number", rest["episode_number"], -1 if losses else 0, MOST, slots)
+    if losses:
+        _check_losses(losses, rest["episode_number"], first, last)
+    for slot, number, data in rest.get("custom_data", ()):
+        check_whole("custom_data: slot", slot, 0, slots - 1)
+        check_whole("custom_data: episode", number, -1, MOST)
+        if not isinstance(data, dict):
+            raise _wrong(f"custom_data is {told_of(data)}, expected a map")
+    if rest.get("infos") is not None:
+        _check_infos("infos", rest["infos"], last + 1, slots)
+    if rest.get("finals") is not None:
+        _check_finals(rest["finals"], first, last, slots, space)
+
+
+def check_ends(fragment: Fragment) -> None:
+    """Raise WireError where last observations are of episodes that do not end where they are said to."""
+    if not fragment.finals:
+        return
+    chunks = fragment.chunks
+    ends = set(zip(chunks.stop.tolist(), chunks.slot.tolist(), strict=True))
+    for final in fragment.finals:
+        for slot in final.slots.tolist():
+            if (final.row + 1, slot) not in ends:
+                raise _wrong(f"finals: no episode of slot {slot} ends in row {final.row}, expected one")
+
+
+def check_whole(name: str, value: Any, least: int, most: int) -> None:
+    """Raise WireError for what is no whole number in this range."""
+    if not is_whole(value) or not least <= value <= most:
+        raise _wrong(f"{name} is {told_of(value)}, expected a whole number from {least} to {most}")
+
+
+def told_of(value: Any) -> str:
+    """A value that somebody else has sent, for messages."""
+    return repr(value)[:100]
+
+
+def _form(leaf: NDArray[Any]) -> str:
+    return f"{leaf.dtype}{list(leaf.shape[2:])}"
+
+
+def _check_losses(losses: Any, numbers: NDArray[np.int64], first: int, last: int) -> None:
+    slots = len(numbers)
+    least = np.zeros(slots, np.int64)
+    for row, lost, cut, reason in losses:
+        check_whole("losses: row", row, first, last)
+        _check_indices("losses: slots", lost, 0, slots - 1)
+        _check_indices("losses: cut", cut, 0, slots - 1)
+        if not isinstance(reason, str):
+            raise _wrong(f"losses: the reason is {told_of(reason)}, expected a string")
+        if row == first:
+            least[lost] = -1  # what was lost before it may have been nothing
+    if np.count_nonzero(numbers < least):
+        raise _wrong(f"episode_number is {told_of(numbers)}, expected numbers from 0 to {MOST}")
+
+
+def _check_finals(finals: Mapping[str, Any], first: int, last: int, slots: int, space: gym.Space[Any]) -> None:
+    rows, counts, who = finals["rows"], finals["counts"], finals["slots"]
+    if not isinstance(rows, list) or not isinstance(counts, list) or len(rows) != len(counts):
+        raise _wrong(f"finals: rows are {told_of(rows)} and counts {told_of(counts)}, expected lists of one length")
+    for row, count in zip(rows, counts, strict=True):
+        check_whole("finals: row", row, first, last - 1)
+        check_whole("finals: count", count, 1, slots)
+    _check_indices("finals: slots", who, 0, slots - 1, sum(counts))
+    map_tree(partial(_check_items, "finals"), finals["observations"], row_of(space, sum(counts)))
+    if finals["infos"] is not None:
+        _check_infos("finals: infos", finals["infos"], len(rows), slots)
+        if len(finals["infos"]) != len(rows):
+            raise _wrong(f"finals: infos of {len(finals['infos'])} rows, expected {len(rows)}")
+
+
+def _check_infos(name: str, infos: Any, most: int, slots: int) -> None:
+    if not isinstance(infos, list) or len(infos) > most:
+        raise _wrong(f"{name} is {told_of(infos)}, expected a list of at most {most} maps")
+    for each in infos:
+        if not isinstance(each, Mapping):
+            raise _wrong(f"{name}: {told_of(each)}, expected a map")
+        check_infos(each, slots, name)
+
+
+def _check_rows(name: str, leaf: Any, dtype: Any, shape: tuple[int, ...]) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype != dtype or leaf.shape[1:] != shape:
+        shown = _shown(leaf) if isinstance(leaf, np.ndarray) else told_of(leaf)
+        raise _wrong(f"{name} is {shown}, expected rows of {np.dtype(dtype)}{list(shape)}")
+
+
+def _check_items(name: str, leaf: Any, like: NDArray[Any]) -> None:
+    if not isinstance(leaf, np.ndarray) or leaf.dtype != like.dtype or leaf.shape != like.shape:
+        raise _wrong(f"{name}: observations are {told_of(leaf)}, expected {_shown(like)}")
+
+
+def _check_indices(name: str, values: Any, least: int, most: int, count: int | None = None) -> None:
+    """Raise WireError for what is no array of so many whole numbers in this range."""
+    is_array = isinstance(values, np.ndarray) and values.dtype == np.int64 and values.ndim == 1
+    if not is_array or (count is not None and len(values) != count):
+        raise _wrong(f"{name} is {told_of(values)}, expected int64[{'…' if count is None else count}]")
+    if np.count_nonzero((values < least) | (values > most)):
+        raise _wrong(f"{name} is {told_of(values)}, expected numbers from {least} to {most}")
+
+
+def _wrong(text: str) -> WireError:
+    return WireError(text, "fragment")
+
+
+def _shown(array: NDArray[Any]) -> str:
+    return f"{array.dtype}{list(array.shape)}"

@@ -1,0 +1,383 @@
+"""Whole rollouts on other hosts, as a node: environments, connectors and a copy of the module on each."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.remote.host_carrier import HostCarrier
+from rollflow.nodes.env.remote.remote_environments import agents_on
+from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.env.remote.remote_host import (
+    HostEvent,
+    HostLeft,
+    HostProgressed,
+    HostReconnected,
+    RemoteHost,
+    RemoteLane,
+    vectors_on,
+)
+from rollflow.nodes.env.workers.carrier import Carried
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase
+from rollflow.nodes.env.workers.watch import Activity, ProgressMark
+from rollflow.nodes.modules.weights_codec import to_arrays
+from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
+from rollflow.nodes.offloaded.fragment_checks import check_form, form_of
+from rollflow.nodes.offloaded.fragment_message import fragment_of
+from rollflow.nodes.offloaded.host_equipment import HostEquipment
+from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
+from rollflow.nodes.offloaded.replica import Published
+from rollflow.nodes.offloaded.rollout_report import LaneCount, LaneProgress, RolloutReport, account_of, progress_of
+from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
+from rollflow.stream.data.errors import StateError, WireError
+from rollflow.stream.graph.meter import clock
+from rollflow.stream.net.sockets import quoted
+from rollflow.stream.wire import Cut, Failed, Fragment, States, Turn, Weights
+
+logger = logging.getLogger(__name__)
+
+
+class HostRollouts(Carried, OffloadedRollouts):
+    """A node that has each lane's rollout done on another host: takes turns, gives fragments. See `HostCarrier`.
+
+    Hosts are told settings, weights and connectors' states: nothing is pickled, so each must have the same connectors
+    and module. A lane that is late is waited for until `reset_timeout` is over as well. A host that leaves takes the
+    fragments with it that it was making: their transitions, as far as it has said that it made them, are in
+    `lost_steps`.
+    """
+
+    carrier: HostCarrier
+    has_fixed_lanes = False
+    takes_late = True
+    lookback: int
+    role: str
+
+    def __init__(self, env: RemoteHosts, **options: Any) -> None:
+        self._counts: list[LaneCount] = []
+        self._form: Any = None  # of a row of the columns
+        self.carrier = HostCarrier(self, self, env, LaneLimits.taken_from(options))
+        self._equipment = HostEquipment(self.carrier.gateway, self._message_of)
+        with self.carrier.closing_on_error():
+            super().__init__(env, **options)  # type: ignore[arg-type]
+
+    def __call__(self, turns: TurnToken) -> TurnToken | None:
+        """Have the lane's host make its next fragment."""
+        turns.fragment = None
+        if self.is_draining and self.carrier.lanes[turns.index].status.phase is not LanePhase.ASIDE:
+            turns.is_set_aside = True
+            return turns
+        return self.carrier.hand_over(turns)
+
+    def broadcast(self, published: Published) -> None:
+        """Have every host use these weights from its next forward pass on."""
+        self._equipment.publish(published)
+
+    def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have every host's connectors take over states before its next turn."""
+        names = self.owner.policy.pipeline_names
+        self._equipment.states = States(dict(zip(names, states, strict=True)))
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when no host is left and none comes."""
+        yield from super().completed()
+        for host in self._equipment.outdated():
+            self._equip(host)
+
+    def hasten(self) -> None:
+        """Have every host give what there is of the fragments that it is making."""
+        super().hasten()
+        self._cut(self.carrier.lanes)
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made, but for those that were lost."""
+        return sum(count.steps + count.unreported for count in self._counts)
+
+    def counted(self) -> Iterable[list[list[Any]]]:
+        """Counts of each lane's stages, and the seconds that a turn is under way, of which nothing is known yet."""
+        now, counted = clock(), []
+        for remote, count in zip(self.carrier.lanes, self._counts, strict=False):
+            seconds = (now - count.since) / 1e9 if remote.status.is_waited else 0.0
+            counted.append([*count.stages, ["rollouts", count.turns, seconds]])
+        return counted
+
+    def describe(self) -> str:
+        """Lanes, slots and hosts, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
+
+    def close(self) -> None:
+        """Say goodbye to the hosts."""
+        self._equipment.close()
+        super().close()
+
+    # What one kind of environments has differently
+
+    def envs_on(self, host: RemoteHost, /) -> list[Any]:
+        """Stand-ins for a host's environments, lane by lane."""
+        raise NotImplementedError
+
+    def steps_of(self, slots: int) -> int:
+        """The most transitions of a vector step of so many environments."""
+        raise NotImplementedError
+
+    def wire_id(self, module_id: Any) -> str | None:
+        """The id of a module in messages."""
+        raise NotImplementedError
+
+    def fragment_in(self, answer: Fragment, seed: int, lost: str | None) -> Any:
+        """The fragment in an answer of environments with this seed, which were lost before it, or not (None).
+
+        Raises WireError where it is none.
+        """
+        raise NotImplementedError
+
+    # Dialogue with the hosts
+
+    def new_lane(self, index: int, env: Any, first_slot: int) -> TurnToken:
+        self._counts.append(LaneCount())
+        return TurnToken(index, env.num_envs)
+
+    def set_out(self, remote: RemoteLane) -> bool:
+        """Have a lane that is waited for take its turn; True where it is to be handed over first."""
+        if remote.status.is_waited:
+            self.ask(remote)
+        elif remote.status.phase is LanePhase.LOST:
+            self.carrier.supervisor.begin(remote.status, LanePhase.READY)
+        else:
+            return True
+        return False
+
+    def ask(self, remote: RemoteLane) -> None:
+        index, status = remote.status.index, remote.status
+        self._equip(remote.host, is_urgent=self.owner.wants_newest)
+        count = self._counts[index]
+        resets = status.failures > 0 or not count.reported  # environments are to be made, or reset
+        count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
+        count.turns, count.since = count.turns + 1, clock()
+        self.carrier.request(remote, Turn(index, self.carrier.gateway.next_number(index)), LanePhase.STEPPING)
+
+    def progress(self, lane: int) -> ProgressMark:
+        """Count by which a lane shows that it gets on, and its activity: a lane that is late has a reset's time."""
+        count = self._counts[lane]
+        resets = count.pulse == count.first_pulse or self.carrier.lanes[lane].status.phase is LanePhase.LATE
+        return count.pulse, Activity.RESET if resets else Activity.STEP
+
+    def note(self, event: HostEvent) -> None:
+        """Take down how far a host is, and equip one that has another connection."""
+        match event:
+            case HostProgressed():
+                self._take_progress(event)
+            case HostReconnected():
+                self._equip(event.host)
+                if self.is_draining:
+                    self._cut(self.carrier.lanes_of(event.host))
+            case HostLeft():
+                self._equipment.forget(event.host)
+
+    def take(self, remote: RemoteLane, answer: Any) -> Iterator[Any]:
+        assert isinstance(answer, Fragment)
+        status, index = remote.status, remote.status.index
+        count, where = self._counts[index], f"fragment {answer.number} of lane {index}"
+        status.phase = LanePhase.STEPPING  # also where it was late
+        try:
+            report = account_of(answer.rest, self.steps_of(remote.num_slots))
+            count.take(report.start, report.steps, self.steps_of(remote.num_slots) * self.fragment_length)
+            fragment = self._fragment_of(answer, report)
+        except WireError as error:
+            self._expel(remote.host, error, where)
+            return
+        count.steps += report.steps - count.reported
+        count.reported, count.stages = report.steps, report.nodes
+        self.carrier.supervisor.lost_steps += report.lost_steps
+        self._hear(remote, answer, report, where)
+        failure = report.failure
+        if failure is not None:
+            logger.warning("lane %d is lost: host %s: %s", index, remote.host.name, quoted(failure))
+            status.reason = failure
+        if failure is None or fragment.num_rows:
+            count.lost = None
+            remote.lane.fragment, remote.lane.sequence = fragment, fragment.sequence + 1
+        else:  # there is no fragment: the next one says what was lost
+            count.lost = failure
+        if failure is None:
+            status.phase, status.failures = LanePhase.READY, 0
+            yield self.carrier.come_back(remote)
+            return
+        yield from self.carrier.begin_anew_or_leave(remote)
+        if status.is_waited and fragment.num_rows:
+            yield self.carrier.come_back(remote)
+
+    def failed(self, remote: RemoteLane, answer: Failed) -> None:
+        """Take note that environments could not be made, or not be reset: no step was under way."""
+        remote.status.phase = LanePhase.RESETTING
+        self._counts[remote.status.index].lost = f"{answer.type}: {answer.text}"
+
+    def late(self, remote: RemoteLane, reason: str) -> None:
+        """Say that a lane is late: it goes on with its fragment, and may come back."""
+        remote.status.reason = reason
+        logger.warning("lane %d is late: %s", remote.status.index, reason)
+
+    def lose(self, remote: RemoteLane, reason: str) -> int:
+        """Transitions that the host has told of and not given, and those of a step that was under way."""
+        count = self._counts[remote.status.index]
+        lost: int = count.unreported
+        # A step was under way, unless the environments have not begun.
+        if remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE) and count.made and not count.is_in_vain:
+            lost += self.steps_of(remote.num_slots)
+        count.made = count.reported
+        return lost
+
+    def lose_idle(self, remote: RemoteLane) -> int:
+        """Nothing is lost with a lane whose host left between two turns."""
+        return 0
+
+    def is_given_up(self, remote: RemoteLane) -> bool:
+        """True where a lane makes no step: its host may come back with what was made, as long as it has not left."""
+        return remote.status.phase is not LanePhase.STEPPING or self._counts[remote.status.index].is_in_vain
+
+    # Inside
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        return self.carrier.first_envs(env.hosts, num_envs, lanes)
+
+    def _hear(self, remote: RemoteLane, answer: Fragment, report: RolloutReport, where: str) -> None:
+        """Hand on what a host says beside a fragment."""
+        for kind, text in report.deviations:
+            self.deviations.add(kind, f"host {remote.host.name}: {quoted(text)}")
+        try:
+            self.owner.take_message(remote.status.index, answer.rest)
+        except StateError:  # of a connector piece here, whichever host has sent its state
+            raise
+        except Exception as error:  # of connectors and metrics, which may be given anything
+            self._expel(remote.host, error, where)
+
+    def _fragment_of(self, answer: Fragment, report: RolloutReport) -> Any:
+        """The fragment in an answer. Raises WireError where it is none, or not the next one."""
+        lane, count = self.carrier.lanes[answer.lane].lane, self._counts[answer.lane]
+        fragment = self.fragment_in(answer, report.seed, count.lost)
+        for name, number, expected in (
+            ("sequence", fragment.sequence, lane.sequence),
+            ("steps", report.steps, count.reported + fragment.num_steps),
+        ):
+            if number != expected:
+                raise WireError(f"{name} is {number}, expected {expected}", "fragment")
+        if fragment.num_rows:
+            self._check_form(fragment)
+        return fragment
+
+    def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
+        """Tell a host whatever of settings, states and weights it does not have yet; see `HostEquipment.give`."""
+        if self._equipment.settings is None:
+            replica, options = self.owner.replica(), self.owner.pass_options
+            weights = {each: (replica.versions[each], module.state_dict()) for each, module in replica.modules.items()}
+            settings = RolloutSettings.of(
+                replica,
+                options,
+                digests=self.owner.digests,
+                has_several=self.role == "agent_rollout",
+                fragment_length=self.fragment_length,
+                lookback=self.lookback,
+                seed=self.seed,
+            )
+            self._equipment.begin(settings.message(), weights)
+        self._equipment.give(host, is_urgent=is_urgent)
+
+    def _message_of(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
+        return Weights(version, *to_arrays(weights), module=self.wire_id(module_id))
+
+    def _check_form(self, fragment: Any) -> None:
+        """Raise WireError where columns have other forms than in the fragments before."""
+
+    def _cut(self, lanes: Iterable[RemoteLane]) -> None:
+        """Have fragments that are being made end now."""
+        gateway = self.carrier.gateway
+        for remote in lanes:
+            if remote.status.is_waited and remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE):
+                index = remote.status.index
+                gateway.tell(remote.host, Cut(index, gateway.next_number(index) - 1), remote.host.connection)
+
+    def _take_progress(self, event: HostProgressed) -> None:
+        """Take down how far a host's lanes are; not of those that have left, or came when the rollout was ending."""
+        try:
+            for index, progress in progress_of(event.metrics, event.host.session.lanes).items():
+                if index < len(self.carrier.lanes) and self.carrier.lanes[index].status.phase is not LanePhase.ASIDE:
+                    self._take_progress_of(self.carrier.lanes[index], progress)
+        except WireError as error:
+            self._expel(event.host, error, "metrics")
+        self.carrier.gateway.give_credit(event.host)
+
+    def _take_progress_of(self, remote: RemoteLane, progress: LaneProgress) -> None:
+        count = self._counts[remote.status.index]
+        count.take(progress.start, progress.steps, self.fragment_length * self.steps_of(remote.num_slots))
+        is_alive = progress.pulse != count.pulse
+        count.pulse, count.is_in_vain = progress.pulse, progress.is_in_vain
+        if is_alive and remote.status.phase is LanePhase.LATE:
+            self.carrier.supervisor.begin(remote.status, LanePhase.STEPPING)
+
+    def _expel(self, host: RemoteHost, error: Exception, where: str) -> None:
+        """Have a host leave that has said what makes no sense."""
+        text = str(error) if isinstance(error, WireError) else f"{type(error).__name__}: {error}"
+        self.carrier.gateway.expel(host, WireError(f"host {host.name}: {where}: {text}", "fragment"))
+
+
+class HostedRollouts(HostRollouts, Environments):  # type: ignore[misc]  # turns go round, and no lanes
+    """`HostRollouts` of environments with one agent each."""
+
+    role = "rollout"
+
+    def envs_on(self, host: RemoteHost, /) -> list[Any]:
+        return vectors_on(host)
+
+    def steps_of(self, slots: int) -> int:
+        return slots
+
+    def wire_id(self, module_id: Any) -> None:
+        """None: a rollout of one agent has one module."""
+
+    def fragment_in(self, answer: Fragment, seed: int, lost: str | None) -> Any:
+        layout = self._layout(answer.lane, self.envs[answer.lane], seed)
+        return fragment_of(answer, layout, self._spaces, lost)
+
+    def _make_lanes(self) -> None:
+        """Lanes are where the environments are."""
+
+    @cached_property
+    def _spaces(self) -> list[Any]:
+        """Spaces that connectors may leave observations in."""
+        return [self.observation_space, *self.owner.policy.pipelines[0].observation_spaces]
+
+    def _check_form(self, fragment: Any) -> None:
+        form = form_of(fragment.columns)
+        self._form = self._form or form
+        check_form(form, self._form)
+
+
+class AgentHostedRollouts(HostRollouts, AgentEnvironments):  # type: ignore[misc]  # as above
+    """`HostRollouts` of environments with several agents each."""
+
+    role = "agent_rollout"
+
+    def envs_on(self, host: RemoteHost, /) -> list[Any]:
+        return agents_on(host)
+
+    def steps_of(self, slots: int) -> int:
+        return slots * sum(len(part.agents) for part in self.parts)
+
+    def wire_id(self, module_id: Any) -> str:
+        return str(module_id)
+
+    def fragment_in(self, answer: Fragment, seed: int, lost: str | None) -> Any:
+        fragment = agents_of_message(answer, self._spaces)
+        if lost is not None:
+            fragment.begin_after_loss(lost)
+        return fragment
+
+    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
+        """Have lanes look back so many agent steps (H); they are where the environments are."""
+        self.lookback = lookback
+
+    @cached_property
+    def _spaces(self) -> list[Any]:
+        return self.owner.policy.spaces_of(self.parts)  # type: ignore[no-any-return]

@@ -1,0 +1,168 @@
+"""One lane's whole rollout apart from the others', in a process or on a host of its own."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from rollflow.nodes.env.stepping import nothing
+from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.offloaded.replica import FirstPass, LanePlan, LaneSite, Replica
+from rollflow.nodes.stages.ring import ring_of
+from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.graph.chain import CallMark
+from rollflow.stream.graph.inline_run import InlineRun
+
+# Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
+# the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
+_first_passes = threading.Lock()
+_BEAT_S = 0.1  # how often a lane that waits for another's first pass says that it does
+
+
+class Drained(BaseException):
+    """Raised by `between` where what there is of the fragment is wanted now; the turn after it goes on from there."""
+
+
+class TurnResult(NamedTuple):
+    """Result of a turn.
+
+    fragment      without rows where nothing was made
+    error         what the environments raised; None: nothing. After it, the lane is of no use any more
+    lost_steps    transitions that were under way then
+    """
+
+    fragment: Any
+    error: Exception | None = None
+    lost_steps: int = 0
+
+
+class LaneRollout:
+    """Environments, connectors and modules of one lane, which gives a fragment for every turn.
+
+    site        environments, and what else the place has to say
+    plan        what this is to be
+    replica     what acts, for this lane alone
+    between     called before every forward pass; it may `put` weights, or raise
+    began       called when the first reset and the first forward pass are done
+    hide        called before rows that other processes may have seen are changed
+    mark        where is noted what is under way; None: nobody looks at it
+
+    lane        the lane
+    """
+
+    def __init__(
+        self,
+        site: LaneSite,
+        plan: LanePlan,
+        replica: Replica,
+        *,
+        between: Callable[[], None],
+        began: Callable[[], None] = nothing,
+        hide: Callable[[], None] = nothing,
+        mark: CallMark | None = None,
+    ) -> None:
+        self._hide, self._site, self._replica = hide, site, replica
+        self._metrics = MetricsLogger()
+        self._turns = _Turns(between)
+        stages = replica.stages(site, plan, FirstPass(self._turns.end_first, began), self._metrics)
+        self.lane: Any = stages.lane
+        self._run = InlineRun(
+            ring_of(stages.environments, stages.prepare, stages.forward, stages.act, self._turns), mark=mark
+        )
+        self._run.__enter__()
+
+    def turn(self) -> TurnResult:
+        """Make the next fragment. Raises what the module or a connector raises."""
+        self._turns.want()
+        try:
+            given = self._run.next_outputs()
+        except Exception as error:
+            if not is_of_environment(error):
+                raise
+            self._hide()
+            lost = self.lane.lose(f"{type(error).__name__}: {error}")
+            return TurnResult(self.lane.cut(), error, lost)
+        # None where the gate has held the lane: it stands before its next forward pass.
+        return TurnResult(given[0][1] if given else self.lane.cut())
+
+    @property
+    def under_way(self) -> int:
+        """Transitions that the next vector step may end."""
+        return self._replica.under_way(self.lane)
+
+    def take_states(self, states: Iterable[dict[str, Any]]) -> None:
+        """Have the connectors go on from states that they have come to elsewhere: one for each pipeline."""
+        for (_, pipeline), state in zip(self._replica.named_pipelines, states, strict=True):
+            pipeline.set_state(state)
+
+    def busy_ns(self) -> list[int]:
+        """For how long each of its `STAGES` has been busy, calls under way left out."""
+        return [meter.busy_ns for meter in self._run.meters]
+
+    def report(self) -> dict[str, Any]:
+        """Report that goes with a fragment.
+
+        steps      transitions made so far
+        nodes      what every stage has counted: [name, items, busy seconds]
+        states     of the pipelines' connectors; not there where none has any
+        metrics    what was logged since this was asked last; not there where nothing was
+        deviations    (kind, text) of observations that were not in their space; not there where there are none
+        loaded     version and digest of the newest weights that are digested; not there where none are
+        """
+        report: dict[str, Any] = {"steps": self.lane.num_steps}
+        report["nodes"] = [[node.name, node.items, node.busy_s] for node in self._run.report().nodes]
+        states = [pipeline.get_state() for _, pipeline in self._replica.named_pipelines]
+        if any(states):
+            report["states"] = states
+        if self._metrics.keys():
+            report["metrics"] = self._metrics.get_state()
+            self._metrics.reset()
+        if self._site.deviations.unsent:
+            report["deviations"] = [list(each) for each in self._site.deviations.take()]
+        if self._replica.loaded is not None:
+            report["loaded"] = list(self._replica.loaded)
+        return report
+
+
+def is_of_environment(error: Exception) -> bool:
+    """True if an environment of a lane raised, rather than the module, a connector, or this package."""
+    return "in node 'env'" in getattr(error, "__notes__", ()) and not isinstance(error, RollflowError)
+
+
+class _Turns:
+    """A gate before the forward pass: lets the lane begin a fragment whenever one is wanted, and go on with it.
+
+    between    raises Drained where it is to be held; it passes again once a fragment is wanted
+    """
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self._between = between
+        self._is_wanted = self._is_held = False
+        self._is_first = True
+        self._changed: Any = None
+
+    def admits(self, lane: Any) -> bool:
+        """True if the lane may take its next step; before the first one it waits until no other lane is at its own."""
+        if self._is_held or (lane.at_start and not self._is_wanted):
+            return False
+        try:
+            self._between()
+            while self._is_first and not _first_passes.acquire(timeout=_BEAT_S):
+                self._between()
+        except Drained:
+            self._is_held = True  # also where the run asks once more in this turn
+            return False
+        self._is_wanted = self._is_first = False
+        return True
+
+    def watch(self, changed: Any) -> None:
+        """Take the function to be called when a fragment is wanted."""
+        self._changed = changed
+
+    def want(self) -> None:
+        """A fragment is wanted."""
+        self._is_wanted, self._is_held = True, False
+        self._changed()
+
+    def end_first(self) -> None:
+        """The lane has taken its first step: others may."""
+        _first_passes.release()

@@ -1,0 +1,194 @@
+"""Whole rollouts done elsewhere, in worker processes or on other hosts: their nodes and their ring."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.offloaded.replica import Published, Replica
+from rollflow.nodes.stages.credits import GateRelay
+from rollflow.stream.data.loss_ledger import Ledger
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.graph.gate import Gate
+from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.report import NodeReport
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+
+class TurnToken:
+    """Token that goes round in place of a lane that is somewhere else: each turn of it is a fragment.
+
+    fragment    that it came back with; None where it has none
+    """
+
+    at_start = True
+
+    def __init__(self, index: int, num_slots: int) -> None:
+        self.index = index
+        self.num_slots = num_slots
+        self.sequence = 0  # of the next fragment
+        self.fragment: Fragment | MultiAgentFragment | None = None
+        self.is_set_aside = False
+
+    @property
+    def vector_steps(self) -> str:
+        """Place of the lane, for messages."""
+        return f"of fragment {self.sequence}"
+
+
+class RolloutOwner(Protocol):
+    """Owner of rollouts that are done elsewhere: says what they are done with, and takes what they report.
+
+    digests    whether weights are digested there when they have been loaded
+    policy     what acts
+    """
+
+    digests: bool
+    policy: Any
+
+    @property
+    def pass_options(self) -> Mapping[str, Any]:
+        """How forward passes are done there: what `ModuleForward` takes beside module and weights."""
+        ...
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if a turn is to begin with the newest weights, however many others are on their way."""
+        ...
+
+    def replica(self) -> Replica:
+        """Copy of what acts, for a lane that begins."""
+        ...
+
+    def take_message(self, lane: int, message: Mapping[str, Any]) -> None:
+        """Take in what a lane's connectors have learnt and logged, and the weights that it has loaded."""
+        ...
+
+
+class OffloadedRollouts(LaneSource):
+    """A node that has each lane's rollout done somewhere else: takes turns, gives fragments.
+
+    owner    of the rollouts, from `work_for` on
+    """
+
+    owner: RolloutOwner
+
+    def work_for(self, owner: RolloutOwner) -> None:
+        """Have an owner, which is made for the spaces found here. Before it runs."""
+        self.owner = owner
+
+    def broadcast(self, published: Published) -> None:
+        """Have every lane use these weights, which are copied, from its next forward pass on.
+
+        From any thread; waits for nobody: one that is slower than they are published is given the newest whenever it
+        is done with those before.
+        """
+        raise NotImplementedError
+
+    def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have the connectors of every lane take over states before its next turn: one for each pipeline."""
+        raise NotImplementedError
+
+    def counted(self) -> Iterable[Sequence[Sequence[Any]]]:
+        """Counts of each lane's stages: [name, items, busy seconds]."""
+        raise NotImplementedError
+
+    def stages(self, elapsed_s: float) -> list[NodeReport]:
+        """Counts of the stages: items of all lanes, times of the average lane's place."""
+        found: dict[str, list[tuple[int, float]]] = {}
+        lanes = 0
+        for stages in self.counted():
+            lanes += 1
+            for name, items, busy in stages:
+                if name != "caller":
+                    found.setdefault(name, []).append((items, busy))
+        reports = []
+        for name, counted in found.items():
+            busy = min(elapsed_s, sum(busy for _, busy in counted) / lanes)
+            reports.append(NodeReport(name, sum(items for items, _ in counted), busy, elapsed_s - busy, 0.0))
+        return reports
+
+
+class EmitterOutput(NamedTuple):
+    """Outputs of one lane's turn."""
+
+    turns: TurnToken | None
+    fragments: Fragment | None
+
+
+class AgentEmitterOutput(NamedTuple):
+    """Outputs of one lane's turn, whose environments have several agents."""
+
+    turns: TurnToken | None
+    fragments: MultiAgentFragment | None
+
+
+class Emitter:
+    """A node that parts the fragments from the turns, which go round.
+
+    num_lanes        lanes that come by
+    num_fragments    after so many fragments a lane stops; None: it never does
+    ledger           counts the fragments that have come
+    relay            told of fragments and lanes that never come
+    """
+
+    def __init__(self, num_lanes: int, num_fragments: int | None, ledger: Ledger, relay: GateRelay) -> None:
+        self._going = num_lanes
+        self._num_fragments = num_fragments
+        self._ledger = ledger
+        self._relay = relay
+
+    def __call__(self, turns: TurnToken) -> EmitterOutput:
+        """Take a lane that has done its turn, or takes its first."""
+        return EmitterOutput(*self._parted(turns))
+
+    def _parted(self, lane: TurnToken) -> tuple[TurnToken | None, Any]:
+        fragment = lane.fragment
+        if fragment is not None:
+            self._ledger.cut(fragment)
+        is_last = fragment is not None and fragment.sequence + 1 == self._num_fragments
+        if lane.is_set_aside and fragment is None:
+            self._relay.fragment_missing(lane.index)
+        if lane.is_set_aside:
+            self._relay.lane_set_aside(lane.index, lane.sequence)
+        elif is_last:
+            self._relay.lane_finished(lane.index, lane.sequence)
+        if lane.is_set_aside or is_last:
+            self._going -= 1
+            return None, fragment
+        return lane, fragment
+
+    def expect(self, lanes: int) -> None:
+        """Say that so many more lanes come by than was said at first."""
+        self._going += lanes
+
+    @property
+    def done(self) -> bool:
+        """True if every lane has stopped."""
+        return self._going == 0
+
+    def take_ending(self, cause: str) -> None:
+        """The run has ended, by this cause."""
+        self._ledger.end(cause)
+
+
+class AgentEmitter(Emitter):
+    """An `Emitter` of fragments of several agents: the graph knows them by this annotation."""
+
+    def __call__(self, turns: TurnToken) -> AgentEmitterOutput:  # type: ignore[override]
+        """Take a lane that has done its turn, or takes its first."""
+        return AgentEmitterOutput(*self._parted(turns))
+
+
+def ring_of_turns(rollouts: OffloadedRollouts, deal: Emitter, gate: Gate | None) -> Graph:
+    """The ring of turns, with the output `fragments`; the gate lets a lane take its next one."""
+    graph = Graph("rollout")
+    graph.add(rollouts=rollouts, deal=deal, pace=_passed_on)
+    graph.output("fragments", "deal.fragments", capacity=rollouts.most_lanes)
+    graph.connect("rollouts", "deal")
+    graph.connect("deal.turns", "pace", gate=gate)
+    graph.connect("pace", "rollouts", feedback=True)
+    return graph
+
+
+def _passed_on(turns: TurnToken) -> TurnToken:
+    return turns

@@ -1,0 +1,361 @@
+"""Replicas: what acts in one lane where its whole rollout runs, in environments of one agent or of several."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import LaneVectorEnv, Turn, nothing
+from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.modules.loaded_weights import Loaded, LoadedWeights
+from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.stages.acting import chosen_space
+from rollflow.nodes.stages.agent_forward import AgentForward
+from rollflow.nodes.stages.agents_acting import AgentsActing
+from rollflow.nodes.stages.agents_to_module import AgentsToModule
+from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.stages.module_forward import ModuleForward
+from rollflow.nodes.stages.module_to_agents import ModuleToAgents
+from rollflow.nodes.stages.module_to_env import ModuleToEnv
+from rollflow.nodes.stages.ring import sampling_data, seed_lane
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
+from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+
+PIPELINES = ("env_to_module", "module_to_env")  # of one agent's rollout
+Published = Mapping[Any, tuple[int, Weights]]  # module id -> version and weights; of one module, DEFAULT_MODULE_ID
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """Plan of one lane's rollout.
+
+    lane, first_slot    its number, and that of its first slot, among all of the rollout's
+    sequence            number of its first fragment
+    fragment_length     vector steps in a fragment (T)
+    lookback            steps of the fragment before in each (H)
+    seed                of environments and sampling
+    acting              how forward passes are done: what `ModuleForward` takes beside module and weights
+    digests             whether weights are digested when they have been loaded
+    slot_seeds          one seed for each slot of the lane; None: they follow from `seed`
+    """
+
+    lane: int
+    first_slot: int
+    sequence: int
+    fragment_length: int
+    lookback: int
+    seed: int
+    acting: Mapping[str, Any]
+    digests: bool
+    slot_seeds: Sequence[int] | None = None
+
+    @property
+    def env_options(self) -> dict[str, Any]:
+        """Keywords of the node that steps the lane's environments."""
+        return {
+            "fragment_length": self.fragment_length,
+            "seed": self.seed,
+            "slot_seeds": self.slot_seeds,
+            "first_lane": self.lane,
+            "first_slot": self.first_slot,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSite:
+    """The place of a lane's rollout.
+
+    env           its environments, which whoever made them closes
+    is_ours       whether rollflow has put the vector environment together: see `LaneVectorEnv`
+    is_shared     whether other processes may look at the lane's columns
+    turn          called when a reset within a step begins, and when it has ended: see `LaneVectorEnv`
+    deviations    of observations from their space
+    """
+
+    env: Any
+    is_ours: bool = False
+    is_shared: bool = False
+    turn: Turn = nothing
+    deviations: Deviations = field(default_factory=lambda: Deviations(is_logged=False))
+
+
+class LaneStages(NamedTuple):
+    """Stages of one lane's ring."""
+
+    lane: Lane | MultiAgentLane
+    environments: Environments | AgentEnvironments
+    prepare: EnvToModule | AgentsToModule
+    forward: ModuleForward | AgentForward
+    act: ModuleToEnv | ModuleToAgents
+
+
+class FirstPass:
+    """Reports the end of a lane's first forward pass.
+
+    ended    called once the pass has ended, also where it raises
+    began    called once the pass is done
+    """
+
+    def __init__(self, ended: Callable[[], None], began: Callable[[], None]) -> None:
+        self._ended = ended
+        self._began: Callable[[], None] | None = began
+
+    def __call__(self, forward: Callable[[Any], Any], batch: Any) -> Any:
+        """Do a pass."""
+        if self._began is None:
+            return forward(batch)
+        try:
+            output = forward(batch)
+        finally:
+            self._ended()
+        self._began()
+        self._began = None
+        return output
+
+
+class Replica(Protocol):
+    """What acts in one lane, for that lane alone; it can be pickled until its stages are made.
+
+    versions     module id -> policy version of the weights that the module has
+    """
+
+    @property
+    def versions(self) -> Mapping[Any, int]: ...
+    @property
+    def modules(self) -> Mapping[Any, Any]:
+        """Module id -> the copy that acts."""
+        ...
+
+    @property
+    def named_pipelines(self) -> Sequence[tuple[str, Any]]:
+        """Pipelines of connectors, whose states are kept in step with other lanes', and their names."""
+        ...
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The newest weights that are digested; None: none are."""
+        ...
+
+    def begin(self, digests: bool) -> None:
+        """Make ready to act, and to `put` weights."""
+        ...
+
+    def put(self, published: Published) -> None:
+        """Have the next pass use weights, unless newer ones are here. Raises ModuleError for those of others."""
+        ...
+
+    def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
+        """Stages of the lane's ring; they act from the plan's first fragment on."""
+        ...
+
+    def under_way(self, lane: Any) -> int:
+        """Transitions that the lane's next vector step may end."""
+        ...
+
+
+class OneReplica:
+    """A `Replica` of one module, for environments of one agent each.
+
+    module                          a copy of the module for this lane alone
+    version                         of its weights; -1: they are yet to come
+    env_to_module, module_to_env    connector pipelines for this lane alone
+    """
+
+    def __init__(
+        self, module: Any, version: int, env_to_module: EnvToModulePipeline, module_to_env: ModuleToEnvPipeline
+    ) -> None:
+        self.versions = {DEFAULT_MODULE_ID: version}
+        self._pipelines = env_to_module, module_to_env
+        self._module = module
+        self._weights: LaneWeights | None = None
+
+    @property
+    def loaded(self) -> Loaded | None:
+        return None if self._weights is None or self._weights.loaded is None else self._weights.loaded.newest
+
+    @property
+    def modules(self) -> Mapping[Any, Any]:
+        return {DEFAULT_MODULE_ID: self._module}
+
+    @property
+    def named_pipelines(self) -> Sequence[tuple[str, Any]]:
+        return list(zip(PIPELINES, self._pipelines, strict=True))
+
+    def begin(self, digests: bool) -> None:
+        self._weights = LaneWeights(self._module, self.versions[DEFAULT_MODULE_ID], digests=digests)
+
+    def put(self, published: Published) -> None:
+        assert self._weights is not None
+        for version, weights in published.values():
+            self._weights.put(version, weights)
+
+    def under_way(self, lane: Any) -> int:
+        return int(lane.layout.num_slots)
+
+    def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
+        assert self._weights is not None
+        module, (env_to_module, module_to_env) = self._module, self._pipelines
+        environments = _OneLane(site, lookback=plan.lookback, **plan.env_options)
+        environments.set_chosen_space(chosen_space(module, environments.action_space))
+        [lane] = environments.lanes
+        seed_lane(lane, plan.seed)
+        lane.fragment.sequence = plan.sequence
+        context = {"module": module, "explore": plan.acting["explore"], "metrics": metrics}
+        return LaneStages(
+            lane,
+            environments,
+            EnvToModule(env_to_module, **context),
+            _FirstForward(module, self._weights, first, **plan.acting),
+            ModuleToEnv(module_to_env, env_space=environments.action_space, threads=plan.acting["threads"], **context),
+        )
+
+
+class SeveralReplica:
+    """A `Replica` of several modules, for environments of several agents each.
+
+    acting    modules, their connector pipelines, and which agents they serve
+    """
+
+    def __init__(self, acting: AgentsActing, versions: Mapping[Any, int]) -> None:
+        self._acting, self.versions = acting, dict(versions)
+
+    @property
+    def modules(self) -> Mapping[Any, Any]:
+        return {module_id: acting.module for module_id, acting in self._acting.modules.acting.items()}
+
+    @property
+    def named_pipelines(self) -> Sequence[tuple[str, Any]]:
+        return self._acting.named_pipelines
+
+    @property
+    def loaded(self) -> Loaded | None:
+        return None
+
+    def begin(self, digests: bool) -> None:
+        for module_id, acting in self._acting.modules.acting.items():
+            if self.versions[module_id] > 0:
+                acting.weights.publish_as(self.versions[module_id], acting.module.state_dict())
+
+    def put(self, published: Published) -> None:
+        for module_id, (version, weights) in published.items():
+            acting = self._acting.modules.acting[module_id]
+            if self.versions[module_id] < 0:  # the first ones may have the version that it has without them
+                acting.weights.check(weights)
+                acting.module.load_state_dict(weights)
+                self.versions[module_id] = version
+            acting.weights.publish_as(version, weights)
+
+    def under_way(self, lane: Any) -> int:
+        return int(lane.steps_under_way + sum(len(part.acting) for part in lane.parts))
+
+    def stages(self, site: LaneSite, plan: LanePlan, first: FirstPass, metrics: MetricsLogger) -> LaneStages:
+        acting = self._acting
+        environments = _SeveralLane(site, **plan.env_options)
+        environments.set_chosen_spaces(acting.modules.chosen_spaces())
+        environments.make_lanes(
+            plan.lookback, acting.modules, lambda lane, each: sampling_data(lane, plan.seed, each.seed_name)
+        )
+        [lane] = environments.lanes
+        lane.sequence = plan.sequence
+        for part in lane.parts:
+            part.fragment.sequence = plan.sequence
+        return LaneStages(
+            lane,
+            environments,
+            AgentsToModule(acting.env_to_module, acting.modules, joint=acting.joint, metrics=metrics),
+            _FirstAgentForward(acting.modules, first),
+            ModuleToAgents(acting.module_to_env, metrics=metrics, threads=plan.acting["threads"]),
+        )
+
+
+class LaneWeights(PolicyWeights):
+    """Newly published weights, as they come between two forward passes.
+
+    version    that the module's have
+    digests    whether weights are digested when they have been loaded
+
+    loaded     their digests; None: there are none
+    """
+
+    def __init__(self, module: Any, version: int, *, digests: bool) -> None:
+        super().__init__(module, version)
+        self.loaded = LoadedWeights() if digests else None
+        self._seen: int | None = None  # version of those that were digested
+
+    def put(self, version: int, weights: Weights) -> None:
+        """Have the next pass use these, unless newer ones are here already.
+
+        Raises ModuleError when names or shapes are not those of the module.
+        """
+        self.check(weights)
+        with self._lock:
+            if version > self._version:
+                self._version, self._unused = version, (version, dict(weights))
+
+    def load_into(self, module: Any) -> int:
+        """Have the module use the newest weights; the version that it then has."""
+        version = super().load_into(module)
+        if self.loaded is not None and version != self._seen:
+            self._seen = version
+            self.loaded.look_at(version, module)
+        return version
+
+
+class _OneLane(Environments):
+    """The environments of one lane, made already."""
+
+    def __init__(self, site: LaneSite, **options: Any) -> None:
+        self._site = site
+        super().__init__(site.env, **options)
+
+    def _lane(self, index: int, vector: Any) -> Lane:
+        layout = self._layout(index, vector, self.seed)
+        return Lane(index, layout, self.observation_space, is_shared=self._site.is_shared)
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        self.deviations = self._site.deviations  # logged by whoever gets the fragments
+        where = f"lane {self._first_lane}, "
+        here = LaneVectorEnv(env, is_ours=self._site.is_ours, deviations=self.deviations, where=where)
+        here.tell_resets(self._site.turn)
+        self._here = [here]
+        return [env]
+
+
+class _SeveralLane(AgentEnvironments):
+    """The environments of one lane, with several agents each, made already."""
+
+    def __init__(self, site: LaneSite, **options: Any) -> None:
+        super().__init__(site.env, **options)
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        return [env]
+
+
+class _FirstForward(ModuleForward):
+    """Forward passes of one module, before the first of which the gate has waited for those of other lanes."""
+
+    def __init__(self, module: Any, weights: LaneWeights, first: FirstPass, **how: Any) -> None:
+        super().__init__(module, weights, **how)
+        self._first = first
+
+    def forward(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """One pass with one version of the weights."""
+        output: dict[str, Any] = self._first(super().forward, batch)
+        return output
+
+
+class _FirstAgentForward(AgentForward):
+    """Forward passes of several modules, before the first of which the gate has waited for those of other lanes."""
+
+    def __init__(self, modules: Any, first: FirstPass) -> None:
+        super().__init__(modules)
+        self._first = first
+
+    def __call__(self, batches: MultiAgentLane) -> MultiAgentLane:
+        """One pass for every module that has agents to act for."""
+        lane: MultiAgentLane = self._first(super().__call__, batches)
+        return lane

@@ -1,0 +1,288 @@
+"""One lane whose whole rollout is in a worker process, seen from here."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import cloudpickle
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame
+from rollflow.nodes.env.workers.lane_link import LaneLink
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus
+from rollflow.nodes.env.workers.watch import ProgressMark
+from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
+from rollflow.nodes.offloaded.fragment_codec import FragmentReader
+from rollflow.nodes.offloaded.offloaded import TurnToken
+from rollflow.nodes.offloaded.replica import LanePlan, Replica
+from rollflow.nodes.stages.ring import STAGES
+from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.packing import unpack
+from rollflow.stream.graph.meter import clock
+
+# At the head of what a worker is set up with, i64 each:
+#   how many transitions it has made
+#   how often it has got on with something, which is what tells it from one that hangs
+#   the number of its fragment in the making, times one more than a fragment's rows, plus the rows that there are: one
+#   number, so that no half of it is ever seen. -1 where none can be seen
+#   two numbers of what is under way, as `CallMark` has them
+#   for how long each of its stages has been busy, in ns, when it got on with something last
+#   how many transitions the next vector step may end
+PROGRESS_BYTES = 128
+MARK, BUSY, UNDER_WAY = slice(3, 5), slice(5, 5 + len(STAGES)), 5 + len(STAGES)
+
+
+class PackedWeights(NamedTuple):
+    """Published weights, packed."""
+
+    version: int
+    block: SharedBlock
+
+
+class RolloutLink(LaneLink):
+    """The link to a worker that makes whole fragments.
+
+    lane       token of the lane, which goes round
+    steps      transitions in the fragments that have come
+    stages     what the worker's stages have counted: [name, items, busy seconds]
+    versions   module id -> version of the weights that were sent last
+    untaken    weights that were sent and that the worker has not taken over yet
+    lost       why the worker before was lost, until the first fragment of the one after it; None: it was not
+    """
+
+    steps_while_draining = False
+
+    def __init__(self, status: LaneStatus, maker: Any, node: Any) -> None:
+        super().__init__(status, maker, node)
+        self.lane: TurnToken
+        self.steps = 0
+        self.versions: dict[Any, int] = {}
+        self.untaken = 0
+        self.lost: str | None = None
+        self.stages: list[list[Any]] = []
+        self._failure: Mapping[str, Any] | None = None  # that the last fragment tells of
+        self._has_told = False  # whether the last fragment of the worker that is being lost says itself why
+        self._states: SharedBlock | None = None  # of connectors, that the worker was told last
+        self._reported = 0  # by the worker as it is now
+        self._progress: NDArray[np.int64] | None = None
+        self._fragments: FragmentReader | AgentFragmentReader | None = None
+
+    # Requests
+
+    def step(self) -> None:
+        """Have the next fragment made."""
+        self._turn()
+        self.status.phase = LanePhase.STEPPING
+
+    def offer(self, newest: Mapping[Any, PackedWeights]) -> None:
+        """Have weights used in the fragment that is being made, unless some are under way: then those come first."""
+        if self.status.phase in (LanePhase.RESETTING, LanePhase.STEPPING) and not self.untaken:
+            self._send_weights(newest)
+
+    def _reset(self) -> None:
+        """Have the rollout built, with the weights of its replica, and its first fragment made."""
+        replica, plan = self.node.replica_for(self.index, self.status.starts, self.lane.sequence)
+        pickled = pickled_replica(replica, plan)
+        block = SharedBlock(PROGRESS_BYTES + len(pickled))
+        block.write(pickled, PROGRESS_BYTES)
+        self._progress = block.array()[:PROGRESS_BYTES].view(np.int64)
+        self._progress[MARK] = 0, -1
+        self._reported = 0
+        self._fragments = self.node.reader_for(self.index, plan.seed)
+        self.versions, self.untaken = dict(replica.versions), 0
+        self.send(frame(FrameKind.SET_UP, number=block.size), block.fd)
+        block.close()
+        self._turn()
+
+    def _turn(self) -> None:
+        """Have the next fragment made, with the newest weights, and with what connectors elsewhere have learnt."""
+        assert self._fragments is not None
+        while self._fragments.freed:
+            self.send(frame(FrameKind.FREE, self._fragments.freed.popleft()))
+        states = self.node.states
+        if states is not None and states is not self._states:
+            self.send(frame(FrameKind.STATES, number=states.size), states.fd)
+        self._states = states
+        self._send_weights(self.node.newest)
+        self.send(frame(FrameKind.TURN))
+
+    def _send_weights(self, newest: Mapping[Any, PackedWeights]) -> None:
+        for module_id, each in newest.items():
+            if each.version > self.versions.get(module_id, -1):
+                self.send(frame(FrameKind.WEIGHTS, number=each.block.size), each.block.fd)
+                self.versions[module_id], self.untaken = each.version, self.untaken + 1
+
+    # Answers
+
+    def take(self, answer: Frame) -> bool:
+        """Take a fragment, or what the worker says of one in the making."""
+        kind, fragments = answer.kind, self._fragments
+        assert fragments is not None
+        if kind is FrameKind.NEW_BLOCK:
+            fragments.map(answer.block, SharedBlock(answer.number, answer.fd))
+        elif kind is FrameKind.TAKEN:
+            self.untaken -= 1
+            self.offer(self.node.newest)
+        elif kind is FrameKind.FILLING:
+            fragments.begin(unpack(answer.payload))
+        elif kind is FrameKind.FRAGMENT:
+            self._take_fragment(fragments, answer)
+            return True
+        return False
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """Error that the last fragment told of, which has what was made until then."""
+        return self._failure
+
+    def fail(self, failure: Mapping[str, Any]) -> int:
+        """Take an error that the worker told of: how many transitions were under way."""
+        self.forget_progress()
+        self._has_told = failure is self._failure
+        if not self._has_told:
+            self.lost = f"{failure['type']}: {failure['text']}"
+        return int(failure.get("lost_steps", 0))
+
+    def _take_fragment(self, fragments: FragmentReader | AgentFragmentReader, answer: Frame) -> None:
+        fields = self._fields_of(answer)
+        self._take(fragments.read(answer.block, fields))
+        self.steps += fields["steps"] - self._reported
+        self._reported, self.stages = fields["steps"], fields["nodes"]
+        self.status.phase, self._failure = LanePhase.READY, None
+        if "failure" in fields:
+            self._failure = fields["failure"] | {"lost_steps": fields["lost_steps"]}
+        else:
+            self.status.failures = 0
+        self.node.owner.take_message(self.index, fields)
+
+    # What is seen
+
+    def counted(self) -> list[list[Any]]:
+        """Counts of the worker's stages, as `stages`, up to its newest step, and the call under way."""
+        progress, items = self._progress, {name: items for name, items, _ in self.stages}
+        if progress is None:
+            return self.stages
+        at_work, steps = self.under_way, int(progress[1])
+        busy = dict(zip(STAGES, (progress[BUSY] / 1e9).tolist(), strict=True))
+        if at_work is not None:
+            busy[at_work[0]] += at_work[1]
+        return [[name, max(items.get(name, 0), steps), seconds] for name, seconds in busy.items()]
+
+    @property
+    def under_way(self) -> tuple[str, float] | None:
+        """The stage whose call is under way in the worker, and for how many seconds; None where there is none."""
+        if self._progress is None:
+            return None
+        since, number = self._progress[MARK].tolist()
+        return None if number < 0 else (STAGES[number], max(clock() - since, 0) / 1e9)
+
+    @property
+    def unreported(self) -> int:
+        """Transitions that the worker has made and that are in no fragment that has come."""
+        return 0 if self._progress is None else max(0, int(self._progress[0]) - self._reported)
+
+    def lose(self, reason: str, was: LanePhase) -> int:
+        """Give the worker up: how many transitions are lost with it, the step that was under way among them.
+
+        What it had made of its fragment is taken, where that can be seen.
+        """
+        if was is LanePhase.READY and not self._has_told:  # between two turns: no fragment could say what ends
+            self.lost = reason
+        self._has_told = False
+        if not self.status.is_waited or self._progress is None:
+            return 0
+        if not self._rescue(reason):
+            self.lost = reason
+        lost = self.unreported + int(self._progress[UNDER_WAY])
+        self.forget_progress()
+        return lost
+
+    def lose_idle(self, reason: str) -> int:
+        """Nothing is lost with a lane that was lost between two turns."""
+        return 0
+
+    def late_with(self, text: str) -> str:
+        """The words for what the worker is late with, and the stage that it hangs in."""
+        at_work = self.under_way
+        return text if at_work is None else f"{text}; it has been in node '{at_work[0]}' for {at_work[1]:.1f} s"
+
+    def forget_progress(self) -> None:
+        """Count no more what the worker has made and not given."""
+        self._progress = None
+
+    @property
+    def has_stepped(self) -> bool:
+        """True once its environments have made a step."""
+        return self.steps + self.unreported > 0
+
+    @property
+    def has_rescued(self) -> bool:
+        """True where the lane has a fragment though its worker was lost."""
+        return self.lane.fragment is not None
+
+    @property
+    def has_no_step(self) -> bool:
+        """True where the lane would have to be made or reset before it could come back with a step."""
+        # A worker says that it gets on with something before it looks for what it has been told: one that has not said
+        # so by now will find that it is to end, and make no step.
+        return super().has_no_step and not (self.status.phase is LanePhase.RESETTING and self.pulse)
+
+    @property
+    def progress(self) -> ProgressMark:
+        """Count by which the worker shows that it gets on, and its activity."""
+        turns, activity = super().progress
+        return turns + self.pulse, activity
+
+    @property
+    def pulse(self) -> int:
+        """Count by which the worker shows that it gets on: first when its environments have been reset."""
+        return 0 if self._progress is None else int(self._progress[1])
+
+    def _rescue(self, reason: str) -> bool:
+        assert self._progress is not None
+        assert self._fragments is not None
+        sequence, rows = divmod(int(self._progress[2]), self._fragments.num_rows + 1)
+        if sequence != self.lane.sequence:
+            return False
+        fragment = self._fragments.rescue(sequence, rows, reason)
+        if fragment is None:
+            return False
+        self._take(fragment)
+        self.steps += fragment.num_steps
+        self._reported += fragment.num_steps
+        return True
+
+    def _take(self, fragment: Any) -> None:
+        if self.lost is not None:
+            fragment.begin_after_loss(self.lost)
+            self.lost = None
+        self.lane.fragment, self.lane.sequence = fragment, fragment.sequence + 1
+
+
+def pickled_replica(replica: Replica, plan: LanePlan) -> bytes:
+    """Pickle the parts of a rollout. Raises EnvError that names what can't be."""
+    try:
+        pickled: bytes = cloudpickle.dumps({"replica": replica, "plan": plan})
+    except Exception as error:
+        raise EnvError(
+            f"{_unpicklable(replica)} can't be handed to a worker process: {error}; expected it to hold nothing that "
+            "can't be pickled"
+        ).see("pickle") from error
+    return pickled
+
+
+def _unpicklable(replica: Replica) -> str:
+    """The name of the part of a rollout that can't be pickled."""
+    modules = [(f"module '{type(module).__name__}'", module) for module in replica.modules.values()]
+    pieces = [
+        (f"{name}, piece '{piece.name}'", piece)
+        for name, pipeline in replica.named_pipelines
+        for piece in pipeline.connectors
+    ]
+    for name, part in modules + pieces:
+        try:
+            cloudpickle.dumps(part)
+        except Exception:
+            return name
+    return "the rollout"

@@ -1,0 +1,175 @@
+"""Whole rollouts in worker processes: environments, connectors and copies of the modules in each."""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.env_source import lane_makers
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.workers.carrier import Carried
+from rollflow.nodes.env.workers.frames import FrameKind, frame
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase
+from rollflow.nodes.env.workers.process_environments import agents_launched, launched
+from rollflow.nodes.env.workers.worker_carrier import WorkerCarrier
+from rollflow.nodes.modules.weights_codec import pack_weights
+from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentReader
+from rollflow.nodes.offloaded.fragment_codec import FragmentReader
+from rollflow.nodes.offloaded.offloaded import OffloadedRollouts, TurnToken
+from rollflow.nodes.offloaded.replica import LanePlan, Published, Replica
+from rollflow.nodes.offloaded.rollout_link import PackedWeights, RolloutLink
+from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.packing import pack
+from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.graph.wakeup import Wakeup
+
+
+class WorkerRollouts(Carried, OffloadedRollouts):
+    """A node that has each lane's rollout done in a worker process: takes turns, gives fragments.
+
+    newest    module id -> weights that were published last, packed; of those that were published
+    states    of connectors, for workers to take over; None: there are none
+
+    What `replica` gives is pickled. A lost worker takes with it what its connectors had learnt and logged since its
+    last fragment.
+    """
+
+    carrier: WorkerCarrier
+    lookback: int
+
+    def __init__(self, env: Any, *, workers: int | None = None, **options: Any) -> None:
+        self.newest: dict[Any, PackedWeights] = {}
+        self.states: SharedBlock | None = None
+        self._publishing = threading.Lock()
+        self._bell = Wakeup()  # rung when there are new weights
+        limits = LaneLimits.taken_from(options)
+        self.carrier = WorkerCarrier(self, "rollflow.nodes.offloaded.rollout_worker", RolloutLink, workers, limits)
+        with closing_on_error(self.carrier.close):
+            super().__init__(env, **options)
+        self.carrier.call_when_woken(self._bell, self._spread)
+
+    def start(self) -> Iterator[Any]:
+        """The lanes, each of which may take its first turn."""
+        self._begin()
+        for link, env in zip(self._links, self.envs, strict=True):
+            link.lane = TurnToken(link.index, env.num_envs)
+            yield link.lane
+
+    def __call__(self, turns: TurnToken) -> TurnToken | None:
+        """Have the lane's worker make its next fragment."""
+        turns.fragment = None
+        return self.carrier.hand_over(turns)
+
+    def broadcast(self, published: Published) -> None:
+        """Have every worker use these weights from its next forward pass on."""
+        packed = {}
+        for module_id, (version, weights) in published.items():
+            data = pack_weights(version, weights, module_id)
+            block = SharedBlock(len(data))
+            block.write(data)
+            packed[module_id] = PackedWeights(version, block)
+        with self._publishing:
+            known = {} if self.is_closed else self.newest
+            for module_id, each in packed.items():
+                if not self.is_closed and (module_id not in known or each.version > known[module_id].version):
+                    known = {**known, module_id: each}
+            self.newest = known
+            if not self.is_closed:
+                self._bell.ring()
+
+    def hand_on(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Have every worker's connectors take over states before its next turn."""
+        data = pack(list(states), "the connectors' state")
+        self.states = SharedBlock(len(data))
+        self.states.write(data)
+
+    def hasten(self) -> None:
+        """Have every worker give what there is of the fragment that it is making; from now on none is made again."""
+        for link in self._links:
+            if link.status.phase in (LanePhase.RESETTING, LanePhase.STEPPING):
+                link.send(frame(FrameKind.DRAIN))
+        super().hasten()
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made, but for those that were lost."""
+        return sum(link.steps + link.unreported for link in self._links)
+
+    def counted(self) -> Iterable[list[list[Any]]]:
+        """Counts of each worker's stages, calls under way included."""
+        return [link.counted() for link in self._links]
+
+    def describe(self) -> str:
+        """Lanes, slots and processes, for `explain()`."""
+        return f"{super().describe()}, each with connectors and a copy of the module"
+
+    def close(self) -> None:
+        """End the worker processes and give back the shared memory."""
+        with self._publishing:
+            super().close()
+            self.newest, self.states = {}, None
+            self._bell.close()
+
+    def replica_for(self, lane: int, starts: int, sequence: int) -> tuple[Replica, LanePlan]:
+        """What acts in a lane's rollout that begins with this fragment, and its plan."""
+        is_listed = self.slot_seeds is not None and not starts
+        plan = LanePlan(
+            lane=lane,
+            first_slot=self.first_slots()[lane],
+            sequence=sequence,
+            fragment_length=self.fragment_length,
+            lookback=self.lookback,
+            seed=seed_for(self.seed, "restart", starts) if starts else self.seed,
+            acting=self.owner.pass_options,
+            digests=self.owner.digests,
+            slot_seeds=tuple(self.seeds_of_lane(lane, 0)) if is_listed else None,
+        )
+        return self.owner.replica(), plan
+
+    # Inside
+
+    @property
+    def _links(self) -> list[RolloutLink]:
+        return [link for link in self.carrier.links if isinstance(link, RolloutLink)]
+
+    def _spread(self) -> None:
+        """Offer every worker the newest weights."""
+        self._bell.silence()
+        for link in self._links:
+            link.offer(self.newest)
+
+
+class RolloutProcesses(WorkerRollouts, Environments):  # type: ignore[misc]  # turns go round, and no lanes
+    """`WorkerRollouts` of environments with one agent each.
+
+    What a lost worker had made of its fragment lies in shared memory, and is given: only the step under way is missing.
+    """
+
+    def reader_for(self, lane: int, seed: int) -> FragmentReader:
+        """Reader of the fragments that a lane's worker makes with this seed."""
+        return FragmentReader(self._layout(lane, self.envs[lane], seed), lane, hands_on=self.is_shared)
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        return launched(self.carrier, lane_makers(env, num_envs, lanes, self._autoreset_mode))
+
+    def _make_lanes(self) -> None:
+        """Lanes are where the environments are."""
+
+
+class AgentRolloutProcesses(WorkerRollouts, AgentEnvironments):  # type: ignore[misc]  # as above
+    """`WorkerRollouts` of environments with several agents each.
+
+    What a lost worker had made of its fragment is lost with it, and counted in `lost_steps`.
+    """
+
+    def reader_for(self, lane: int, seed: int) -> AgentFragmentReader:
+        """Reader of the fragments that a lane's worker makes."""
+        return AgentFragmentReader(lane, self.owner.policy.spaces_of(self.parts), self.fragment_length)
+
+    def make_lanes(self, lookback: int, *of_lanes: Any) -> None:
+        """Have lanes look back so many agent steps (H); they are where the environments are."""
+        self.lookback = lookback
+
+    def _made(self, env: Any, num_envs: int | None, lanes: int | None) -> Sequence[Any]:
+        return agents_launched(self.carrier, env, num_envs, lanes)

@@ -1,0 +1,170 @@
+"""A worker process that does whole rollouts, each of one lane: what runs in it."""
+
+import contextlib
+import pickle
+import select
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker
+from rollflow.nodes.env.stepping import LaneVectorEnv
+from rollflow.nodes.env.workers.agent_codec import describe
+from rollflow.nodes.env.workers.env_worker import EnvServer
+from rollflow.nodes.env.workers.frames import Frame, FrameKind, frame, frame_with, receive_frame
+from rollflow.nodes.env.workers.lane_server import described, failure, serve_all
+from rollflow.nodes.modules.weights_codec import unpack_weights
+from rollflow.nodes.offloaded.agent_fragment_codec import AgentFragmentWriter
+from rollflow.nodes.offloaded.fragment_codec import FragmentWriter
+from rollflow.nodes.offloaded.lane_rollout import Drained, LaneRollout, is_of_environment
+from rollflow.nodes.offloaded.replica import LaneSite
+from rollflow.nodes.offloaded.rollout_link import BUSY, MARK, PROGRESS_BYTES, UNDER_WAY
+from rollflow.stream.data.blocks import SharedBlock
+from rollflow.stream.data.packing import pack, unpack
+from rollflow.stream.fragments.lane import Lane
+
+
+class LaneClosed(BaseException):
+    """Raised, in the middle of a fragment, when the other process wants no more of this lane, or has gone."""
+
+
+class RolloutServer(EnvServer):
+    """Serves one lane's socket: gives a fragment for every turn."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock)
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._rollout: LaneRollout | None = None
+        self._is_ours = False  # whether rollflow has put the environments together
+        self._fragments: FragmentWriter | AgentFragmentWriter
+
+    def serve(self) -> None:
+        """Answer frame after frame."""
+        with contextlib.suppress(LaneClosed):
+            super().serve()
+
+    def _describe(self, maker: Any) -> bytes:
+        return describe(self._env) if isinstance(maker, AgentLaneMaker) else super()._describe(maker)
+
+    def _do(self, asked: Frame) -> bytes:
+        kind = asked.kind
+        if kind is FrameKind.TURN:
+            return self._turn()
+        if kind is FrameKind.FREE:
+            self._fragments.free(asked.block)
+            return b""
+        if kind is FrameKind.WEIGHTS:
+            version, weights, module_id = unpack_weights(SharedBlock(asked.number, asked.fd).taken().tobytes())
+            self._replica.put({module_id: (version, weights)})
+            return frame(FrameKind.TAKEN)
+        if kind is FrameKind.STATES:
+            if self._rollout is not None:
+                self._rollout.take_states(unpack(SharedBlock(asked.number, asked.fd).taken().tobytes()))
+            return b""
+        if kind is FrameKind.SET_UP:
+            block = SharedBlock(asked.number, asked.fd).taken()
+            self._progress = block[:PROGRESS_BYTES].view(np.int64)
+            self._busy = self._progress[BUSY].data  # quicker than the array
+            try:
+                return self._set_up(pickle.loads(block[PROGRESS_BYTES:].tobytes()))
+            except Exception as error:
+                self._rollout = None
+                return failure(error, is_refusal=not is_of_environment(error))
+        if kind is FrameKind.DRAIN:
+            return b""  # there is no fragment in the making
+        return super()._do(asked)
+
+    def _between(self) -> None:
+        """Say how far the lane has come, and take what has come over the socket meanwhile."""
+        assert self._rollout is not None
+        begun = self._fragments.begin()
+        if begun is not None:
+            self._send_blocks()
+            self._sock.sendall(frame_with(FrameKind.FILLING, pack(begun)))
+        self._fragments.keep_finals()
+        self._progress[0] = self._rollout.lane.num_steps
+        self._progress[UNDER_WAY] = self._rollout.under_way
+        self._progress[1] += 1
+        for number, busy in enumerate(self._rollout.busy_ns()):
+            self._busy[number] = busy
+        self._progress[2] = self._fragments.place
+        while self._poll.poll(0):
+            try:
+                asked = receive_frame(self._sock)
+            except (EOFError, OSError) as error:
+                raise LaneClosed from error
+            if asked.kind is FrameKind.CLOSE:
+                raise LaneClosed
+            if asked.kind is FrameKind.DRAIN:
+                raise Drained
+            answer = self._do(asked)
+            if answer:
+                self._sock.sendall(answer)
+
+    def _set_up(self, setup: dict[str, Any]) -> bytes:
+        assert self._env is not None
+        replica, plan = setup["replica"], setup["plan"]
+        replica.begin(plan.digests)
+        self._replica = replica
+        env = self._env.env if isinstance(self._env, LaneVectorEnv) else self._env
+        site = LaneSite(env, is_ours=self._is_ours, is_shared=True, turn=self._phase.turn, deviations=self._deviations)
+        self._rollout = LaneRollout(
+            site,
+            plan,
+            replica,
+            between=self._between,
+            began=lambda: self._sock.sendall(frame(FrameKind.BEGUN)),
+            hide=self._hide,
+            mark=self._progress[MARK].data,
+        )
+        lane = self._rollout.lane
+        self._fragments = FragmentWriter(lane) if isinstance(lane, Lane) else AgentFragmentWriter(lane)
+        self._blocks_sent = 0
+        return b""
+
+    def _turn(self) -> bytes:
+        if self._rollout is None:
+            return b""  # it could not be set up, as the other process has been told
+        try:
+            fragment, error, lost = self._rollout.turn()
+            if error is not None and not fragment.num_rows:
+                return failure(error, lost_steps=lost)
+            report = self._rollout.report()
+        except Exception as refusal:
+            return failure(refusal, is_refusal=True)
+        if error is None:
+            self._send(fragment, report)
+            return b""
+        self._send(fragment, report | {"failure": described(error), "lost_steps": lost})
+        self._rollout = None
+        return b""
+
+    def _close_env(self) -> None:
+        if self._rollout is not None:
+            self._progress[0] = self._rollout.lane.num_steps
+        super()._close_env()
+
+    def _send(self, fragment: Any, more: dict[str, Any]) -> None:
+        """Send a fragment, and what there is to say beside it."""
+        index, fields = self._fragments.write(fragment)
+        self._send_blocks()
+        self._sock.sendall(frame_with(FrameKind.FRAGMENT, pack(fields | more, "fragment"), index))
+
+    def _hide(self) -> None:
+        """Have no row of the fragment in the making rescued any more."""
+        self._progress[2] = -1
+
+    def _send_blocks(self) -> None:
+        """Let the other process see the blocks that there are."""
+        blocks = self._fragments.blocks
+        for index in range(self._blocks_sent, len(blocks)):
+            socket.send_fds(self._sock, [frame(FrameKind.NEW_BLOCK, index, blocks[index].size)], [blocks[index].fd])
+        self._blocks_sent = len(blocks)
+
+
+def main(life: int, lanes: Sequence[int]) -> None:
+    """Serve the lanes whose sockets have these descriptors, for as long as the pipe `life` is open."""
+    serve_all(life, [RolloutServer(socket.socket(fileno=fd)) for fd in lanes])

@@ -1,0 +1,1 @@
+"""Policies that act without the rollout that trained them: sessions, artifacts, evaluation."""

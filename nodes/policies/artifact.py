@@ -1,0 +1,229 @@
+"""A policy as files and back: the manifest, the arrays beside it, and the checks when they are read."""
+
+import platform
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import gymnasium as gym
+import torch
+
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays
+from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
+from rollflow.nodes.policies.artifact_files import CARD, array_bytes, arrays_of, checksums, manifest_bytes
+from rollflow.nodes.policies.examples import Arrays
+from rollflow.nodes.policies.model_card import card_of
+from rollflow.nodes.policies.part_records import (
+    check_fields,
+    module_of,
+    piece_of,
+    record_of_module,
+    record_of_piece,
+    set_states,
+)
+from rollflow.nodes.policies.plain_values import from_plain, to_plain
+from rollflow.nodes.policies.space_text import described, space_of
+from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.tree import equal_trees, map_tree
+
+FORMAT = 1
+KIND = "rollflow policy"
+_PIPELINES = ("env_to_module", "module_to_env")
+_FIELDS = {
+    "kind",
+    "format",
+    "versions",
+    "computed_by",
+    "trained_on",
+    "explore",
+    "observation_space",
+    "action_space",
+} | {
+    "module",
+    "weights",
+    *_PIPELINES,
+    "files",
+}
+_PACKAGES = ("rollflow", "torch", "numpy", "gymnasium")
+
+# Format version -> function that makes a manifest of the next version out of one of this.
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+
+class Saved(Protocol):
+    """Policy as it is saved."""
+
+    module: Any
+    env_to_module: Any
+    module_to_env: Any
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    explore: bool
+    trained_on: dict[str, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """Parts of a policy that was read from files, and what it computed when it was saved.
+
+    inputs, computed    observations that it was tried on, and what each part made of them
+    computed_by         torch and processor at that time
+    """
+
+    module: Any
+    env_to_module: Any
+    module_to_env: Any
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+    explore: bool
+    trained_on: dict[str, Any]
+    computed_by: dict[str, str]
+    inputs: Arrays = field(default_factory=dict)
+    computed: Arrays = field(default_factory=dict)
+
+
+def files_of(policy: Saved, inputs: Arrays, computed: Arrays) -> dict[str, bytes]:
+    """Name -> contents of a policy's files, the manifest first.
+
+    inputs, computed    examples: observations, and what each part made of them
+
+    Raises PolicyError for a policy with a part that can't be saved.
+    """
+    arrays: Arrays = {}
+    weights = to_arrays(policy.module.state_dict())
+    pipelines = {name: record_of_piece(getattr(policy, name), name, arrays) for name in _PIPELINES}
+    content: dict[str, Any] = {
+        "kind": KIND,
+        "format": FORMAT,
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
+        "computed_by": computed_by(policy.module),
+        "trained_on": to_plain(policy.trained_on, "trained_on", arrays),
+        "explore": policy.explore,
+        "observation_space": described(policy.observation_space),
+        "action_space": described(policy.action_space),
+        "module": record_of_module(policy.module, "module", arrays),
+        "weights": {"dtypes": weights.dtypes, "others": to_plain(weights.others, "weights", arrays)},
+        **pipelines,
+    }
+    files = {
+        "module.safetensors": array_bytes(weights.tensors),
+        "state.safetensors": array_bytes(arrays),
+        "examples.safetensors": array_bytes({**inputs, **computed}),
+    }
+    manifest = {**content, "files": checksums(files)}
+    return {"policy.json": manifest_bytes(manifest), **files, CARD: card_of(policy, manifest).encode()}
+
+
+def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str]) -> Parts:
+    """The parts that a manifest and its files describe.
+
+    allow    packages and modules whose classes and functions may be imported
+
+    Raises PolicyError for anything that does not fit, with its place.
+    """
+    manifest = _migrated(manifest)
+    check_fields(manifest, _FIELDS, "policy.json")
+    states = arrays_of(files["state.safetensors"], "state.safetensors")
+    examples = arrays_of(files["examples.safetensors"], "examples.safetensors")
+    spaces = [space_of(manifest[name], name) for name in ("observation_space", "action_space")]
+    pipelines = {name: _pipeline(manifest[name], name, spaces, states, allow) for name in _PIPELINES}
+    weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
+    module, initial = module_of(manifest["module"], weights, "module", states, allow)
+    _check_initial(module, initial)
+    trained_on = from_plain(manifest["trained_on"], "trained_on", states, allow)
+    if states:
+        raise PolicyError(f"state.safetensors has arrays that nothing uses: {sorted(states)}; expected none")
+    if not isinstance(manifest["explore"], bool) or not isinstance(trained_on, dict):
+        raise PolicyError("policy.json: explore and trained_on are not as expected: True or False, and a dict")
+    inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
+    return Parts(
+        module=module,
+        env_to_module=pipelines["env_to_module"],
+        module_to_env=pipelines["module_to_env"],
+        observation_space=spaces[0],
+        action_space=spaces[1],
+        explore=manifest["explore"],
+        trained_on=trained_on,
+        computed_by=manifest["computed_by"],
+        inputs=inputs,
+        computed={name: array for name, array in examples.items() if name not in inputs},
+    )
+
+
+def computed_by(module: Any) -> dict[str, str]:
+    """Torch and the processor that compute a module's passes: where both are the same, so are the results."""
+    device = next((tensor.device for tensor in module.state_dict().values() if torch.is_tensor(tensor)), None)
+    on_cpu = device is None or device.type == "cpu"
+    processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}" if on_cpu else torch.cuda.get_device_name(device)
+    return {"torch": torch.__version__, "processor": f"{platform.machine()} {processor}"}
+
+
+def _cpu() -> str:
+    """The processor's model: one of another make may round otherwise."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _pipeline(record: Any, name: str, spaces: list[gym.Space[Any]], states: Arrays, allow: Collection[str]) -> Any:
+    piece, inner = piece_of(record, name, states, allow)
+    if not isinstance(piece, ConnectorPipelineV2):
+        raise PolicyError(f"{name} is a {type(piece).__name__}, expected a pipeline")
+    if piece.input_observation_space is None or piece.input_action_space is None:
+        piece.set_input_spaces(*spaces)
+    set_states(inner, name)
+    return piece
+
+
+def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str]) -> dict[str, Any]:
+    check_fields(record, {"dtypes", "others"}, "weights")
+    others = from_plain(record["others"], "weights", states, allow)
+    dtypes = record["dtypes"]
+    if not isinstance(dtypes, dict) or not isinstance(others, dict) or set(dtypes) - set(tensors):
+        raise PolicyError(f"weights: dtypes and others are not as expected; there are tensors {sorted(tensors)[:8]}")
+    return from_arrays(WeightArrays(tensors, dtypes, others))
+
+
+def _check_initial(module: Any, initial: Any) -> None:
+    own = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
+    if not equal_trees(map_tree(_plain, own), map_tree(_plain, initial)):
+        raise PolicyError(
+            f"module: {type(module).__name__}.get_initial_state() is {_text(own)}, expected {_text(initial)}, as "
+            "it was when the policy was saved"
+        )
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf.detach().cpu().numpy() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _text(state: Any) -> Any:
+    return map_tree(
+        lambda leaf: f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(getattr(leaf, 'shape', []))}", state
+    )
+
+
+def _migrated(manifest: dict[str, Any]) -> dict[str, Any]:
+    if manifest.get("kind") != KIND:
+        raise PolicyError(f"policy.json is of kind {str(manifest.get('kind'))[:40]!r}, expected {KIND!r}")
+    version = manifest.get("format")
+    if type(version) is not int or version < 1:
+        raise PolicyError(f"policy.json: format is {version!r}, expected a whole number, 1 or more")
+    if version > FORMAT:
+        raise PolicyError(
+            f"policy.json has format {version}, and this rollflow reads formats up to {FORMAT}; expected a newer "
+            "rollflow"
+        )
+    while version < FORMAT:
+        manifest = MIGRATIONS[version](manifest)
+        version = manifest["format"]
+    return manifest
+
+
+def _version(package: str) -> str:
+    return metadata.version(package)

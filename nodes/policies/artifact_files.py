@@ -1,0 +1,240 @@
+"""Files of a saved policy, in a folder or a zip: written atomically, read with checksums and bounds."""
+
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import PolicyError
+
+MANIFEST, CARD = "policy.json", "README.md"
+ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors")
+MOST_MANIFEST_BYTES = 16 << 20
+_NO_DIGEST = "0" * 64
+_TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
+
+
+def manifest_bytes(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest as JSON, with its digest as the last field."""
+    text = json.dumps({**manifest, "digest": _NO_DIGEST}, indent=1, ensure_ascii=False, allow_nan=False).encode()
+    return text.replace(_NO_DIGEST.encode(), _digest(text).encode())
+
+
+def checksums(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Name -> size and SHA-256 of each file, for the manifest."""
+    return {name: {"bytes": len(data), "sha256": _digest(data)} for name, data in files.items()}
+
+
+def array_bytes(arrays: Mapping[str, NDArray[Any]]) -> bytes:
+    """Arrays in the safetensors format; the same arrays give the same bytes."""
+    ordered = {name: np.ascontiguousarray(arrays[name]).reshape(arrays[name].shape) for name in sorted(arrays)}
+    return safetensors.numpy.save(ordered)
+
+
+def arrays_of(data: bytes, name: str) -> dict[str, NDArray[Any]]:
+    """The arrays of a safetensors file. Raises PolicyError, with the file's name, for what is none."""
+    try:
+        return {key: np.array(array) for key, array in safetensors.numpy.load(data).items()}
+    except Exception as error:  # the format's own errors have no common base
+        raise PolicyError(f"{name} can't be read: {error}") from None
+
+
+def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest of a saved policy, and its files of arrays.
+
+    Raises PolicyError, with the file's name, where one is missing, altered, truncated or another's.
+    """
+    source = _ZipSource(path) if path.is_file() else _FolderSource(path)
+    manifest = _manifest(source.read(MANIFEST, MOST_MANIFEST_BYTES))
+    listed = manifest.get("files")
+    if not isinstance(listed, dict) or set(listed) != set(ARRAYS):
+        raise PolicyError(f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}")
+    files = {name: _checked(source, name, listed[name]) for name in ARRAYS}
+    return manifest, files
+
+
+def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest among files that are not written yet, and the files of arrays."""
+    return _manifest(files[MANIFEST]), {name: files[name] for name in ARRAYS}
+
+
+def write_files(path: Path, files: Mapping[str, bytes]) -> None:
+    """Write a policy's files to a folder, or to a zip where the path ends in `.zip`: all of them, or none.
+
+    Raises PolicyError where something else is at the path.
+    """
+    check_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.parent / f".{path.name}.{os.getpid()}.new"
+    try:
+        if path.suffix == ".zip":
+            _write_zip(made, files)
+            os.replace(made, path)
+        else:
+            _write_folder(made, files)
+            _replace_folder(made, path)
+    finally:
+        _remove(made)
+
+
+def check_target(path: Path) -> None:
+    """Raise PolicyError where a policy can't be written to a path, since something else is there."""
+    is_policy = (path / MANIFEST).is_file() or (path.is_dir() and not any(path.iterdir()))
+    if path.exists() and (path.is_file() != (path.suffix == ".zip") or (path.is_dir() and not is_policy)):
+        raise PolicyError(f"there is something else at {path}, expected a policy to be replaced, or nothing")
+
+
+# Writing
+
+
+def _write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    _remove(folder)
+    folder.mkdir()
+    for name, data in files.items():
+        with (folder / name).open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _write_zip(path: Path, files: Mapping[str, bytes]) -> None:
+    with path.open("wb") as file:
+        with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+            for name, data in files.items():
+                info = zipfile.ZipInfo(name, _TIME)
+                info.external_attr = 0o644 << 16
+                archive.writestr(info, data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace_folder(made: Path, path: Path) -> None:
+    """Put a folder into the place of another, which goes; it is back if that fails."""
+    before = path.parent / f".{path.name}.{os.getpid()}.old"
+    _remove(before)
+    if path.exists():
+        os.rename(path, before)
+    try:
+        os.rename(made, path)
+    except BaseException:
+        if before.exists():
+            os.rename(before, path)
+        raise
+    _remove(before)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    elif path.exists():
+        path.unlink()
+
+
+# Reading
+
+
+class _FolderSource:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        if not path.is_dir():
+            raise PolicyError(f"there is no policy at {path}, expected a folder or a .zip file")
+
+    def read(self, name: str, most: int) -> bytes:
+        path = self._path / name
+        if path.is_symlink() or not path.is_file():
+            raise PolicyError(f"{name} is missing in {self._path}, expected a file")
+        size = path.stat().st_size
+        if size > most:
+            raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
+        with path.open("rb") as file:
+            return file.read(most + 1)
+
+
+class _ZipSource:
+    """Zip that is read where it lies: nothing is unpacked, and no file in it may be compressed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._size = path, path.stat().st_size
+        try:
+            with zipfile.ZipFile(path) as archive:
+                self._check(archive.infolist())
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, EOFError, UnicodeError) as error:
+            self._refuse(error)
+
+    def read(self, name: str, most: int) -> bytes:
+        try:
+            with zipfile.ZipFile(self._path) as archive:
+                info = archive.getinfo(name)
+                if info.file_size > most:
+                    raise PolicyError(f"{name} has {info.file_size} bytes, expected {most} at most")
+                return archive.read(info)
+        except KeyError:
+            raise PolicyError(f"{name} is missing in {self._path}, expected a file") from None
+        except PolicyError:
+            raise
+        except Exception as error:
+            self._refuse(error)
+
+    def _check(self, entries: Iterable[zipfile.ZipInfo]) -> None:
+        names = [entry.filename for entry in entries]
+        expected = {MANIFEST, CARD, *ARRAYS}
+        if unknown := sorted(set(names) - expected):
+            raise PolicyError(f"{self._path} has {unknown[:4]}, expected {', '.join(sorted(expected))} alone")
+        if len(set(names)) < len(names):
+            raise PolicyError(f"{self._path} has a file more than once, expected each once")
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > self._size:
+                raise PolicyError(f"{self._path}: {entry.filename} is compressed, expected files as they are")
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        raise PolicyError(f"{self._path} can't be read as a zip: {error}") from None
+
+
+def _checked(source: _FolderSource | _ZipSource, name: str, entry: Any) -> bytes:
+    size = entry.get("bytes") if isinstance(entry, dict) else None
+    if type(size) is not int or not isinstance(entry.get("sha256"), str):
+        raise PolicyError(f"{MANIFEST}: the entry of {name} is {str(entry)[:80]}, expected bytes and sha256")
+    data = source.read(name, size)
+    if len(data) != size:
+        raise PolicyError(f"{name} has {len(data)} bytes, expected {size}: it was truncated, or is another policy's")
+    if _digest(data) != entry["sha256"]:
+        raise PolicyError(f"{name} has another checksum than {MANIFEST} says: it was altered, or is another policy's")
+    return data
+
+
+def _manifest(data: bytes) -> dict[str, Any]:
+    try:
+        manifest = json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{MANIFEST} can't be read: {error}; it was truncated or altered") from None
+    digest = manifest.get("digest") if isinstance(manifest, dict) else None
+    if not isinstance(digest, str) or len(digest) != len(_NO_DIGEST) or data.count(digest.encode()) != 1:
+        raise PolicyError(f"{MANIFEST} has no digest, expected the manifest of a policy")
+    if _digest(data.replace(digest.encode(), _NO_DIGEST.encode())) != digest:
+        raise PolicyError(f"{MANIFEST} has another digest than it says: it was altered")
+    del manifest["digest"]
+    checked: dict[str, Any] = manifest
+    return checked
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        raise ValueError("a field comes twice")
+    return fields
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

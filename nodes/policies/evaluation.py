@@ -1,0 +1,145 @@
+"""Evaluation of a policy: whole episodes in environments of its own, their returns and lengths."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees, tree_at
+from rollflow.stream.graph.seeding import seed_for
+
+_RESAMPLES, _TAILS = 2000, (2.5, 97.5)  # per cent
+
+EnvMaker = str | Callable[[], gym.Env[Any, Any]]
+
+
+class Evaluated(Protocol):
+    """Policy as its evaluation needs it."""
+
+    observation_space: gym.Space[Any]
+    action_space: gym.Space[Any]
+
+    def act_batch(self, observations: Tree, rewards: Any = None, sessions: Any = None) -> Tree:
+        """The actions for the observations."""
+        ...
+
+    def reset(self, session: Hashable = ...) -> None:
+        """Begin a new episode."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Evaluation:
+    """Returns and lengths of all episodes of an evaluation, in the order of their seeds.
+
+    returns    f64[E]
+    lengths    i64[E]
+    """
+
+    returns: NDArray[np.float64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def mean(self) -> float:
+        """Mean return."""
+        return float(self.returns.mean())
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of the returns; 0 for one episode."""
+        return float(self.returns.std(ddof=1)) if len(self.returns) > 1 else 0.0
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Interval that has the mean in it with a confidence of 95 %, by resampling the episodes."""
+        rng = np.random.default_rng(0)
+        drawn = rng.integers(len(self.returns), size=(_RESAMPLES, len(self.returns)))
+        low, high = np.percentile(self.returns[drawn].mean(1), _TAILS)
+        return float(low), float(high)
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"mean return {self.mean:.2f} (95 % confidence: {low:.2f} to {high:.2f}), deviation {self.deviation:.2f}, "
+            f"mean length {self.lengths.mean():.1f}, {len(self.returns)} episodes"
+        )
+
+
+def evaluated(policy: Evaluated, env: EnvMaker, *, episodes: int, num_envs: int, seed: int) -> Evaluation:
+    """Play so many episodes, each with a seed of its own, in environments that step side by side.
+
+    All episodes that begin are counted, so that short ones have no more weight than long ones.
+    """
+    if episodes < 1 or num_envs < 1:
+        raise PolicyError(f"episodes is {episodes} and num_envs is {num_envs}, expected 1 or more of each")
+    envs: list[gym.Env[Any, Any]] = []
+    try:
+        for _ in range(min(num_envs, episodes)):
+            envs.append(_made(env))
+            _check_spaces(policy, envs[-1])
+        return _played(policy, envs, episodes, seed)
+    finally:
+        for each in envs:
+            each.close()
+
+
+@dataclass(slots=True)
+class _Seat:
+    """Environment that plays one episode after the other, as a session of the policy."""
+
+    env: gym.Env[Any, Any]
+    session: int
+    episode: int = -1
+    observation: Any = None
+    reward: float = 0.0
+
+
+def _played(policy: Evaluated, envs: Sequence[gym.Env[Any, Any]], episodes: int, seed: int) -> Evaluation:
+    returns, lengths = np.zeros(episodes), np.zeros(episodes, np.int64)
+    waiting = iter(range(episodes))
+    seats = [seat for place, env in enumerate(envs) if _begins(seat := _Seat(env, place), waiting, seed)]
+    while seats:
+        observations = stack_trees([map_tree(np.asarray, seat.observation) for seat in seats])
+        rewards = np.array([seat.reward for seat in seats], np.float32)
+        actions = policy.act_batch(observations, rewards, [seat.session for seat in seats])
+        going = []
+        for row, seat in enumerate(seats):
+            step = seat.env.step(tree_at(actions, row))
+            seat.observation, seat.reward = step[0], float(step[1])
+            returns[seat.episode] += seat.reward
+            lengths[seat.episode] += 1
+            if not (step[2] or step[3]):
+                going.append(seat)
+            elif _begins(seat, waiting, seed):
+                policy.reset(seat.session)
+                going.append(seat)
+        seats = going
+    return Evaluation(returns, lengths)
+
+
+def _begins(seat: _Seat, waiting: Any, seed: int) -> bool:
+    """Begin the next episode; False where there are no more to be played."""
+    seat.episode = next(waiting, -1)
+    if seat.episode < 0:
+        return False
+    seat.observation, _ = seat.env.reset(seed=seed_for(seed, "evaluation", seat.episode) % 2**31)
+    seat.reward = 0.0
+    return True
+
+
+def _made(env: EnvMaker) -> gym.Env[Any, Any]:
+    made = gym.make(env) if isinstance(env, str) else env() if callable(env) else env
+    if not isinstance(made, gym.Env):
+        raise PolicyError(f"env gives {made!r}, expected an id, or a function that makes a gymnasium environment")
+    return made
+
+
+def _check_spaces(policy: Evaluated, env: gym.Env[Any, Any]) -> None:
+    for name in ("observation_space", "action_space"):
+        own, theirs = getattr(policy, name), getattr(env, name)
+        if own != theirs:
+            raise PolicyError(f"{name} of {env} is {theirs}, but the policy was made for {own}")

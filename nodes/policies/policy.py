@@ -1,0 +1,380 @@
+"""A module with its connector pipelines, which acts without environments and without the code that trained it."""
+
+import copy
+import os
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
+from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.modules.random_module import RandomModule
+from rollflow.nodes.policies.artifact import Parts, computed_by, files_of, parts_of
+from rollflow.nodes.policies.artifact_files import check_target, read_files, read_manifest, write_files
+from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, evaluated
+from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, traced
+from rollflow.nodes.policies.part_records import classes_of
+from rollflow.nodes.policies.session_lane import SessionLane
+from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
+from rollflow.nodes.stages.acting import chosen_space
+from rollflow.nodes.stages.argument_checks import check_flags, seeds_of
+from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, module_for
+from rollflow.nodes.stages.env_to_module import EnvToModule
+from rollflow.nodes.stages.module_forward import ModuleForward
+from rollflow.nodes.stages.module_to_env import ModuleToEnv
+from rollflow.nodes.stages.ring import sampling_data
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError, PolicyError
+from rollflow.stream.data.space import check_columnar, row_of
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree, tree_at
+
+DEFAULT_SESSION = "default"
+MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
+
+Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
+P = TypeVar("P", bound=ConnectorPipelineV2)
+
+
+class Policy:
+    """A module and the connector pieces around it, with a memory for each environment that it acts in.
+
+        module                module that acts; a copy of it does
+        env_to_module         pipeline of a rollout, or pieces to be put before the default ones; copies of them act
+        module_to_env         likewise, among the default ones
+        observation_space,    of the environments; None: those of the pipelines
+        action_space
+        explore               True: sample actions; False: take the likeliest
+        learns                True: filters count the observations that come by; False: they stay as they are
+        device                of the forward passes; None: where the module is
+        seed                  of sampling; None: a fresh one
+
+    Public attributes:
+
+        module                           the copy that acts
+        env_to_module, module_to_env     the copies of the pipelines
+        observation_space, action_space
+        trained_on                       facts for the model card: environment, policy version and others
+        outputs                          all columns of the last pass, any[N, ...]: `actions`, `action_logp`, …
+
+    A *session* is one environment, as long as it lasts. What a policy looks back to belongs to the session: earlier
+    observations, actions and rewards, and the module's state. The first observation after `reset` begins an episode.
+    One thread at a time may call it.
+
+    Raises ConnectorError, ModuleError or PolicyError for parts that do not fit together.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        env_to_module: Pieces = None,
+        module_to_env: Pieces = None,
+        *,
+        observation_space: gym.Space[Any] | None = None,
+        action_space: gym.Space[Any] | None = None,
+        explore: bool = False,
+        learns: bool = False,
+        device: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        check_flags(explore=explore, learns=learns)
+        spaces = _spaces(env_to_module, observation_space, action_space)
+        self.observation_space, self.action_space = spaces
+        self.explore = explore
+        self.trained_on: dict[str, Any] = {}
+        self.outputs: Batch = {}
+        self._examples: Arrays = {}  # observations that it was tried on when it was saved
+        self.module = acting_copy(module_for(module, None, *_seen_spaces(env_to_module, spaces)), device)
+        stateful = is_stateful(self.module)
+        self.env_to_module = _pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=stateful)
+        self.module_to_env = _pipeline_of(ModuleToEnvPipeline, module_to_env, spaces, stateful=stateful)
+        self._settle_pieces(learns)
+        self.lookback = lookback_for(None, (self.env_to_module, self.module_to_env), stateful=stateful)
+        self._check_memory()
+        self._chosen_space = chosen_space(self.module, self.action_space)
+        self._weights = PolicyWeights(self.module)
+        is_default = type(self.module) is DefaultModule
+        self._forward = ModuleForward(self.module, self._weights, explore=explore, flat=is_default, threads=1)
+        context = {"module": self.module, "explore": explore}
+        self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
+        self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
+        self._sessions = Sessions(self._group)
+
+    # Acting
+
+    def act(
+        self, observation: Tree, reward: float | None = None, session: Hashable = DEFAULT_SESSION, info: Any = None
+    ) -> Any:
+        """The action for one observation, `any[...]`, of one environment.
+
+            observation    in the environment's space
+            reward         for the session's action before; None: none is there
+            info           dict that came with the observation; None: an empty one
+
+        Returns an item of the action space. Raises as `act_batch` does.
+        """
+        if isinstance(observation, np.ndarray):
+            observations: Tree = observation[None]
+        else:
+            observations = map_tree(lambda leaf: np.asarray(leaf)[None], observation)
+        rewards = None if reward is None else np.array([reward], np.float32)
+        return tree_at(self._acted(observations, rewards, (session,), None if info is None else [info]), 0)
+
+    def act_batch(
+        self,
+        observations: Tree,
+        rewards: Any = None,
+        sessions: Sequence[Hashable] | None = None,
+        infos: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Tree:
+        """The actions, any[N, ...], for one observation each of N environments, in one forward pass.
+
+            observations    any[N, ...]   a tree, as the environment's space has it
+            rewards         f32[N]        for each session's action before; None: there are none
+            sessions        N of them; None: 0 … N - 1
+            infos           N dicts that came with the observations; None: empty ones
+
+        Raises ColumnError for observations that are not in the space; every session then is as it was. Raises
+        PolicyError for a session that comes twice, and where a piece looks back to rewards that did not come.
+        """
+        observations = map_tree(np.asarray, observations)
+        leaves = leaves_of(observations)
+        count = len(leaves[0]) if leaves and leaves[0].ndim else 0
+        ids = tuple(range(count)) if sessions is None else tuple(sessions)
+        if len(ids) != count or not count:
+            raise PolicyError(f"{count} observations for {len(ids)} sessions, expected one for each, and at least one")
+        if infos is not None and len(infos) != count:
+            raise PolicyError(f"{len(infos)} infos for {count} sessions, expected one for each")
+        if rewards is not None:
+            rewards = np.asarray(rewards, np.float32)
+            if rewards.shape != (count,):
+                raise PolicyError(f"rewards are f32{list(rewards.shape)}, expected f32[{count}], one for each session")
+        return self._acted(observations, rewards, ids, infos)
+
+    def reset(self, session: Hashable = DEFAULT_SESSION) -> None:
+        """Begin a new episode with the session's next observation."""
+        self._sessions.reset(session)
+
+    def forget(self, session: Hashable = DEFAULT_SESSION) -> None:
+        """Release the memory of a session whose environment is gone."""
+        self._sessions.forget(session)
+
+    @property
+    def sessions(self) -> tuple[Hashable, ...]:
+        """The sessions that have a memory."""
+        return self._sessions.ids
+
+    def publish(self, weights: Weights) -> int:
+        """Have the next pass use these weights, a `state_dict()`, which is copied; the version that they get.
+
+        Raises ModuleError when they are not the module's.
+        """
+        return self._weights.publish(weights)
+
+    def evaluate(
+        self, env: EnvMaker, episodes: int = 100, *, num_envs: int = 8, seed: int = 0, explore: bool | None = None
+    ) -> Evaluation:
+        """Returns and lengths of whole episodes, played by a copy of this policy that learns nothing.
+
+            env         an environment's id, or a function that makes one
+            num_envs    environments side by side, for one forward pass over them
+            seed        of the environments and of sampling
+            explore     None: as the policy does
+
+        Raises PolicyError for an environment with other spaces.
+        """
+        actor = self._copy(self.env_to_module, self.module_to_env, self.explore if explore is None else explore, seed)
+        return evaluated(actor, env, episodes=episodes, num_envs=num_envs, seed=seed)
+
+    # Saving
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy to a folder, or to one file where the path ends in `.zip`, with the sessions left out.
+
+        A policy that is there already is replaced, in one step. What was written is what `load` has read back, and has
+        acted with as this policy does.
+
+        Raises PolicyError for a part that can't be saved: a function without a name, a class that can't be imported.
+        """
+        check_target(Path(path))
+        self._weights.load_into(self.module)
+        inputs = self._examples or drawn_inputs(self.observation_space)
+        files = files_of(self, inputs, self._traced(inputs, self.explore))
+        manifest, arrays = read_manifest(files)
+        parts = parts_of(manifest, arrays, classes_of(manifest))
+        type(self)._loaded(parts, device_of(self.module), self.explore)
+        write_files(Path(path), files)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        allow: Collection[str] = (),
+        device: Any = None,
+        explore: bool | None = None,
+        learns: bool = False,
+        seed: int | None = None,
+    ) -> Self:
+        """The policy that `save` has written, once it does on the saved examples what it did then.
+
+            allow            packages and modules whose classes and functions may be imported, beside rollflow's own and
+                             those that are registered
+            device           of the forward passes; None: main memory
+            explore          None: as the policy was saved
+            learns, seed     as for the constructor
+
+        Raises PolicyError where anything is missing, altered, unknown, or not allowed, and where a part differs.
+        """
+        if isinstance(allow, str):
+            raise PolicyError(f"allow is {allow!r}, expected a list of packages: allow=[{allow!r}]")
+        manifest, files = read_files(Path(path))
+        try:
+            parts = parts_of(manifest, files, allow)
+            return cls._loaded(parts, device, parts.explore if explore is None else explore, learns=learns, seed=seed)
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"no policy can be made of {path}: {type(error).__name__}: {error}") from error
+
+    @classmethod
+    def _loaded(cls, parts: Parts, device: Any, explore: bool, **options: Any) -> Self:
+        policy = cls(
+            parts.module,
+            parts.env_to_module,
+            parts.module_to_env,
+            observation_space=parts.observation_space,
+            action_space=parts.action_space,
+            explore=explore,
+            device=device,
+            **options,
+        )
+        policy.trained_on, policy._examples = parts.trained_on, parts.inputs
+        exact = computed_by(policy.module) == parts.computed_by
+        sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
+        check_same(parts.computed, policy._traced(parts.inputs, parts.explore), exact=exact, skipped=sampled)
+        return policy
+
+    def _traced(self, inputs: Arrays, explore: bool) -> Arrays:
+        """All that each part makes of the examples."""
+
+        def make(before: ConnectorPipelineV2, after: ConnectorPipelineV2) -> "Policy":
+            return self._copy(before, after, explore, 0)
+
+        return traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
+
+    # Inside
+
+    def _copy(self, before: ConnectorPipelineV2, after: ConnectorPipelineV2, explore: bool, seed: int) -> "Policy":
+        """A policy of the same module, without this one's sessions, that learns nothing."""
+        self._weights.load_into(self.module)
+        spaces: dict[str, Any] = {"observation_space": self.observation_space, "action_space": self.action_space}
+        made = Policy(self.module, before, after, explore=explore, seed=seed, **spaces)
+        if isinstance(made.module, RandomModule):
+            made.module.seed(seed)
+        return made
+
+    def _acted(self, observations: Tree, rewards: Any, ids: Ids, infos: Sequence[Mapping[str, Any]] | None) -> Tree:
+        group = self._sessions.group(ids)
+        lane = group.lane
+        try:
+            observations = lane.checked(observations)
+        except ColumnError as error:
+            error.add_note(f"expected observations in {self.observation_space}, with a leading axis of {len(ids)}")
+            raise
+        if rewards is None:
+            if self._needs_rewards and len(lane.begins) < len(ids):
+                raise PolicyError(
+                    f"'{self._needs_rewards}' looks back to rewards, but none came for sessions that go on; expected "
+                    "the reward of each session's action before"
+                )
+            rewards = np.full(len(ids), np.nan, np.float32)  # whoever uses them gets NaN, which is refused
+        try:
+            lane.take_observations(observations, rewards, infos)
+            group.prepare(lane)
+            self._act(self._forward(lane))
+        except BaseException:
+            self._sessions.lose(group)
+            raise
+        self.outputs = lane.batch
+        actions = lane.batch.get(Columns.ACTIONS_FOR_ENV)
+        return lane.batch[Columns.ACTIONS] if actions is None else actions
+
+    def _group(self, ids: Ids) -> SessionGroup:
+        lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space)
+        lane.shared_data |= self._sampling
+        return SessionGroup(lane, EnvToModule(self.env_to_module, self.module, explore=self.explore))
+
+    def _settle_pieces(self, learns: bool) -> None:
+        device = device_of(self.module)
+        self._needs_rewards = ""
+        for piece in pieces_within(self.env_to_module, self.module_to_env):
+            if isinstance(piece, NumpyToTensor):
+                piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
+            if not learns and getattr(piece, "update_stats", False):
+                cast("Any", piece).update_stats = False
+            if getattr(piece, "n_prev_rewards", 0):
+                self._needs_rewards = piece.name
+
+    def _check_memory(self) -> None:
+        size = sum(leaf.nbytes for leaf in leaves_of(row_of(self.observation_space, 1))) * self.lookback
+        if size > MOST_BYTES_REMEMBERED:
+            raise PolicyError(
+                f"a session would remember {self.lookback} observations of {self.observation_space}, {size} bytes; "
+                f"expected at most {MOST_BYTES_REMEMBERED}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"
+
+
+def pieces_within(*pipelines: ConnectorPipelineV2) -> Iterator[ConnectorV2]:
+    """Every piece of the pipelines, those of nested pipelines included."""
+    for piece in (piece for pipeline in pipelines for piece in pipeline):
+        if isinstance(piece, ConnectorPipelineV2):
+            yield from pieces_within(piece)
+        else:
+            yield piece
+
+
+def _pipeline_of(kind: type[P], pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]], *, stateful: bool) -> P:
+    """A copy of the pipeline, or the default one with copies of the pieces."""
+    copied = copy.deepcopy(pieces)
+    if not isinstance(copied, ConnectorPipelineV2):
+        made: P = cast("Any", kind).default(*spaces, list(copied or ()), stateful=stateful)
+        return made
+    if not isinstance(copied, kind):
+        raise PolicyError(f"a {type(copied).__name__} was given, expected a {kind.__name__}, or a list of pieces")
+    if copied.input_observation_space is None or copied.input_action_space is None:
+        copied.set_input_spaces(*spaces)
+    return copied
+
+
+def _spaces(pieces: Pieces, *spaces: gym.Space[Any] | None) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """The environments' spaces, as they were given or as the pipeline has them."""
+    found: list[gym.Space[Any]] = []
+    for name, space in zip(("observation_space", "action_space"), spaces, strict=True):
+        own = getattr(pieces, f"input_{name}", None) if space is None else space
+        if not isinstance(own, gym.Space):
+            raise PolicyError(f"{name} is {space!r}, expected a gymnasium space, or env_to_module of a rollout")
+        check_columnar(own, name)
+        found.append(own)
+    return found[0], found[1]
+
+
+def _seen_spaces(pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:
+    """The spaces that the pieces leave: of what the module sees, and of what it chooses."""
+    pipeline = pieces
+    if not isinstance(pieces, ConnectorPipelineV2):
+        pipeline = EnvToModulePipeline(*spaces, connectors=copy.deepcopy(list(pieces or ())))
+    assert isinstance(pipeline, ConnectorPipelineV2)
+    left = pipeline.observation_space, pipeline.action_space
+    return left[0] or spaces[0], left[1] or spaces[1]

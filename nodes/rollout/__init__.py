@@ -1,0 +1,1 @@
+"""Rollouts: the public classes, their loop, and where they run."""

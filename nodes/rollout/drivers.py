@@ -1,0 +1,310 @@
+"""Drivers that run a rollout's ring for a plain loop: in its own thread, or beside it, with or without event loop."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from time import monotonic
+from types import TracebackType
+from typing import Any, Protocol
+
+import anyio
+import anyio.from_thread
+
+from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
+from rollflow.nodes.stages.credits import FragmentCredits
+from rollflow.stream.data.errors import RunError
+from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.inline_run import InlineRun
+from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
+
+_NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for worker processes
+
+
+class Driver(Protocol):
+    """Runs a rollout's ring, as far as the credits let it. One thread asks for fragments; any may close it."""
+
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None: ...
+
+    def start(self) -> None:
+        """Begin, once; `report` may come before. Raises what a node raised."""
+        ...
+
+    def next(self) -> Any:
+        """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
+        ...
+
+    def release(self, fragments: int) -> None:
+        """Give back the credits of so many fragments."""
+        ...
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        ...
+
+    def report(self) -> Report:
+        """A report of what has been counted so far."""
+        ...
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End, and close the nodes."""
+        ...
+
+
+class InlineDriver:
+    """Runs the ring in the reader's thread, whenever it asks for a fragment."""
+
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+        self._credits = credits
+        self._waiting: list[Any] = []
+        self._interruption = Wakeup()
+        self._run = InlineRun(ring, interruption=self._interruption)
+        self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
+        self._is_closed = self._is_left = False
+
+    def start(self) -> None:
+        """Have the environments reset, and the first actions made. Raises RunError where it was closed meanwhile."""
+        with self._at_work:
+            self._run.__enter__()
+            if self._is_left:
+                self._end()
+        if self._is_closed:
+            raise RunError("the rollout was closed while its environments were being reset")
+
+    def next(self) -> Any:
+        """The next fragment; None when no more come, or it was closed."""
+        with self._at_work:
+            try:
+                if not self._waiting and not self._is_closed:
+                    self._waiting = [fragment for _, fragment in self._run.next_outputs()]
+            finally:
+                if self._is_left:
+                    self._end()
+        return self._waiting.pop(0) if self._waiting else None
+
+    def release(self, fragments: int) -> None:
+        """Give back the credits of so many fragments."""
+        self._credits.release(fragments)
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        self._run.finish()
+
+    def report(self) -> Report:
+        """A report of what has been counted so far."""
+        return self._run.report()
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the nodes, once the reader's thread is done with the item that it is at.
+
+        Where that hangs, the reader's thread closes them when it comes back, which is logged.
+        """
+        self._is_closed = True
+        self._run.interrupt()
+        self._is_left = not self._at_work.acquire(timeout=CLOSE_TIMEOUT_S)
+        if self._is_left and not self._at_work.acquire(blocking=False):
+            logger.warning(
+                "the rollout is left to the thread of its loop: an environment or the module hangs after %.1f s",
+                CLOSE_TIMEOUT_S,
+            )
+            return
+        try:
+            self._end()
+        finally:
+            self._at_work.release()
+
+    def _end(self) -> None:
+        self._run.close()
+        self._interruption.close()
+
+
+class ThreadDriver:
+    """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
+
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+        self._credits = credits
+        self._bell = Wakeup()
+        self._run = InlineRun(ring, self._bell)
+        self._fragments: deque[Any] = deque()  # None: there are no more
+        self._commands: deque[Callable[[], None]] = deque()
+        self._error: BaseException | None = None
+        self._is_closed = False
+        self._has_stopped = threading.Event()
+        self._arrived = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="rollflow ring", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def next(self) -> Any:
+        """The next fragment; None when no more come. Raises what a node raised."""
+        caller = self._run.caller
+        caller.begin_wait()
+        try:
+            self._wait_for_some()
+        finally:
+            caller.end_wait()
+        caller.begin_life()
+        fragment = self._fragments[0]
+        if fragment is None:
+            self._raise()
+            return None
+        self._fragments.popleft()
+        caller.items += 1
+        return fragment
+
+    def _wait_for_some(self) -> None:
+        """Wait until there are fragments, and take none of them: Ctrl-C may come meanwhile."""
+        try:
+            interrupts.lets_through = True
+            while not self._fragments:
+                self._arrived.wait()
+                self._arrived.clear()
+        finally:
+            interrupts.lets_through = False
+
+    def _put(self, fragment: Any) -> None:
+        self._fragments.append(fragment)
+        self._arrived.set()
+
+    def release(self, fragments: int) -> None:
+        """Give back the credits of so many fragments."""
+        self._command(lambda: self._credits.release(fragments))
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        self._command(self._run.finish)
+
+    def report(self) -> Report:
+        """A report of what has been counted so far."""
+        return self._run.report()
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Have the thread stop where it is and close the nodes, and wait until it has. Raises what nobody has seen.
+
+        One whose environments or module hang is left behind, which is logged.
+        """
+        if self._is_closed:
+            return
+        self._is_closed, began = True, monotonic()
+        self._run.interrupt()
+        self._bell.ring()
+        if self._has_stopped.wait(CLOSE_TIMEOUT_S):
+            self._thread.join(_NODES_CLOSE_S)
+        if self._thread.is_alive():
+            self._put(None)  # a reader that waits waits no more
+            what = "a node has not closed" if self._has_stopped.is_set() else "an environment or the module hangs"
+            logger.warning("the rollout's thread is left behind: %s after %.1f s", what, monotonic() - began)
+            return
+        self._bell.close()
+        if error is None:
+            self._raise()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if not self._is_closed:
+            self._commands.append(command)
+            self._bell.ring()
+
+    def _work(self) -> None:
+        try:
+            with self._run as run:
+                self._go_on(run)
+        except BaseException as error:
+            self._error = error
+        self._has_stopped.set()
+        self._put(None)
+
+    def _go_on(self, run: InlineRun) -> None:
+        """Make fragments until the driver is closed, or no more come."""
+        try:
+            while not (self._is_closed or run.has_ended):
+                while self._commands:
+                    self._commands.popleft()()
+                for _, fragment in run.next_outputs_unmetered():
+                    self._put(fragment)
+        finally:
+            self._has_stopped.set()
+
+
+class PortalDriver:
+    """Runs the ring on an event loop in another thread, so that it can go on while the reader is at work."""
+
+    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+        self._credits = credits
+        self._stack = ExitStack()
+        self._ring = ring
+        self._run: Any = None
+        self._is_open = False
+        self._received: Future[Any] | None = None  # the fragment that is waited for
+
+    def start(self) -> None:
+        """Start the thread and its event loop."""
+        with ExitStack() as opening:
+            self._portal = opening.enter_context(anyio.from_thread.start_blocking_portal())
+            self._run = opening.enter_context(self._portal.wrap_async_context_manager(self._ring.run()))
+            self._stack = opening.pop_all()
+        self._is_open = True
+
+    def next(self) -> Any:
+        """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
+        if self._received is None:
+            self._received = self._portal.start_task_soon(self._run["fragments"].receive)
+        try:
+            fragment: Any = self._awaited(self._received)
+        except anyio.EndOfStream:
+            self._received = None
+            return None
+        except Exception:
+            self.close(None, None, None)  # raises what was raised there
+            raise
+        self._received = None
+        return fragment
+
+    def _awaited(self, received: "Future[Any]") -> Any:
+        """The fragment that comes; where Ctrl-C comes first, the next call waits for it once more."""
+        try:
+            interrupts.lets_through = True
+            return received.result()
+        finally:
+            interrupts.lets_through = False
+
+    def release(self, fragments: int) -> None:
+        """Give back the credits of so many fragments."""
+        self._portal.call(self._credits.release, fragments)
+
+    def drain(self) -> None:
+        """Stop the environments; `next` gives what is left."""
+        self._portal.call(self._run.stop)
+
+    def report(self) -> Report:
+        """A report of what has been counted so far."""
+        if self._run is None:
+            raise RunError("the rollout's event loop has not started yet: nothing to report")
+        report: Report = self._run.report()
+        return report
+
+    def close(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancel what still runs, close the nodes, and end the event loop and its thread."""
+        if self._is_open:
+            self._is_open = False
+            self._stack.__exit__(kind, error, traceback)

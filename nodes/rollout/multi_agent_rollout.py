@@ -1,0 +1,381 @@
+"""Environments with several agents, modules and connectors as one node, and as a plain loop over train batches."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.metrics.episode_returns import AgentReturns
+from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.modules.multi_rl_module import MultiRLModule
+from rollflow.nodes.modules.policy_weights import Weights
+from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
+from rollflow.nodes.policies.of_agent import policy_of_agent
+from rollflow.nodes.policies.policy import Policy
+from rollflow.nodes.rollout.execution import execution_for
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Where
+from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
+from rollflow.nodes.rollout.policy import AgentsPolicy, StageOptions
+from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.stages.agent_learner import AgentLagBound, AgentLearner
+from rollflow.nodes.stages.agents_acting import agents_acting_for
+from rollflow.nodes.stages.argument_checks import check_flags, check_numbers, seeds_of
+from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces, lookback_for
+from rollflow.nodes.stages.credits import LaneGate
+from rollflow.nodes.stages.module_set import AgentToModule
+from rollflow.nodes.stages.ring import sampling_data
+from rollflow.nodes.stages.rounds import FragmentRounds
+from rollflow.nodes.stages.staleness import OnExcess
+from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
+from rollflow.stream.graph.graph import Graph
+from rollflow.stream.multi_agent.agent_part import AgentPart
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+
+class ActingWeights(NamedTuple):
+    """The weights that a module acts with."""
+
+    version: int  # the policy version
+    weights: dict[str, Any]  # a `state_dict()`, copied
+
+
+class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
+    """Node that steps environments with several agents each, with modules, and gives what they made, by fragments.
+
+    In every vector step each module does one forward pass over all the agents that it serves and that are to act.
+    Batches are dicts: module id -> train batch. Otherwise it is used as a `Rollout` is. In a graph, a
+    `MultiAgentLearnerPipeline` makes batches of its fragments.
+
+        ENVIRONMENTS   default   meaning
+        env                      Callables that make environments, or a vector environment: see `AgentEnvironments`.
+                                 `RemoteEnvs` or `RemoteRollouts`: hosts say how many environments and lanes they have.
+        num_envs       None      Environments in all. None: one, or as many as `env` has.
+        lanes          None      Groups of environments that step on their own. None: one inline, one for each
+                                 environment in threads, one for each worker in processes.
+        where          "inline"  "inline": environments step in the loop's thread. "threads": each lane in a thread of
+                                 its own, for environments that wait, or let the interpreter go. "processes": in worker
+                                 processes, for those that are costly. "rollouts": each lane's whole rollout in a worker
+                                 process, with connectors and copies of the modules. "auto": where it goes fastest,
+                                 measured on copies; `explain()` says why.
+        workers        None      Worker processes. None: one for each core.
+        step_timeout   60.0      Seconds after which environments in threads, in processes or on hosts are taken for
+                                 hung in a step. None: never. On hosts this includes resets after ended episodes.
+        reset_timeout  120.0     The same in a reset. A `MultiAgentVectorEnv`'s step has both times together.
+        seed           None      Of environments and sampling. None: a fresh one, to be read from `seed`. A list has one
+                                 for each environment; the rest then follows from all of them.
+
+        MODULES                     default  meaning
+        module                      None     A module, or a dict of them by id, each as `Rollout` takes them: an
+                                             instance, a class or function of (observation space, action space), None
+                                             for a `DefaultModule`. One by itself has the id "default_policy". Copies
+                                             act, and learn of new weights by `publish` alone.
+        model_config                None     Of default modules.
+        agent_to_module_mapping_fn  None     Agent id -> module id: a dict, or a function of the agent's id and its
+                                             episode, of which there is the `id_`. It is asked whenever an agent begins
+                                             an episode, and before the first to find out spaces. None: the agent's own
+                                             module where there is one with its id, else "default_policy". All agents of
+                                             a module have the same spaces.
+        modules_to_train            None     Ids of the modules that batches are made for. None: all.
+        explore                     True     Whether actions are sampled; or a dict, module id -> whether its are.
+                                             Modules that it does not name sample.
+        device                      None     Where forward passes are done while acting. None: where the modules are.
+
+        FORWARD PASSES     default  meaning
+        max_batch          None     Agents that act in one round of passes over several ready lanes, at most: each
+                                    module does one pass over its agents in all of them. None: every lane has passes of
+                                    its own.
+        max_wait           0.0      Seconds to wait for more lanes once one is ready.
+        forward_in_thread  False    Passes in a worker thread, while other lanes' environments step.
+        flat_forward       None     Passes as flat lists of torch operations: see `FlatForward`. None: for each
+                                    `DefaultModule`.
+        compile_forward    False    Passes by `torch.compile`, with these options if it is a mapping of them.
+        forward_threads    1        Torch's threads for passes while acting, and for what makes actions of them. None:
+                                    as torch is set.
+
+        CONNECTORS               default  meaning
+        joint_connector          None     `lambda env: piece or list of pieces`, which see all agents of an environment
+                                          together, as `MultiAgentEpisode`s, before all others. They may rewrite the
+                                          newest observations. `env` is the environments of the first lane.
+        env_to_module_connector  None     `lambda part: piece or list of pieces`, put before the default ones. It is
+                                          called for every `AgentPart`: the agents that have the same spaces. A piece is
+                                          given the episodes of one module's agents that are to act, each agent's own.
+        module_to_env_connector  None     `lambda part: piece or list of pieces`, put among the default ones, likewise.
+        learner_connector        None     `lambda obs_space, act_space: piece or list of pieces`, called for every
+                                          module.
+        metrics                  None     What pieces log into. None: a `MetricsLogger`.
+
+        FRAGMENTS        default  meaning
+        fragment_length  128      Vector steps in a fragment (T).
+        lookback         None     Agent steps that a chunk can look back (H). None: as many as pieces need, and at least
+                                  1.
+        num_fragments    None     A lane stops after so many. None: it never does.
+        prefetch         0        Batches that the rollout may run ahead of its reader.
+        max_lag          None     How many policy versions old a batch may be, of the modules that are trained, each
+                                  beside its own.
+        on_excess        "drop"   What is done with older ones: see `LagBound`.
+        debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
+                                  breakpoint stops right there. In a graph the graph says what runs where.
+
+        PUBLIC ATTRIBUTE              what it is
+        module                        The modules that are trained, by id: a `MultiRLModule`. Copies of them act.
+        env_to_module, module_to_env  Connector pipelines, one for each part, to be edited before it runs.
+        joint                         The pieces of `joint_connector`. None: there are none.
+        learner                       Makes the train batches: see `AgentLearner`.
+        metrics                       The `MetricsLogger` that pieces log into.
+        returns                       `mean` and `count` of the last episodes' returns, all agents together;
+                                      `by_module`.
+        environments, lag             The node that steps them; the `AgentLagBound`.
+        seed                          The seed in use.
+
+    Also `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
+
+    Methods: `publish`, `acting_weights`, `policy`, `add_module` and `remove_module`; loop over `batches()` or
+    `fragments()`; `start`, `drain`, `close`; `report` and `explain`; `graph`, whose `mermaid()` is a diagram.
+
+    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
+    """
+
+    def __init__(
+        self,
+        env: Any,
+        *,
+        module: Any = None,
+        agent_to_module_mapping_fn: AgentToModule = None,
+        modules_to_train: Sequence[Any] | None = None,
+        model_config: Any = None,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        where: Where = "inline",
+        workers: int | None = None,
+        step_timeout: float | None = 60.0,
+        reset_timeout: float | None = 120.0,
+        fragment_length: int = 128,
+        lookback: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        explore: bool | Mapping[Any, bool] = True,
+        joint_connector: Callable[[Any], Pieces] | None = None,
+        env_to_module_connector: Callable[[AgentPart], Pieces] | None = None,
+        module_to_env_connector: Callable[[AgentPart], Pieces] | None = None,
+        learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None,
+        num_fragments: int | None = None,
+        prefetch: int = 0,
+        max_lag: int | None = None,
+        on_excess: OnExcess = "drop",
+        max_batch: int | None = None,
+        max_wait: float = 0.0,
+        forward_in_thread: bool = False,
+        flat_forward: bool | None = None,
+        compile_forward: bool | Mapping[str, Any] = False,
+        forward_threads: int | None = 1,
+        device: Any = None,
+        metrics: Any = None,
+        debug: bool = False,
+    ) -> None:
+        check_flags(debug=debug)
+        check_numbers(num_envs=(num_envs, 1), lanes=(lanes, 1))
+        self.seed, slot_seeds = seeds_of(seed)
+        envs = EnvOptions(
+            num_envs=num_envs,
+            lanes=lanes,
+            where=where,
+            workers=workers,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
+            fragment_length=fragment_length,
+            seed=self.seed,
+            slot_seeds=slot_seeds,
+        )
+        options = ForwardOptions(
+            explore=explore,
+            flat=flat_forward,
+            compiled=compile_forward,
+            threads=forward_threads,
+            max_batch=max_batch,
+            max_wait=max_wait,
+            in_thread=forward_in_thread,
+            device=device,
+        )
+        flow = FlowOptions(
+            lookback=lookback, num_fragments=num_fragments, prefetch=prefetch, max_lag=max_lag, on_excess=on_excess
+        )
+        if debug:
+            envs, options, flow = envs.debugged(), options.debugged(), flow.debugged()
+        self.metrics = MetricsLogger() if metrics is None else metrics
+        connectors = {
+            "joint_connector": joint_connector,
+            "env_to_module_connector": env_to_module_connector,
+            "module_to_env_connector": module_to_env_connector,
+        }
+        make_trial = partial(
+            _trial,
+            module,
+            connectors,
+            agent_to_module_mapping_fn=agent_to_module_mapping_fn,
+            model_config=model_config,
+            lookback=lookback,
+            seed=self.seed,
+            explore=explore,
+            flat_forward=flat_forward,
+            forward_threads=forward_threads,
+            device=device,
+            **envs.timeouts,
+        )
+        self.environments, self.placement = place(
+            env, envs, options, flow, places=SEVERAL_AGENTS, metrics=metrics, make_trial=make_trial
+        )
+        with closing_on_error(self.environments.close):
+            acting = agents_acting_for(
+                self.environments.parts,
+                self.environments.envs[0],
+                module=module,
+                mapping=agent_to_module_mapping_fn,
+                **connectors,
+                model_config=model_config,
+                device=options.device,
+                seed=self.seed,
+                explore=options.explore,
+                may_be_stateful=flow.lookback != 0,
+                acting=options.of_several(),
+            )
+            self._modules, self.joint = acting.modules, acting.joint
+            self.environments.set_chosen_spaces(self._modules.chosen_spaces())
+            self.module: MultiRLModule = self._modules.modules
+            self.learner = AgentLearner(self._modules, modules_to_train, learner_connector, self.metrics, self)
+            self.env_to_module, self.module_to_env = acting.env_to_module, acting.module_to_env
+            self._pipelines = acting.pipelines
+            for pipeline in self._pipelines:
+                pipeline.refuse_edits_while_run_by(self)
+                pipeline.fuses = pipeline.fuses and not debug
+            self._lookback_asked = flow.lookback
+            self.returns = AgentReturns(self.module.__contains__)
+            lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
+            rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
+            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch)
+            stages = StageOptions(options, flow.num_fragments, self.metrics, self._ledger, self.seed)
+            self._execution = execution_for(self.environments, AgentsPolicy(acting, options), stages)
+            self._follow_lanes(*self._execution.counting)
+
+    def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
+        """Have the next passes use weights, module id -> `state_dict()`, which are copied; returns their versions.
+
+        Modules that are not named stay as they are. From any thread. Raises ModuleError for a module that does not
+        exist, and for weights that are not its own; then nothing is published.
+        """
+        versions: dict[Any, int] = self._execution.publish(weights)
+        return versions
+
+    def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
+        """Publish weights under a version that a trainer elsewhere counts, which alone publishes then.
+
+        Returns False where the modules have that version already, or a newer one; nothing changes then. Raises
+        ModuleError as `publish` does, and where weights are not of all modules that `be_published_elsewhere` named.
+        """
+        return self._execution.publish_as(version, weights)
+
+    def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
+        """Have a trainer elsewhere publish the weights of these modules, together: all that are trained stay then.
+
+        Modules that are not trained may come and go.
+        """
+        self._modules.be_published_elsewhere(ids)
+
+    @property
+    def version_elsewhere(self) -> int:
+        """The version that a trainer elsewhere has published last, or with which its modules began."""
+        return self._modules.version_elsewhere
+
+    def acting_weights(self, module_id: Any = DEFAULT_MODULE_ID) -> ActingWeights:
+        """Copies of the weights that a module acts with, those published last, and their policy version.
+
+        From any thread. `rollout.module[module_id].state_dict()` are those of the module that is trained. Raises
+        ModuleError for a module that there is not.
+        """
+        return ActingWeights(*self._modules.newest_weights(module_id))
+
+    def policy(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
+        """The policy that acts for an agent, as `Rollout.policy` gives it; each of its sessions is one agent.
+
+            module_id    None: of the module that the agent is mapped to; to be named where that is up to the episode
+
+        Raises PolicyError for an unknown agent, and where `joint_connector` pieces see all agents together.
+        """
+        if self.joint is not None:
+            raise PolicyError(f"joint_connector pieces see all agents together, and agent {agent!r} can't act alone")
+        pipelines = list(zip(self.env_to_module, self.module_to_env, strict=True))
+        return policy_of_agent(agent, module_id, self.environments.parts, self._modules, pipelines, options)
+
+    def add_module(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
+        """Have a module act from now on, for agents that are mapped to it when they begin. From any thread.
+
+            explore    whether its actions are sampled; None: as the rollout was given it
+
+        It is not trained where `modules_to_train` was given. Under the id of one that was removed its policy versions
+        go on from there; agents that the removed one serves keep that until their episodes end, and batches have the
+        rows of both. Raises ModuleError for an id that is taken, and for a module whose initial state is not like that
+        of the one that was removed.
+        """
+        self._check_may_change(module_id)
+        self._modules.add(module_id, module, explore=explore)
+
+    def remove_module(self, module_id: Any) -> None:
+        """Have a module serve no agent that begins; those that it serves keep it until their episodes end.
+
+        Then nothing of it is kept, nor its returns, but the number of its last version. Raises ModuleError for one
+        that there is not.
+        """
+        self._check_may_change(module_id)
+        self._modules.remove(module_id)
+
+    @property
+    def policy_versions(self) -> dict[Any, int]:
+        """Module id -> the version published last; 0 before any."""
+        return self._modules.versions()
+
+    def explain(self) -> str:
+        """Text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
+        self._make_lanes()
+        text = self._execution.explain(self._credits)
+        return f"{text}\n{self.placement}" if self.placement else text
+
+    # What every rollout has
+
+    def _ring(self, gate: LaneGate | None) -> Graph:
+        self._make_lanes()
+        return self._execution.ring(gate)
+
+    def _batch_of(self, fragments: Sequence[MultiAgentFragment]) -> Batch:
+        return self.learner.batch_of(fragments)
+
+    # Inside
+
+    def _check_may_change(self, module_id: Any) -> None:
+        """Raise ModuleError where a module can't come or go: others have to know of it."""
+        if self.learner.would_train(module_id):
+            self._modules.check_may_change(module_id)
+        if isinstance(self.environments, OffloadedRollouts) and self.environments.is_started:
+            raise ModuleError(
+                f"module '{module_id}' can't come or go while whole rollouts are done elsewhere, which began with the "
+                "modules that there were; expected that before the run, or where='processes' or RemoteEnvs"
+            )
+
+    def _make_lanes(self) -> None:
+        """Have lanes for the pipelines as they are: they may have been edited."""
+        if self.environments.is_started:
+            return
+        learning = [self.learner.pipeline_of(module_id) for module_id in self.module if self.learner.trains(module_id)]
+        self.environments.make_lanes(
+            lookback_for(self._lookback_asked, (*self._pipelines, *learning), stateful=self._modules.is_stateful),
+            self._modules,
+            lambda lane, acting: sampling_data(lane, self.seed, acting.seed_name),
+        )
+
+
+def _trial(module: Any, connectors: Mapping[str, Any], **options: Any) -> Callable[..., Any]:
+    """Maker of rollouts with copies of the modules and the pieces, to be tried where it might go fastest."""
+    several = isinstance(module, Mapping)
+    copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
+    pieces = {name: copied_pieces(connector) for name, connector in connectors.items()}
+    return partial(MultiAgentRollout, module=copies, **pieces, **options)

@@ -1,0 +1,165 @@
+"""Options of a rollout, in frozen records that hold what belongs together and check it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.env.env_source import Autoreset
+from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.stages.acting import compile_options
+from rollflow.nodes.stages.argument_checks import check_flags, check_numbers
+from rollflow.nodes.stages.staleness import OnExcess, check_staleness
+
+Pieces = ConnectorV2 | Sequence[ConnectorV2]
+Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvOptions:
+    """Options of environments: their number, their place, and how long they may take; see `Rollout`.
+
+    seed          of every environment
+    slot_seeds    one seed for each slot's environment; None: they follow from `seed`
+
+    Raises ValueError for numbers that are none, or too small.
+    """
+
+    num_envs: int | None = None
+    lanes: int | None = None
+    where: Where = "inline"
+    autoreset_mode: Autoreset = None
+    workers: int | None = None
+    step_timeout: float | None = 60.0
+    reset_timeout: float | None = 120.0
+    fragment_length: int = 128
+    seed: int = 0
+    slot_seeds: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            fragment_length=(self.fragment_length, 1),
+            workers=(self.workers, 1),
+            step_timeout=(self.step_timeout, 0),
+            reset_timeout=(self.reset_timeout, 0),
+        )
+
+    @property
+    def timeouts(self) -> dict[str, Any]:
+        """The keywords `step_timeout` and `reset_timeout`."""
+        return {"step_timeout": self.step_timeout, "reset_timeout": self.reset_timeout}
+
+    def debugged(self) -> "EnvOptions":
+        """These options with every environment in the loop's thread."""
+        return replace(self, where="inline", workers=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardOptions:
+    """Options of forward passes while acting; see `Rollout`, whose keywords some fields shorten.
+
+    explore      True or False; of several modules also a dict, module id -> True or False
+    flat         `flat_forward`
+    compiled     `compile_forward`
+    threads      `forward_threads`
+    in_thread    `forward_in_thread`
+
+    Raises ValueError for what is no number, or neither True nor False, and for `flat` beside `compiled`.
+    """
+
+    explore: Any = True
+    flat: bool | None = None
+    compiled: bool | Mapping[str, Any] = False
+    threads: int | None = 1
+    max_batch: int | None = None
+    max_wait: float = 0.0
+    in_thread: bool = False
+    device: Any = None
+
+    def __post_init__(self) -> None:
+        check_numbers(max_batch=(self.max_batch, 1), max_wait=(self.max_wait, 0), forward_threads=(self.threads, 1))
+        check_flags(forward_in_thread=self.in_thread, flat_forward=self.flat is not None and self.flat)
+        if not isinstance(self.compiled, bool | Mapping):
+            raise ValueError(
+                f"compile_forward is {self.compiled!r}, expected True, False or a dict of torch.compile's options"
+            )
+        if self.flat and self.compiled is not False:
+            raise ValueError("flat_forward and compile_forward are two ways of doing a pass, expected one of them")
+
+    def debugged(self) -> "ForwardOptions":
+        """These options with the module's own passes, lane by lane, in the loop's thread."""
+        return replace(self, flat=False, compiled=False, max_batch=None, in_thread=False)
+
+    def of_passes(self, module: Any) -> dict[str, Any]:
+        """Keywords of `ModuleForward` for a module; where `flat` is None, passes of a `DefaultModule` alone are."""
+        compiled = compile_options(self.compiled)
+        flat = type(module) is DefaultModule and compiled is None if self.flat is None else self.flat
+        return {"explore": self.explore, "flat": flat, "threads": self.threads, "compiled": compiled}
+
+    def of_several(self) -> dict[str, Any]:
+        """Keywords of forward passes for a `ModuleSet`, which sees to the rest of them module by module."""
+        return {"flat": self.flat, "threads": self.threads, "compiled": compile_options(self.compiled)}
+
+    def check_offloaded(self, metrics: Any, *, is_remote: bool) -> None:
+        """Raise ValueError for what whole rollouts elsewhere can't do: on other hosts, or in worker processes.
+
+        metrics    what pieces log into; None: a `MetricsLogger`
+        """
+        if is_remote and self.compiled is not False:
+            raise ValueError(
+                "compile_forward is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to "
+                "be given to each RolloutHost"
+            )
+        if self.max_batch is not None or self.in_thread:
+            place, expected = "where='rollouts' has", "where='threads' or where='processes'"
+            if is_remote:
+                place, expected = "RemoteRollouts have", "RemoteEnvs"
+            raise ValueError(
+                f"max_batch and forward_in_thread are for a forward pass over several lanes, but {place} one for each; "
+                f"expected {expected}"
+            )
+        if metrics is not None and not isinstance(metrics, MetricsLogger):
+            raise ValueError(
+                f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOptions:
+    """The module that acts, and functions that make the connector pieces around it; see `Rollout`."""
+
+    module: Any = None
+    model_config: Any = None
+    env_to_module_connector: Callable[[Any], Pieces] | None = None
+    module_to_env_connector: Callable[[Any], Pieces] | None = None
+    learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowOptions:
+    """Options of the flow of fragments: their number, lookback, prefetch and staleness; see `Rollout`.
+
+    Raises ValueError for numbers that are none, or too small, and for what `LagBound` does not take.
+    """
+
+    lookback: int | None = None
+    num_fragments: int | None = None
+    prefetch: int = 0
+    max_lag: int | None = None
+    on_excess: OnExcess = "drop"
+
+    def __post_init__(self) -> None:
+        check_numbers(
+            lookback=(self.lookback, 0),
+            num_fragments=(self.num_fragments, 1),
+            prefetch=(self.prefetch, 0),
+            max_lag=(self.max_lag, 0),
+        )
+        check_staleness(self.max_lag, self.on_excess)
+
+    def debugged(self) -> "FlowOptions":
+        """These options without running ahead, which takes a thread."""
+        return replace(self, prefetch=0)

@@ -1,0 +1,190 @@
+"""Placement: where the environments of a rollout step, and all the rest with them."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
+from rollflow.nodes.env.environments import Environments
+from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
+from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
+from rollflow.nodes.env.remote.remote_environments import RemoteAgentEnvironments, RemoteEnvironments
+from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteHosts, RemoteRollouts
+from rollflow.nodes.env.workers.process_environments import AgentProcesses, ProcessEnvironments
+from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
+from rollflow.nodes.env.workers.worker_process import core_count
+from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
+from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
+from rollflow.nodes.rollout.placement_cost_model import (
+    WORTH_EXPECTED,
+    WORTH_MADE,
+    PlacementChoice,
+    PlacementRequest,
+    close,
+    expected,
+    explanation,
+    fastest,
+    refusals,
+)
+from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe, probe_agents
+from rollflow.nodes.rollout.placement_trials import is_worth_while, race
+
+
+class Places(NamedTuple):
+    """Nodes that step environments of one kind, by their place.
+
+    is_ready    whether environments are made already
+    probe       measures what a vector step costs
+    """
+
+    inline: Callable[..., Any]
+    processes: Callable[..., Any]
+    rollouts: Callable[..., Any]
+    remote_envs: Callable[..., Any]
+    remote_rollouts: Callable[..., Any]
+    is_ready: Callable[[Any], bool]
+    probe: Callable[..., ProbeResult]
+
+
+ONE_AGENT = Places(
+    Environments, ProcessEnvironments, RolloutProcesses, RemoteEnvironments, HostedRollouts, is_ready, probe
+)
+SEVERAL_AGENTS = Places(
+    AgentEnvironments,
+    AgentProcesses,
+    AgentRolloutProcesses,
+    RemoteAgentEnvironments,
+    AgentHostedRollouts,
+    lambda env: isinstance(env, MultiAgentVectorEnv),
+    probe_agents,
+)
+
+
+def place(
+    env: EnvSource | RemoteHosts,
+    envs: EnvOptions,
+    forward: ForwardOptions,
+    flow: FlowOptions,
+    *,
+    places: Places,
+    metrics: Any,
+    make_trial: Callable[[], Trial],
+) -> tuple[Any, str]:
+    """The node that steps the environments, and under `where="auto"` why it is where it is, else "".
+
+    places        nodes that step environments of this kind
+    metrics       what pieces log into; None: a `MetricsLogger`
+    make_trial    gives what makes an inline Rollout of some environments, to be tried
+
+    Raises ValueError for options that don't go with the place, and what making environments raises.
+    """
+    reason = ""
+    if envs.where == "auto" and not isinstance(env, RemoteHosts):
+        request = PlacementRequest(
+            envs.lanes,
+            envs.workers,
+            forward.max_batch,
+            forward.in_thread,
+            forward.max_wait,
+            flow.prefetch,
+            envs.fragment_length,
+            metrics,
+            forward.device,
+        )
+        envs, reason = _chosen_place(env, envs, request, places, make_trial)
+    if envs.where == "rollouts" or isinstance(env, RemoteRollouts):
+        forward.check_offloaded(metrics, is_remote=isinstance(env, RemoteHosts))
+    return environments_for(env, envs, places), reason
+
+
+def environments_for(env: Any, envs: EnvOptions, places: Places) -> Any:
+    """The node that steps the environments, in as many lanes as suit the place where `lanes` is None.
+
+    Raises ValueError for another `where`, for `workers` where there are none, and for a list of seeds where hosts say
+    how many slots there are.
+    """
+    where, lanes, workers = envs.where, envs.lanes, envs.workers
+    options: dict[str, Any] = {"num_envs": envs.num_envs, "fragment_length": envs.fragment_length, "seed": envs.seed}
+    if isinstance(env, RemoteHosts):
+        with closing_on_error(env.close):
+            _check_remote(envs)
+        made = places.remote_envs if isinstance(env, RemoteEnvs) else places.remote_rollouts
+        return made(env, lanes=lanes, **envs.timeouts, **options)
+    if where not in ("inline", "threads", "processes", "rollouts"):
+        raise ValueError(f"where is {where!r}, expected 'inline', 'threads', 'processes', 'rollouts' or 'auto'")
+    if workers is not None and where not in ("processes", "rollouts"):
+        raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
+    options["slot_seeds"] = envs.slot_seeds
+    if envs.autoreset_mode is not None:
+        options["autoreset_mode"] = envs.autoreset_mode
+    if lanes is None and where != "inline" and not places.is_ready(env):
+        # One lane of processes at the least steps while another is in the forward pass.
+        most = {"threads": sys.maxsize, "processes": max(2, workers or core_count())}
+        lanes = min(count_of(env, envs.num_envs), most.get(where, workers or core_count()))
+    options["lanes"] = lanes
+    if where == "processes":
+        return places.processes(env, workers=workers, **envs.timeouts, **options)
+    if where == "rollouts":
+        return places.rollouts(env, workers=workers, **envs.timeouts, **options)
+    environments = places.inline(env, **options)
+    return environments if where == "inline" else ThreadEnvironments(environments, **envs.timeouts)
+
+
+def _check_remote(envs: EnvOptions) -> None:
+    """Raise ValueError for what environments on hosts can't be given."""
+    if envs.where != "inline" or envs.workers is not None:
+        argument = f"where is '{envs.where}'" if envs.where != "inline" else f"workers is {envs.workers}"
+        raise ValueError(f"{argument}, but remote environments are where their hosts are; leave it out")
+    if envs.slot_seeds is not None:
+        raise ValueError(
+            f"seed is a list of {len(envs.slot_seeds)}, but hosts say how many environments they have, and come and "
+            "go; expected one whole number, which the seeds of all of them follow from"
+        )
+    if envs.autoreset_mode is not None:
+        raise ValueError(
+            f"autoreset_mode is {envs.autoreset_mode!r}, but remote environments are made by their hosts; "
+            "expected it to be given to each EnvHost or RolloutHost"
+        )
+
+
+def _chosen_place(
+    env: Any, envs: EnvOptions, request: PlacementRequest, places: Places, make_trial: Callable[[], Trial]
+) -> tuple[EnvOptions, str]:
+    """The options with the place that is fastest, and why; inline if that can't be measured."""
+    if places.is_ready(env):
+        here = replace(envs, where="inline", workers=None)
+        return here, "where='inline': these vector environments are here already"
+    try:
+        with generators_kept():
+            choice, reason = _measured_choice(env, envs.num_envs, request, places, make_trial())
+    except Exception as error:  # an argument that can't be worked with is refused by the rollout itself
+        reason = f"where='inline': nothing could be measured: {type(error).__name__}: {error}"
+        return replace(envs, where="inline", workers=None), reason
+    return replace(envs, where=choice.where, lanes=choice.lanes, workers=choice.workers), reason
+
+
+def _measured_choice(
+    env: Any, num_envs: int | None, request: PlacementRequest, places: Places, trial: Trial
+) -> tuple[PlacementChoice, str]:
+    """The choice, and why: by what its parts take, and by a try where that leaves several."""
+    cores = core_count()
+    parts = request.lanes or request.workers or cores
+    measured, ruled_out, agents = places.probe(env, num_envs, trial, parts=parts, device=request.device)
+    ruled_out = refusals(request) | ruled_out
+    most = None if request.max_batch is None else max(1, request.max_batch // agents)
+    choices = expected(measured, replace(request, max_batch=most), cores, ruled_out)
+    rates, tried = {"expected steps/s": choices}, close(choices)
+    if is_worth_while(tried, measured):
+        passes: dict[str, Any] = {
+            name: getattr(request, name) for name in ("max_batch", "max_wait", "forward_in_thread")
+        }
+        whole = partial(trial, env, num_envs=num_envs, prefetch=request.prefetch, **passes)
+        made, failed = race(tried, whole, measured.slots, request)
+        tried, ruled_out = made or choices[:1], ruled_out | failed
+        rates["made steps/s"] = made
+    best = fastest(tried, WORTH_MADE if "made steps/s" in rates else WORTH_EXPECTED)
+    return best, explanation(best, measured, rates, request, ruled_out)

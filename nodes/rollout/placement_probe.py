@@ -1,0 +1,320 @@
+"""Probe of a rollout: costs of its environments and of the rest of a vector step, and what can go to processes."""
+
+import copy
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+import gymnasium as gym
+import numpy as np
+import torch
+
+from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.env.env_source import EnvSource, LaneMaker, count_of, lane_makers
+from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
+from rollflow.nodes.env.observation_check import Deviations
+from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, seeds_for
+from rollflow.nodes.rollout.placement_cost_model import StepCosts
+from rollflow.nodes.stages.ring import STAGES
+from rollflow.stream.data.errors import EnvError, StateError
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.packing import pack
+
+Trial = Callable[..., Any]  # (environments, fragment_length) -> an inline Rollout of the module and the connectors
+
+_ROUNDS, _ROUND_S = 4, 0.03  # of every part, in turn with the others
+_SLOW_S = 5e-3  # a vector step that takes so long is measured by itself
+_ROWS = 16  # faster ones, so many at a time
+_KEPT_STEPS, _KEPT_S = 32, 0.1  # of an environment, to be played again
+
+
+class ProbeResult(NamedTuple):
+    """Costs that were measured, and places that are ruled out.
+
+    ruled_out    place -> why it can't be
+    agents       in each environment
+    """
+
+    measured: StepCosts
+    ruled_out: dict[str, str]
+    agents: int = 1
+
+
+class RecordedEnv(gym.Wrapper[Any, Any, Any, Any]):
+    """An environment that plays recorded steps again: a vector step then costs all but the environment's part."""
+
+    def __init__(self, env: gym.Env[Any, Any], first: Any, steps: Sequence[Any], at: int) -> None:
+        super().__init__(env)
+        self._first, self._steps, self._at = first, steps, at
+
+    def reset(self, **kwargs: Any) -> Any:
+        return self._first
+
+    def step(self, action: Any) -> Any:
+        self._at += 1
+        return self._steps[self._at % len(self._steps)]
+
+    def close(self) -> None:
+        """Do nothing: the probe closes the environment."""
+
+
+def probe(env: EnvSource, num_envs: int | None, trial: Trial, *, parts: int, device: Any = None) -> ProbeResult:
+    """Step one environment for a moment, and all else of a vector step without it. Raises what they raise.
+
+    parts     that the slots are likely to be divided into
+    device    where the module is to act; None: where it is
+    """
+    slots = count_of(env, num_envs)
+    maker = lane_makers(env, num_envs, 1)[0]
+    sizes = sorted({1, -(-slots // parts), slots})
+    with ExitStack() as opened:
+        if not maker.is_side_by_side:
+            return _probe_vectorized(maker, sizes, trial, device, opened)
+        return _probe_plain(LaneMaker(1, spec=maker.spec, makers=maker.makers[:1]), sizes, trial, device, opened)
+
+
+def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> ProbeResult:
+    """Probe plain environments: one that steps, and others that play again what it gave."""
+    began = time.perf_counter()
+    made: Any = maker.make()
+    opened.callback(made.close)
+    [env] = made.envs
+    first = copy.deepcopy(env.reset(seed=0))
+    start_s = time.perf_counter() - began
+    steps = _recorded(env)
+
+    def played(slots: int) -> Any:
+        return [lambda at=at: RecordedEnv(env, first, steps, at) for at in range(slots)]
+
+    trials = [_Trial(played(slots), trial, opened) for slots in sizes]
+    of_env, *rest = _in_turns([_OneEnv(env), *trials])
+    ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
+    ruled_out = trials[0].ruled_out() | ruled_out
+    line = _line(sizes, [took.least for took in rest])
+    measured = StepCosts(sizes[-1], lambda slots: slots * of_env.seconds, of_env.waits, line, start_s)
+    return ProbeResult(measured, ruled_out)
+
+
+def _probe_vectorized(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, opened: ExitStack) -> ProbeResult:
+    """Probe vector environments of several sizes, alone and with all else of a vector step."""
+    began = time.perf_counter()
+    envs = [opened.enter_context(closing(LaneMaker(slots, spec=maker.spec).make())) for slots in sizes]
+    start_s = (time.perf_counter() - began) / sum(sizes)
+    trials = [_Trial(env, trial, opened) for env in envs]
+    took = _in_turns([*map(_OneVectorEnv, envs), *trials])
+    of_envs, whole = took[: len(sizes)], took[len(sizes) :]
+    rest = [max(0.0, both.least - alone.least) for alone, both in zip(of_envs, whole, strict=True)]
+    line = _line(sizes, [each.seconds for each in of_envs])
+    ruled_out = trials[0].ruled_out() | _ruled_out(maker, [], trial(envs[0], fragment_length=1), device)
+    return ProbeResult(StepCosts(sizes[-1], line, of_envs[-1].waits, _line(sizes, rest), start_s), ruled_out)
+
+
+def probe_agents(env: Any, num_envs: int | None, trial: Trial, *, parts: int, device: Any = None) -> ProbeResult:
+    """Run environments of several agents for a moment, with all else of a vector step. Arguments are as for `probe`.
+
+    Which agents act is theirs to say, so they are not stepped alone: the rollout's own meters part the time.
+    """
+    [makers] = agent_makers(env, num_envs, 1)
+    sizes = sorted({1, -(-count_of(env, num_envs) // parts), count_of(env, num_envs)})
+    with ExitStack() as opened:
+        began = time.perf_counter()
+        made: Any = makers.makers
+        trials = [_Trial(list(made[:size]), trial, opened) for size in sizes]
+        start_s = (time.perf_counter() - began) / sum(sizes)
+        if trials[-1].rollout.environments.num_lanes > 1:
+            raise EnvError(
+                "each callable makes a vector environment, which is a lane by itself; expected another where"
+            )
+        took = _in_turns(trials)
+        shares = [each.share_of_envs() for each in trials]
+        envs = _line(sizes, [each.seconds * share for each, share in zip(took, shares, strict=True)])
+        rest = _line(sizes, [each.least * (1 - share) for each, share in zip(took, shares, strict=True)])
+        ruled_out = trials[0].ruled_out() | _ruled_out(makers, trials[-1].infos(), trials[0].rollout, device)
+        waits = min(1.0, took[-1].waits / max(shares[-1], 1e-9))
+        agents = sum(len(part.agents) for part in trials[0].rollout.environments.parts)
+        return ProbeResult(StepCosts(sizes[-1], envs, waits, rest, start_s), ruled_out, agents)
+
+
+class _Part(Protocol):
+    """A part of a vector step that takes time: so many steps a call."""
+
+    steps: int
+
+    def __call__(self) -> None: ...
+
+
+class _OneEnv:
+    """An environment that is stepped by random actions, and reset when an episode has ended."""
+
+    steps = 1
+
+    def __init__(self, env: gym.Env[Any, Any]) -> None:
+        self._env, self._actions = env, _actions(env.action_space)
+
+    def __call__(self) -> None:
+        _, _, terminated, truncated, _ = self._env.step(next(self._actions))
+        if terminated or truncated:
+            self._env.reset()
+
+
+class _OneVectorEnv:
+    """A vector environment that rollflow has not put together, stepped by random actions."""
+
+    steps = 1
+
+    def __init__(self, env: Any) -> None:
+        self._env = LaneVectorEnv(env, is_ours=False, deviations=Deviations(is_logged=False))
+        self._actions = _actions(env.action_space)
+        self._env.reset(seeds_for(0, 0, env.num_envs))
+
+    def __call__(self) -> None:
+        Stepped(*self._env.step(next(self._actions)))
+
+
+class _Trial:
+    """An inline rollout over some environments."""
+
+    def __init__(self, env: Any, trial: Trial, opened: ExitStack) -> None:
+        for self.steps in (1, _ROWS):
+            self.rollout = opened.enter_context(trial(env, fragment_length=self.steps))
+            self._fragments = iter(self.rollout.fragments())
+            self()  # the first steps set things up
+            began = time.perf_counter()
+            self()
+            if time.perf_counter() - began > _SLOW_S:
+                break
+
+    def __call__(self) -> None:
+        self._newest = next(self._fragments)
+
+    def share_of_envs(self) -> float:
+        """The share of the time that its environments have taken."""
+        busy = {node.name: node.busy_s for node in self.rollout.report().nodes}
+        return float(busy["env"] / sum(busy[name] for name in STAGES))
+
+    def infos(self) -> list[Any]:
+        """The infos of the newest fragment, of several agents."""
+        return [infos.dicts for part in self._newest.parts for infos in part.infos if isinstance(infos, SlotInfos)]
+
+    def ruled_out(self) -> dict[str, str]:
+        """Place -> why it is ruled out, where connectors have a state that can't be sent and merged."""
+        pipelines = [pipeline for _, pipeline in self.rollout.replica().named_pipelines]
+        try:
+            before = [pipeline.get_state() for pipeline in pipelines]
+            self()
+            for pipeline, state in zip(pipelines, before, strict=True):
+                pipeline.merge_states([state, pipeline.get_state()])
+        except StateError as error:
+            return {"rollouts": str(error)}
+        return {}
+
+
+class _Took(NamedTuple):
+    """Seconds that a step takes, and how they are spent."""
+
+    seconds: float  # in the mean
+    waits: float  # the share of them in which the processor was free
+    least: float  # seconds, in the best round
+
+
+def _in_turns(parts: Sequence[_Part]) -> list[_Took]:
+    """Times of each part. Work is the least of all rounds, for it is the same in each; waits are a mean."""
+    rounds = [[_measured(part) for part in parts] for _ in range(_ROUNDS)]
+    found = []
+    for times in zip(*rounds, strict=True):
+        worked = min(work / steps for steps, work, _ in times)
+        waited = sum(wait for _, _, wait in times) / sum(steps for steps, _, _ in times)
+        least = min((work + wait) / steps for steps, work, wait in times)
+        found.append(_Took(worked + waited, waited / (worked + waited), least))
+    return found
+
+
+def _measured(part: _Part) -> tuple[int, float, float]:
+    """Steps made, seconds of work, and seconds in which the processor was free; not those when somebody else had it."""
+    calls, began, worked, queued, slept = 0, time.perf_counter(), time.thread_time(), _queued_s(), _slept()
+    while not calls or time.perf_counter() < began + _ROUND_S:
+        part()
+        calls += 1
+    wall, worked, queued = time.perf_counter() - began, time.thread_time() - worked, _queued_s() - queued
+    waited = max(0.0, wall - worked - queued) if slept is None or slept != _slept() else 0.0
+    return calls * part.steps, worked, waited
+
+
+def _slept() -> int | None:
+    """Times that this thread has given its processor up by itself; None where the system doesn't say.
+
+    Time that passes without one is taken from it, maybe by the host of a virtual machine.
+    """
+    thread = getattr(resource, "RUSAGE_THREAD", None)
+    return None if thread is None else resource.getrusage(thread).ru_nvcsw
+
+
+def _queued_s() -> float:
+    """Seconds for which this thread has had to queue for a processor; 0 where the system doesn't say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
+    except OSError:
+        return 0.0
+
+
+def _recorded(env: gym.Env[Any, Any]) -> list[Any]:
+    """Some steps after a reset."""
+    actions = _actions(env.action_space)
+    steps: list[Any] = []
+    until = time.perf_counter() + _KEPT_S
+    while not steps or (len(steps) < _KEPT_STEPS and time.perf_counter() < until):
+        observation, reward, terminated, truncated, info = env.step(next(actions))
+        steps.append((copy.deepcopy(observation), reward, terminated, truncated, dict(info)))
+        if terminated or truncated:
+            env.reset()
+    return steps
+
+
+def _actions(space: gym.Space[Any]) -> Iterator[Any]:
+    space = copy.deepcopy(space)  # whose generator may be that of all environments of a class
+    space.seed(0)
+    return cycle([space.sample() for _ in range(16)])
+
+
+def _line(slots: list[int], seconds: list[float]) -> Callable[[int], float]:
+    """Interpolation of seconds between numbers of slots."""
+    return lambda count: float(np.interp(count, slots, seconds))
+
+
+def _ruled_out(maker: Any, infos: Sequence[Any], rollout: Any, device: Any) -> dict[str, str]:
+    """Place -> why not all of the rollout can go there."""
+    try:
+        cloudpickle.dumps(maker)
+        pack(list(infos), "infos")
+    except Exception as error:
+        why = f"the environment can't go to another process: {error}"
+        return {"processes": why, "rollouts": why}
+    replica = rollout.replica()
+    for module in replica.modules.values():
+        on = device_of(module) if device is None else torch.device(device)
+        if on.type != "cpu":
+            return {"rollouts": f"the module acts on {on}, where a copy for each worker is none the faster"}
+    try:
+        cloudpickle.dumps(replica)
+    except Exception as error:
+        return {"rollouts": f"the module and the connectors can't go to another process: {error}"}
+    return {}
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """Leave the shared generators of random numbers, of Python, numpy and torch, as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,124 @@
+"""Trials of places that are expected to be about as fast: each runs for a moment, and its rate counts."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any, NamedTuple
+
+from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest, StepCosts
+
+logger = logging.getLogger(__name__)
+
+_ROUNDS, _ROUND_S = 3, 0.2
+_FRAGMENT_S = 0.05  # what a fragment is to take at most
+_LONGEST_START_S = 5.0  # that environments may take to be made, those of all places
+_SLOW_S = 0.1  # steps that take longer are not tried: what is expected of them is true enough
+
+
+class TrialResult(NamedTuple):
+    """Rates of the places that ran, and failures.
+
+    choices    those that ran, with the steps a second that they made
+    failed     place -> why nothing could be made there
+    """
+
+    choices: list[PlacementChoice]
+    failed: dict[str, str]
+
+
+def is_worth_while(choices: Sequence[PlacementChoice], measured: StepCosts) -> bool:
+    """True if there are several choices, whose environments are made and stepped in a moment."""
+    if len(choices) < 2 or len(choices) * measured.slots * measured.start_s > _LONGEST_START_S:
+        return False
+    return all(_turn_s(choice, measured.slots) < _SLOW_S for choice in choices)
+
+
+def race(
+    choices: Sequence[PlacementChoice], make: Callable[..., Any], slots: int, request: PlacementRequest
+) -> TrialResult:
+    """Run the choices in turn, several times, and take medians. One that fails has another try, by itself.
+
+    make    (where, lanes, workers, fragment_length) -> a Rollout of all slots, run as it is to be run
+    """
+    found, failed = _run(choices, make, slots, request)
+    for choice in [choice for choice in choices if choice.where in failed]:
+        alone, again = _run([choice], make, slots, request)  # what it needs may be there only once
+        found += alone
+        if not again:
+            del failed[choice.where]
+    places = [choice.where for choice in choices]
+    return TrialResult(sorted(found, key=lambda choice: places.index(choice.where)), failed)
+
+
+def _run(
+    choices: Sequence[PlacementChoice], make: Callable[..., Any], slots: int, request: PlacementRequest
+) -> TrialResult:
+    runners: list[_Runner] = []
+    failed: dict[str, str] = {}
+    with ExitStack() as opened:
+        for choice in choices:
+            with _failing(choice, failed):
+                length = max(1, min(request.fragment_length, int(_FRAGMENT_S / _turn_s(choice, slots))))
+                rollout = make(where=choice.where, lanes=choice.lanes, workers=choice.workers, fragment_length=length)
+                opened.enter_context(_running(rollout))
+                runners.append(_Runner(choice, rollout, request.prefetch))
+        for runner in _ROUNDS * runners:
+            if runner.choice.where not in failed:
+                with _failing(runner.choice, failed):
+                    runner.run()
+    return TrialResult([runner.found() for runner in runners if runner.choice.where not in failed], failed)
+
+
+@contextmanager
+def _running(rollout: Any) -> Iterator[None]:
+    """Enter a rollout and leave it; an error in closing it is logged, for it says nothing of its speed."""
+    rollout.__enter__()
+    try:
+        yield
+    finally:
+        try:
+            rollout.__exit__(None, None, None)
+        except Exception as error:
+            logger.warning("closing what had been tried raised %s: %s", type(error).__name__, error)
+
+
+@contextmanager
+def _failing(choice: PlacementChoice, failed: dict[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever an environment, a piece or a module may raise there
+        failed[choice.where] = f"tried, it raised {type(error).__name__}: {error}"
+
+
+class _Runner:
+    """A rollout that makes fragments while they are taken, as many more as it may, and then stands still."""
+
+    def __init__(self, choice: PlacementChoice, rollout: Any, prefetch: int) -> None:
+        self.choice = choice
+        self._rates: list[float] = []
+        self._fragments = iter(rollout.fragments())
+        self._waiting = rollout.environments.num_lanes * (prefetch + 1)
+        next(self._fragments)  # starts whatever there is to be started
+
+    def run(self) -> None:
+        for _ in range(self._waiting):
+            next(self._fragments)  # made while others ran
+        steps, fragments, taken, began = 0, 0, 0.0, time.perf_counter()
+        while taken < _ROUND_S:
+            steps += next(self._fragments).num_steps
+            fragments += 1
+            taken = time.perf_counter() - began
+        self._rates.append(steps / taken)
+        time.sleep(self._waiting * taken / fragments)  # it runs ahead once more
+
+    def found(self) -> PlacementChoice:
+        """The choice with the steps a second that it made."""
+        return replace(self.choice, steps_per_s=median(self._rates))
+
+
+def _turn_s(choice: PlacementChoice, slots: int) -> float:
+    """Seconds that a vector step of all slots is expected to take."""
+    return slots / choice.steps_per_s

@@ -1,0 +1,377 @@
+"""Environments, module and connectors as one node that gives fragments, and as a plain loop over train batches."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.env.env_source import Autoreset, EnvSource
+from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.metrics.episode_returns import EpisodeReturns
+from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.modules.loaded_weights import Loaded
+from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
+from rollflow.nodes.policies.policy import Policy
+from rollflow.nodes.rollout.execution import execution_for
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, PolicyOptions, Where
+from rollflow.nodes.rollout.placement import ONE_AGENT, place
+from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
+from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.stages.acting import Acting, acting_for
+from rollflow.nodes.stages.argument_checks import check_flags, seeds_of
+from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces, lookback_for, pieces_given
+from rollflow.nodes.stages.credits import LaneGate
+from rollflow.nodes.stages.ring import seed_lane
+from rollflow.nodes.stages.rounds import FragmentRounds
+from rollflow.nodes.stages.staleness import LagBound, OnExcess
+from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.fragments.episode_collector import EpisodeCollector
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.graph.graph import Graph
+
+
+class Rollout(RolloutLoop[Fragment]):
+    """Steps environments with a module and gives what they made, fragment by fragment.
+
+    ======================== ========= ================================================================================
+    Argument                 Default   Meaning
+    ======================== ========= ================================================================================
+    Environments
+    env                                An id, a callable or a list of them, or vector environments: see `Environments`.
+                                       `RemoteEnvs` or `RemoteRollouts` for those on other hosts, which are waited for
+    num_envs                 None      Slots in all; None: taken from `env`, or one
+    lanes                    None      Groups of slots that step on their own; None: as many as suit the place
+    where                    "inline"  Where environments step:
+                                       "inline"     in the loop's thread, in one lane
+                                       "threads"    each lane in a thread, one lane for every slot. For environments
+                                                    that wait, or let the interpreter go
+                                       "processes"  in worker processes; forward passes stay here. For costly ones
+                                       "rollouts"   each lane's whole rollout in a worker process, with connectors and
+                                                    a copy of the module. For policies that run on CPUs
+                                       "auto"       where it goes fastest, measured on copies of the module and of
+                                                    the pieces, for a second a place at most. `explain()` says why
+    autoreset_mode           None      Of vector environments made here of plain ones, as gymnasium takes it; None:
+                                       SAME_STEP. An id's vectorized form and ready vector environments have their own
+    workers                  None      Worker processes; None: one for each core
+    step_timeout             60.0      Seconds after which a step hangs, in threads, in processes or on hosts; None:
+                                       never. On hosts it includes resets after ended episodes
+    reset_timeout            120.0     Seconds after which a reset hangs; None: never. The first one includes the start
+                                       of a process. Vectorized environments that reset within a step have both times
+                                       together. See `ThreadEnvironments`, `ProcessEnvironments`, `HostCarrier`
+
+    Policy
+    module                   None      Has `forward_exploration` and `forward_inference`, or is a class or function that
+                                       makes such a one of (observation space, action space). A copy of it acts, which
+                                       learns of new weights by `publish` alone. None: a `DefaultModule`
+    model_config             None      Of the default module: a `DefaultModelConfig`, or a dict of its fields
+    explore                  True      Sample actions, by `forward_exploration`; False: take the likeliest
+    env_to_module_connector  None      `lambda env: piece or list of pieces`, put before the default ones. `env` is the
+                                       first lane's vector environment. Where that is in another process, `env` has its
+                                       spaces, `num_envs` and autoreset mode
+    module_to_env_connector  None      `lambda env: piece or list of pieces`, put among the default ones
+    learner_connector        None      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
+
+    Fragments
+    fragment_length          128       Vector steps in a fragment (T)
+    lookback                 None      Steps that a chunk can look back into the one before (H); None: as many as the
+                                       connector pieces need, and at least 1
+    num_fragments            None      Fragments after which a lane stops; None: it never does
+
+    Flow
+    prefetch                 0         Batches that the rollout may run ahead of its reader. With 0 it stands still
+                                       while the reader works, so every batch is exactly on-policy
+    max_lag                  None      Policy versions that a batch may be old: see `LagBound`; None: any number
+    on_excess                "drop"    "drop" leaves out what is older; "pace" holds the rollout back
+
+    Speed of forward passes while acting
+    max_batch                None      Slots in one pass over several ready lanes; None: each lane has its own pass
+    max_wait                 0.0       Seconds for which such a pass waits for more lanes
+    forward_in_thread        False     Do passes in a worker thread, while other lanes' environments step
+    flat_forward             None      Do passes as flat lists of torch operations, without the cost of `nn.Module`'s
+                                       calls. For modules that do the same at every call: see `FlatForward`. None: for a
+                                       `DefaultModule` alone
+    compile_forward          False     Do passes by `torch.compile`; a dict has its options
+    forward_threads          1         torch's threads for passes and for making actions of them. One is best for small
+                                       networks: two wait for each other. None: as torch is set
+    device                   None      Where passes are done; None: where the module is
+
+    Other
+    seed                     None      Of environments and sampling; None: a fresh one, to be read from `seed`. A list
+                                       has one for each slot's environment; the rest follows from all of them
+    metrics                  None      What pieces log into; None: a `MetricsLogger`
+    debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
+                                       a piece stops right there. In a graph the graph says what runs where
+    ======================== ========= ================================================================================
+
+    Public attributes:
+
+        module                           the module that is trained; a copy of it acts
+        env_to_module, module_to_env     connector pipelines, to be edited before it runs; `timers()` of their pieces
+        learner_pipeline                 makes train batches; `has_learner_pieces`: not of the default pieces alone
+        metrics                          the `MetricsLogger` that pieces log into
+        returns                          `mean` and `count` of the last episodes' returns: see `EpisodeReturns`
+        environments, lag                the node that steps them; the `LagBound`
+        seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
+        is_running, policy_version, num_steps, lost, loaded
+
+    Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report` and
+    `explain`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; for sinks `publish_as`,
+    `watch`, `hold_back` and others.
+
+    Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
+    or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`, with the port `fragments`. It runs once.
+
+    Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
+    """
+
+    def __init__(
+        self,
+        env: EnvSource | RemoteHosts,
+        *,
+        module: Any = None,
+        model_config: Any = None,
+        num_envs: int | None = None,
+        lanes: int | None = None,
+        where: Where = "inline",
+        autoreset_mode: Autoreset = None,
+        workers: int | None = None,
+        step_timeout: float | None = 60.0,
+        reset_timeout: float | None = 120.0,
+        fragment_length: int = 128,
+        lookback: int | None = None,
+        seed: int | Sequence[int] | None = None,
+        explore: bool = True,
+        env_to_module_connector: Callable[[Any], Pieces] | None = None,
+        module_to_env_connector: Callable[[Any], Pieces] | None = None,
+        learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None,
+        num_fragments: int | None = None,
+        prefetch: int = 0,
+        max_lag: int | None = None,
+        on_excess: OnExcess = "drop",
+        max_batch: int | None = None,
+        max_wait: float = 0.0,
+        forward_in_thread: bool = False,
+        flat_forward: bool | None = None,
+        compile_forward: bool | Mapping[str, Any] = False,
+        forward_threads: int | None = 1,
+        device: Any = None,
+        metrics: Any = None,
+        debug: bool = False,
+    ) -> None:
+        check_flags(explore=explore, debug=debug)
+        self.seed, slot_seeds = seeds_of(seed)
+        envs = EnvOptions(
+            num_envs=num_envs,
+            lanes=lanes,
+            where=where,
+            autoreset_mode=autoreset_mode,
+            workers=workers,
+            step_timeout=step_timeout,
+            reset_timeout=reset_timeout,
+            fragment_length=fragment_length,
+            seed=self.seed,
+            slot_seeds=slot_seeds,
+        )
+        policy = PolicyOptions(
+            module=module,
+            model_config=model_config,
+            env_to_module_connector=env_to_module_connector,
+            module_to_env_connector=module_to_env_connector,
+            learner_connector=learner_connector,
+        )
+        forward = ForwardOptions(
+            explore=explore,
+            flat=flat_forward,
+            compiled=compile_forward,
+            threads=forward_threads,
+            max_batch=max_batch,
+            max_wait=max_wait,
+            in_thread=forward_in_thread,
+            device=device,
+        )
+        flow = FlowOptions(
+            lookback=lookback, num_fragments=num_fragments, prefetch=prefetch, max_lag=max_lag, on_excess=on_excess
+        )
+        if debug:
+            envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
+        make_trial = partial(_trial, policy, envs, forward, flow)
+        self._env = env
+        self.environments, self.placement = place(
+            env, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
+        )
+        self.returns = EpisodeReturns()
+        self.metrics = MetricsLogger() if metrics is None else metrics
+        with closing_on_error(self.environments.close):
+            self._acting = acting = self._make_pipelines(policy, flow.lookback, forward.device)
+            if debug:
+                self.env_to_module.fuses = self.module_to_env.fuses = False
+            self._weights = PolicyWeights(acting.copy)
+            self._num_fragments = flow.num_fragments
+            lag = LagBound(self._weights, flow.max_lag, flow.on_excess)
+            rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
+            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch)
+            stages = StageOptions(forward, flow.num_fragments, self.metrics, self._ledger, self.seed)
+            acts = OnePolicy(acting, self._weights, forward)
+            self._execution = execution_for(self.environments, acts, stages)
+            self._follow_lanes(*self._execution.counting, begin=self._execution.begin_lane)
+
+    def _make_pipelines(self, policy: PolicyOptions, lookback: int | None, device: Any) -> Acting:
+        """Make the module, the copy of it that acts, and the connector pipelines."""
+        environments = self.environments
+        acting = acting_for(
+            environments.envs[0],
+            (environments.observation_space, environments.action_space),
+            module=policy.module,
+            model_config=policy.model_config,
+            env_to_module_connector=policy.env_to_module_connector,
+            module_to_env_connector=policy.module_to_env_connector,
+            device=device,
+            seed=self.seed,
+        )
+        environments.set_chosen_space(acting.spaces[1])
+        self.module, self.env_to_module, self.module_to_env = acting.module, acting.env_to_module, acting.module_to_env
+        self._makes_module = policy.module is None
+        pieces = pieces_given(policy.learner_connector, "learner_connector", *acting.spaces)
+        self.learner_pipeline = LearnerConnectorPipeline.default(*acting.spaces, pieces, stateful=acting.is_stateful)
+        self.has_learner_pieces = bool(pieces)  # beside the default ones
+        self._lookback, self._is_stateful = lookback, acting.is_stateful
+        self._set_lookback()
+        for pipeline in self._pipelines():
+            pipeline.refuse_edits_while_run_by(self)
+        return acting
+
+    def explain(self) -> str:
+        """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
+        self._prepare_lanes()
+        text = self._execution.explain(self._graph_gate() or self._credits)
+        return f"{text}\n{self.placement}" if self.placement else text
+
+    def publish(self, weights: Weights) -> int:
+        """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
+
+        May be called from any thread. Raises ModuleError when they are not the module's.
+        """
+        version: int = self._execution.publish(weights)
+        return version
+
+    def publish_as(self, version: int, weights: Weights) -> bool:
+        """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.
+
+        Raises ModuleError when they are not the module's.
+        """
+        return self._execution.publish_as(version, weights)
+
+    @property
+    def policy_version(self) -> int:
+        """The version published last; 0 before any."""
+        return self._weights.version
+
+    def policy(self, **options: Any) -> Policy:
+        """The policy that acts now, with the weights published last, to act without this rollout; see `Policy`.
+
+        options    `explore`, `learns`, `device` and `seed` of it
+        """
+        version, weights = self._weights.newest(self._acting.copy)
+        made = Policy(
+            self._acting.copy,
+            self.env_to_module,
+            self.module_to_env,
+            observation_space=self.environments.observation_space,
+            action_space=self.environments.action_space,
+            **options,
+        )
+        made.publish(weights)
+        made.trained_on = {"environment": _name_of(self._env), "policy_version": version, "steps": self.num_steps}
+        return made
+
+    def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False) -> None:
+        """Save the policy that acts now, for other programs: see `Policy.save` and `Policy.load`."""
+        self.policy(explore=explore).save(path)
+
+    def evaluate(self, env: EnvMaker | None = None, episodes: int = 100, **options: Any) -> Evaluation:
+        """Play whole episodes with the policy that acts now: see `Policy.evaluate`, whose options are taken.
+
+        env    None: that of the rollout, where it was given as an id or a function
+
+        Raises PolicyError where such environments can't be made one by one.
+        """
+        made = self._env if env is None else env
+        if not isinstance(made, str) and not callable(made):
+            raise PolicyError(
+                f"the rollout was given {_name_of(made)}, expected env: an id, or a function that makes one"
+            )
+        return self.policy().evaluate(made, episodes, **options)
+
+    def digest_loaded(self) -> None:
+        """Have workers and hosts that do whole rollouts digest the weights that they have loaded: see `loaded`.
+
+        Before it runs.
+        """
+        self._execution.digest_loaded()
+
+    @property
+    def loaded(self) -> Mapping[int, Loaded] | None:
+        """Lane -> the weights that its worker or host has reported as loaded; None: forward passes are done here."""
+        return self._execution.loaded
+
+    # What every rollout has
+
+    def _ring(self, gate: LaneGate | None) -> Graph:
+        self._prepare_lanes()
+        return self._execution.ring(gate)
+
+    def _check_ready(self) -> None:
+        observations = self.env_to_module.observation_space
+        if self._makes_module and observations is not None and observations != self.module.observation_space:
+            raise ModuleError(
+                f"env_to_module was edited: it leaves observations in {observations}, but the default module was made "
+                f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
+            )
+
+    def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
+        batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
+        self._execution.check_train_batch(batch)
+        return batch
+
+    # Inside
+
+    def _pipelines(self) -> tuple[Any, ...]:
+        return self.env_to_module, self.module_to_env, self.learner_pipeline
+
+    def _prepare_lanes(self) -> None:
+        if not self.environments.is_started:
+            self._set_lookback()  # the pipelines may have been edited
+
+    def _set_lookback(self) -> None:
+        self.environments.set_lookback(lookback_for(self._lookback, self._pipelines(), stateful=self._is_stateful))
+        for lane in self.environments.lanes:
+            seed_lane(lane, self.seed)
+
+
+def _name_of(env: Any) -> str:
+    """The name of environments, as they were given."""
+    return env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
+
+
+def _trial(policy: PolicyOptions, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions) -> Callable[..., Any]:
+    """Maker of rollouts with copies of the module and the pieces, to be tried where it might go fastest."""
+    return partial(
+        Rollout,
+        module=copied_module(policy.module),
+        model_config=policy.model_config,
+        lookback=flow.lookback,
+        seed=envs.seed,
+        explore=forward.explore,
+        env_to_module_connector=copied_pieces(policy.env_to_module_connector),
+        module_to_env_connector=copied_pieces(policy.module_to_env_connector),
+        flat_forward=forward.flat,
+        forward_threads=forward.threads,
+        device=forward.device,
+        autoreset_mode=envs.autoreset_mode,
+        **envs.timeouts,
+    )

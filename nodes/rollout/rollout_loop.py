@@ -1,0 +1,400 @@
+"""A rollout as its users have it: a plain loop, an async one, or a node of a graph."""
+
+import abc
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from functools import partial
+from threading import Lock
+from typing import Any, Generic, Self, TypeVar
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.offloaded.replica import Replica
+from rollflow.nodes.rollout.drivers import Driver, InlineDriver, PortalDriver, ThreadDriver
+from rollflow.nodes.rollout.execution import Execution
+from rollflow.nodes.stages.credits import AllGates, FragmentCredits, LaneCounts, LaneGate
+from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
+from rollflow.nodes.stages.staleness import LagBound
+from rollflow.stream.data.errors import GraphError, RunError
+from rollflow.stream.data.loss_ledger import Ledger, cause_of
+from rollflow.stream.graph.background import AtWork
+from rollflow.stream.graph.gate import Gate
+from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.inline_run import can_run_inline
+from rollflow.stream.graph.interrupts import HoldingBack
+from rollflow.stream.graph.meter import NodeMeter
+from rollflow.stream.graph.report import CALLER, Report
+from rollflow.stream.graph.run import Run
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+
+F = TypeVar("F", bound=AnyFragment)
+Batch = dict[str, Any]
+
+
+class RolloutLoop(abc.ABC, Generic[F]):
+    """Runs a ring of nodes that gives fragments, and hands them out a round at a time, one of every lane, once.
+
+    environments    the node that steps the environments
+    lag             how old a fragment may be
+    rounds          takes fragments and hands them out
+    prefetch        rounds that it may run ahead of its reader, in a thread of its own; 0: it stands still while
+                    the reader works
+    """
+
+    _execution: Execution
+
+    def __init__(self, environments: Any, *, lag: LagBound, rounds: FragmentRounds[F], prefetch: int) -> None:
+        self.environments = environments
+        self.lag = lag
+        self._rounds = rounds
+        self._ledger = Ledger()  # of fragments in a graph
+        self._ended_by: str | None = None  # the cause, of a loop
+        is_bound = lag.max_lag is not None and lag.on_excess == "pace"
+        ahead = min(prefetch, lag.max_lag or 0) if is_bound else prefetch
+        per_lane = 1 + ahead  # that may be begun and not done with
+        is_in_rounds = per_lane == 1 and environments.has_fixed_lanes
+        first = range(environments.num_lanes) if is_in_rounds else ()
+        self._credits = FragmentCredits(environments.num_lanes * per_lane, first=first)
+        self._lane_counts = LaneCounts(self._credits, rounds, per_lane)
+        self._runs_ahead = prefetch > 0
+        self._gates: list[Gate] = []  # that hold it back in a graph
+        self._watching: list[Callable[[Any], None]] = []  # nodes that see its fragments there
+        self._is_in_graph = False
+        self._drive: Driver | None = None
+        self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
+        self._state = "new"
+        self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
+        self._learner_meter = NodeMeter("learner_pipeline")
+
+    # Parts of a rollout
+
+    @abc.abstractmethod
+    def _ring(self, gate: LaneGate | None) -> Graph:
+        """The ring, with the output `fragments`; the gate lets a lane go on to its next step."""
+
+    @abc.abstractmethod
+    def _batch_of(self, fragments: Sequence[F]) -> Batch:
+        """A train batch of a round."""
+
+    def _check_before_graph(self, does: str) -> None:
+        if self._is_in_graph:
+            raise GraphError(f"the rollout is in a graph already, expected what {does} to come before that")
+
+    def replica(self) -> Replica:
+        """Copy of what acts, for another process."""
+        return self._execution.policy.replica()
+
+    def be_drawn_anew(self) -> None:
+        """As a node of a graph: allow `hold_back` and `watch` again, after which the graph takes it apart once more.
+
+        Raises GraphError where it runs, or has run.
+        """
+        if self._state != "new" or self.environments.is_started:
+            raise GraphError(
+                "the rollout runs already, expected what holds it back, as a trainer's sink does, to be connected "
+                "before `with rollout:`, and before it is run"
+            )
+        self._is_in_graph = False
+
+    def _check_ready(self) -> None:
+        """Raise ModuleError where its parts don't fit together."""
+
+    def _follow_lanes(self, *stages: Any, begin: Callable[[Any], None] | None = None) -> None:
+        """Have stages that count lanes know of those that hosts bring and take; `begin` makes ready one that comes."""
+        self._lane_counts.follow(stages, begin)
+
+    def _graph_gate(self) -> LaneGate | None:
+        """All that holds it back in a graph; None: nothing does."""
+        return AllGates(self._gates) if self._gates else None
+
+    # The graph
+
+    def graph(self) -> Graph:
+        """Its stages, joined to a ring, with the output `fragments`. A `Graph` takes this node apart into them.
+
+        As a node of a graph the rollout runs ahead as far as the edges let it.
+        """
+        if self.lag.on_excess == "pace" and self.lag.max_lag is not None:
+            raise GraphError(
+                "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
+                "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
+            )
+        self._is_in_graph = True
+        self.environments.report_lanes_to(self._lane_counts)
+        ring = self._ring(self._graph_gate())
+        for number, node in enumerate(self._watching):
+            ring.add_node(name := f"seen_{number}", node)
+            ring.connect(".".join(ring.outputs["fragments"].source), name)
+        return ring
+
+    # The loop
+
+    def __enter__(self) -> Self:
+        self._begin()
+        with self._ending_on_error():
+            ring = self._ring(self._credits)
+            drive: type[Driver] = PortalDriver
+            if can_run_inline(ring):
+                drive = ThreadDriver if self._runs_ahead else InlineDriver
+            self._drive = drive(ring, self._credits)
+            self._drive.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
+            return
+        self._state, error_before = "closing", error or self._rounds.error
+        try:
+            if self._drive is not None:
+                self._drive.close(kind, error, traceback)
+        finally:
+            self._end(error_before)
+
+    def start(self) -> Self:
+        """Begin to run, as `with rollout:` does, for a run that spans cells of a notebook; `close()` ends it.
+
+        Returns the rollout. Raises RunError where it has been started, or closed, before.
+        """
+        return self.__enter__()
+
+    def close(self) -> None:
+        """End the run, as the end of `with rollout:` does, and close the environments; again does nothing.
+
+        From any thread. A loop over the rollout raises RunError then; after `drain()` it ends by itself. A rollout that
+        was never started closes its environments. Raises what the run raised and no loop has, and RunError where an
+        `async with` or a graph's run is to close it.
+        """
+        if self._state == "running" and self._async_run is not None:
+            raise RunError(
+                "the rollout is running, entered by 'async with', which closes it: expected its block to end"
+            )
+        if self._state == "running":
+            self.__exit__(None, None, None)
+        elif self._state == "new" and not self.environments.is_closed:
+            if self.environments.is_started:
+                raise RunError("the rollout runs in a graph, whose run closes it: expected the run's block to end")
+            if self._closing.acquire(blocking=False):
+                self._end(None)
+                self.environments.close()
+
+    def __repr__(self) -> str:
+        state = self._state
+        if self._is_in_graph and state == "new":
+            state = "ended" if self.environments.is_closed else "in a graph"
+        return f"<{type(self).__name__} {state}: {self.environments.describe()}, {self.num_steps:,} steps made>"
+
+    async def __aenter__(self) -> Self:
+        self._begin()
+        with self._ending_on_error():
+            running = self._ring(self._credits).run()
+            self._async_run = running, await running.__aenter__()
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
+        assert self._async_run is not None
+        try:
+            return await self._async_run[0].__aexit__(kind, error, traceback)
+        finally:
+            self._end(error)
+
+    def fragments(self, *, complete_episodes: bool = False) -> RolloutIterator[F]:
+        """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
+
+        Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
+        asked for. A fragment without a transition, all of whose rows are dead, is left out. Ends after `drain()`, or
+        when every lane has given its `num_fragments`.
+
+            complete_episodes    hand out whole episodes alone: for each fragment that has ended some, `WholeEpisodes`,
+                                 a fragment of those. Transitions of open episodes are copied and held until the end
+                                 of their episode, so memory grows with the longest ones; those whose episodes have
+                                 not ended when the run does are counted in `lost["incomplete"]`. An episode may span
+                                 several policy versions
+
+        Raises ValueError for `complete_episodes` with several agents, or with `max_lag`.
+        """
+        self._rounds.check_completes(complete_episodes)
+        return RolloutIterator(self, partial(self._rounds.hand_out, complete_episodes))
+
+    def batches(self, *, complete_episodes: bool = False) -> RolloutIterator[Batch]:
+        """Train batches, each of one fragment of every lane, from the learner pipeline: column -> tensor `any[B, ...]`.
+
+        Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
+
+            complete_episodes    of the episodes that the fragments have ended, each whole: see `fragments`
+        """
+        self._rounds.check_completes(complete_episodes)
+        return RolloutIterator(self, partial(self._batches, complete_episodes))
+
+    def hold_back(self, gate: Gate) -> None:
+        """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.
+
+        Raises GraphError where the graph has it already.
+        """
+        self._check_before_graph("holds it back")
+        self._gates.append(gate)
+
+    def watch(self, node: Callable[[Any], None]) -> None:
+        """As a node of a graph: have a synchronous node without outputs see every fragment, before it leaves here.
+
+        Raises GraphError where the graph has it already.
+        """
+        self._check_before_graph("watches it")
+        self._watching.append(node)
+
+    @property
+    def is_running(self) -> bool:
+        """True while it runs: within its block, or in a graph from the first reset to the end of the graph's run."""
+        is_in_run = self.environments.is_started and not self.environments.is_closed
+        return self._state in ("running", "closing") or (self._state == "new" and is_in_run)
+
+    def drain(self) -> None:
+        """Stop the environments: loops get what is under way, unfinished fragments cut short, and end.
+
+        To be called in the loop's thread. Raises RunError when the rollout is not running.
+        """
+        if self._state != "running":
+            raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
+        if self._drive is not None:
+            self._drive.drain()
+        elif self._async_run is not None:
+            self._async_run[1].stop()
+
+    def report(self) -> Report:
+        """A report of what every stage has counted so far, and of the one that holds the others back.
+
+        The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself. Raises RunError
+        when the rollout is not running, or is a node of a graph: the graph's run has the report then.
+        """
+        if self._drive is not None:
+            return self._complete(self._drive.report())
+        if self._async_run is not None:
+            return self._complete(self._async_run[1].report())
+        if self._is_in_graph:
+            raise RunError(
+                "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with "
+                "graph.run() as run'"
+            )
+        raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
+
+    @property
+    def num_steps(self) -> int:
+        """Transitions that the environments have made."""
+        return int(self.environments.num_steps)
+
+    @property
+    def lost(self) -> dict[str, int]:
+        """Transitions that were made and not handed out, by cause.
+
+            closed         were under way when the rollout, or its graph's run, was left, cancelled or interrupted
+            failed         were under way when an error ended it
+            undelivered    a `TrainerSink` had taken, and its trainer was not done with: of all sinks together, each
+                           once; a sink's own are in its `lost["undelivered"]`
+            interrupted    were under way in a step in the loop's own thread that Ctrl-C broke off
+            max_lag        were too old
+            workers        were being made in workers and on hosts that were lost: nobody knows whether they were made;
+                           of whole rollouts also what had been reported and not sent
+            dropped        an edge threw away that alone led on
+            incomplete     belonged to episodes that had not ended when the rollout was left, with `complete_episodes`
+
+        In a graph a fragment is under way until every sink has it.
+        """
+        lost = Counter({"max_lag": self.lag.dropped_steps, "workers": self.environments.lost_steps})
+        lost["interrupted"] = self.environments.interrupted_steps
+        made = self.num_steps + self.environments.unrecorded_steps
+        if self._ended_by is not None:
+            lost["incomplete"] = self._rounds.incomplete_steps
+            lost[self._ended_by] = made - self._rounds.handed_steps - self.lag.dropped_steps - lost["incomplete"]
+        elif self._is_in_graph:
+            lost += self._ledger.lost_of(made)
+        return {cause: steps for cause, steps in lost.items() if steps}
+
+    # Inside
+
+    def _complete(self, report: Report) -> Report:
+        return self._execution.with_stages(report.moved(CALLER, self._learner_meter))
+
+    def _begin(self) -> None:
+        if self._state != "new":
+            raise RunError(f"the rollout is {self._state}: it runs once, make another one")
+        self._check_ready()
+        self.environments.report_lanes_to(self._lane_counts)
+        self._state = "running"
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """Close the environments where the rollout can't be entered: no block's end closes them then."""
+        try:
+            with closing_on_error(self.environments.close):
+                yield
+        except BaseException as error:
+            self._end(error)
+            raise
+
+    def _not_entered(self, expected: str) -> str:
+        entered = "by 'async with'" if self._drive is None else "by 'with' or start()"
+        state = f"running, entered {entered}" if self._state == "running" else self._state
+        return f"the rollout is {state}; this loop expects: {expected}"
+
+    def _end(self, error: BaseException | None) -> None:
+        self._state, self._ended_by = "closed", cause_of(error)
+
+    def take_rounds(self) -> Iterator[None]:
+        """Have a round ready to be handed out, again and again, until no more fragments come."""
+        drive, rounds = self._drive, self._rounds
+        if drive is None or self._state != "running":
+            raise RunError(self._not_entered("with Rollout(...) as rollout, or rollout.start(), and for"))
+        while True:
+            if not rounds.is_gathered or rounds.is_empty:
+                with self._raising_when_closed(), HoldingBack():
+                    rounds.gather(drive.next, drive.release)
+                if rounds.is_empty:
+                    return
+            yield
+
+    @contextmanager
+    def _raising_when_closed(self) -> Iterator[None]:
+        """Raise RunError where the rollout is closed already, or is closed while the block is at work."""
+        closed = RunError(
+            "the rollout is closed: close() was called while this loop ran; expected drain(), after which a loop ends "
+            "by itself"
+        )
+        if self._state != "running":
+            raise closed
+        try:
+            yield
+        except Exception as error:
+            if self._state != "running":
+                raise closed from error
+            raise
+        if self._state != "running":
+            raise closed
+
+    async def take_rounds_async(self) -> AsyncIterator[None]:
+        """Have a round ready, as `take_rounds` does, in an event loop."""
+        rounds = self._rounds
+        if self._async_run is None or self._state != "running":
+            raise RunError(self._not_entered("async with Rollout(...) as rollout, and async for"))
+        output = self._async_run[1]["fragments"]
+        while True:
+            if not rounds.is_gathered or rounds.is_empty:
+                await rounds.gather_async(output.receive, self._credits.release)
+                if rounds.is_empty:
+                    return
+            yield
+
+    def _batches(self, complete_episodes: bool) -> Iterator[Batch]:
+        """The batch of a round; none where all its fragments are too old, or have nothing to learn from."""
+        # In the lanes' order, in whichever they came.
+        taken = self._rounds.hand_out(complete_episodes)
+        fragments = sorted(taken, key=lambda fragment: (fragment.lane, fragment.sequence))
+        if not fragments:
+            return
+        try:
+            with AtWork([self._learner_meter]):
+                batch = self._batch_of(fragments)
+        except BaseException as error:
+            self._rounds.put_back(fragments, again=isinstance(error, KeyboardInterrupt))
+            raise
+        if batch:
+            self._learner_meter.items += 1
+            yield batch

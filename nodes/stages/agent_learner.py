@@ -1,0 +1,136 @@
+"""Train batches out of multi-agent fragments, a learner pipeline for each module, and how old fragments may be."""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.connectors.pipelines.runners import PipelineRunner
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.stages.acting_module import ActingModule, PublishedModules
+from rollflow.nodes.stages.connector_builders import pieces_given
+from rollflow.nodes.stages.module_set import ModuleSet
+from rollflow.nodes.stages.staleness import LagBound, OnExcess
+from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.multi_agent.agent_fragment import ModuleFragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+Batch = dict[str, Any]
+
+
+class AgentLearner:
+    """Makes a batch for every module that is trained.
+
+        acting       the modules
+        to_train     ids of those that batches are made for; None: all that there are
+        connector    `lambda obs_space, act_space: piece or list of pieces`, called for every module
+        metrics      what the pieces see as `metrics`
+        runner       who runs the pipelines, which can't be edited meanwhile
+
+    Raises ModuleError where there is no module of an id that is to be trained.
+    """
+
+    def __init__(
+        self,
+        acting: ModuleSet,
+        to_train: Sequence[Any] | None,
+        connector: Any,
+        metrics: Any,
+        runner: PipelineRunner | None = None,
+    ) -> None:
+        modules = acting.modules
+        unknown = [] if to_train is None else [module_id for module_id in to_train if module_id not in modules]
+        if unknown or isinstance(to_train, str):
+            raise ModuleError(f"modules_to_train is {to_train!r}, expected a list of ids among {list(modules)}")
+        self.to_train = None if to_train is None else frozenset(to_train)
+        self._acting, self._modules = acting.acting, modules
+        self._connector, self._metrics, self._runner = connector, metrics, runner
+        self.has_pieces = connector is not None  # beside the default ones
+        self._published = PublishedModules()
+        # By what acts, not by id: another that is added under the id, in whichever thread, begins with its own.
+        self._pipelines: WeakKeyDictionary[ActingModule, LearnerConnectorPipeline] = WeakKeyDictionary()
+
+    def trains(self, module_id: Any) -> bool:
+        """True if batches are made for a module."""
+        return module_id in self._modules and module_id in self._acting and self.would_train(module_id)
+
+    def would_train(self, module_id: Any) -> bool:
+        """True if batches are made for a module of this id when there is one."""
+        return self.to_train is None or module_id in self.to_train
+
+    def pipeline_of(self, module_id: Any) -> LearnerConnectorPipeline:
+        """The pipeline of one module that acts, made when first asked for."""
+        trained, acting = self._modules[module_id], self._acting.get(module_id)
+        if acting is None:
+            raise ModuleError(f"module '{module_id}' does not act, expected one of {list(self._acting)}")
+        return self._pipeline_for(acting, trained)
+
+    def batch_of(self, fragments: Sequence[MultiAgentFragment], *, as_published: bool = False) -> dict[Any, Batch]:
+        """Module id -> its train batch, for those that are trained and have made steps in these fragments.
+
+        as_published    pieces see copies of the modules, with the weights published last, and not those that are
+                        trained: these may then be trained in another thread meanwhile
+        """
+        batches = {}
+        for module_id in dict.fromkeys(module_id for fragment in fragments for module_id in fragment.module_ids):
+            if not self.trains(module_id):
+                continue
+            parts = [fragment.of_module(module_id) for fragment in fragments if module_id in fragment.module_ids]
+            parts = [part for part in parts if len(part.chunks.slot)]
+            acting, module = self._acting.get(module_id), self._modules.get(module_id)
+            # It may have been removed in another thread since, and another of its id been added.
+            if parts and acting is not None and module is not None and acting is self._acting.get(module_id):
+                module = self._published.get(acting, module) if as_published else module
+                batches[module_id] = self._batch_of(acting, module, parts)
+        return batches
+
+    def _batch_of(self, acting: ActingModule, module: Any, parts: Sequence[ModuleFragment]) -> Batch:
+        try:
+            return self._pipeline_for(acting, module).of_fragments(parts, module, self._metrics)
+        except Exception as error:
+            error.add_note(
+                f"of module '{acting.module_id}'; modules that are not trained are left out of modules_to_train"
+            )
+            raise
+
+    def _pipeline_for(self, acting: ActingModule, module: Any) -> LearnerConnectorPipeline:
+        made = self._pipelines.get(acting)
+        if made is None:
+            spaces = module.observation_space, module.action_space
+            taught = pieces_given(self._connector, "learner_connector", *spaces)
+            made = LearnerConnectorPipeline.default(*spaces, taught, stateful=is_stateful(module))
+            if self._runner is not None:
+                made.refuse_edits_while_run_by(self._runner)
+            self._pipelines[acting] = made
+        return made
+
+
+class AgentLagBound(LagBound):
+    """`LagBound` for fragments of several modules: the oldest counts, each beside the newest of its own.
+
+    Under "pace", what a removed module did while another of its id acts already is no older than that one: nobody can
+    hold the rollout back so that there is none. A step that waits for its agent's next observation while a fragment is
+    cut is as old as its action: where agents take turns, nobody can help that, either.
+
+    modules    those that act
+    trained    ids of those whose age counts; None: all
+    """
+
+    also = ", and allow by max_lag for steps that wait for their agent's next turn while fragments are cut"
+
+    def __init__(
+        self, modules: ModuleSet, trained: frozenset[Any] | None, max_lag: int | None, on_excess: OnExcess = "drop"
+    ) -> None:
+        super().__init__(None, max_lag, on_excess)
+        self._modules, self._trained = modules, trained
+
+    def lag(self, fragment: Any) -> int:
+        """Versions published since the oldest that an action of the fragment was computed with."""
+        newest = self._modules.versions()
+        first = self._modules.first_versions() if self.on_excess == "pace" else {}
+        lags = [
+            newest[module_id] - max(version, first.get(module_id, 0))
+            for module_id, version in fragment.policy_versions().items()
+            if module_id in newest and (self._trained is None or module_id in self._trained)
+        ]
+        return max(lags, default=0)

@@ -1,0 +1,135 @@
+"""Modules as they act in environments of several agents each, and the connector pipelines around them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+from rollflow.nodes.stages.connector_builders import pieces_given
+from rollflow.nodes.stages.joint_pieces import JointPieces
+from rollflow.nodes.stages.module_set import ModuleSet
+from rollflow.stream.multi_agent.agent_part import AgentPart
+
+
+@dataclass(slots=True, eq=False)
+class AgentsActing:
+    """Modules that act, and their pipelines.
+
+    A pickled one has copies of the modules, with the weights that they have loaded.
+
+    given           modules as they were given
+    options         what else `ModuleSet` is made with
+    joint           pieces that see all agents together; None: there are none
+    env_to_module, module_to_env    default pipelines of each part, with the pieces given
+
+    modules         those that act
+    """
+
+    given: Any
+    options: Mapping[str, Any]
+    joint: JointPieces | None
+    env_to_module: list[EnvToModulePipeline]
+    module_to_env: list[ModuleToEnvPipeline]
+    modules: ModuleSet = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.modules = ModuleSet(self.given, **self.options)
+
+    @property
+    def parts(self) -> tuple[AgentPart, ...]:
+        """The agents by their spaces, as the modules' own pieces find them."""
+        parts: tuple[AgentPart, ...] = self.options["parts"]
+        return parts
+
+    @property
+    def named_pipelines(self) -> list[tuple[str, Any]]:
+        """Every pipeline with its name in messages; each part's goes by the part's agents."""
+        named: list[tuple[str, Any]] = [] if self.joint is None else [("joint", self.joint.pipeline)]
+        for name, pipelines in (("env_to_module", self.env_to_module), ("module_to_env", self.module_to_env)):
+            for part, pipeline in zip(self.parts, pipelines, strict=True):
+                named.append((name if len(self.parts) == 1 else f"{name} of agents {list(part.agents)}", pipeline))
+        return named
+
+    @property
+    def pipelines(self) -> list[Any]:
+        """Every pipeline, that of the joint pieces first."""
+        return [pipeline for _, pipeline in self.named_pipelines]
+
+    def __getstate__(self) -> dict[str, Any]:
+        given = {module_id: acting.module for module_id, acting in self.modules.acting.items()}
+        explore = {module_id: acting.explore for module_id, acting in self.modules.acting.items()}
+        options = {**self.options, "model_config": None, "explore": explore}
+        return {
+            "given": given,
+            "options": options,
+            "joint": self.joint,
+            "env_to_module": self.env_to_module,
+            "module_to_env": self.module_to_env,
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.__post_init__()
+
+
+def agents_acting_for(
+    parts: Sequence[AgentPart],
+    env: Any,
+    *,
+    module: Any,
+    joint_connector: Any,
+    env_to_module_connector: Any,
+    module_to_env_connector: Any,
+    **options: Any,
+) -> AgentsActing:
+    """Modules and pipelines that act in environments with these agents, as `MultiAgentRollout` takes them.
+
+    parts      the agents by their spaces
+    env        the environments of a lane, or a description of them, for `joint_connector`
+    options    what else `ModuleSet` is made with
+
+    Raises ModuleError or ConnectorError for modules or connectors that can't be used.
+    """
+    joint = pieces_given(joint_connector, "joint_connector", env)
+    together = JointPieces(parts, joint) if joint else None
+    left = tuple(parts) if together is None else together.parts_left()
+    before = [_pieces(env_to_module_connector, "env_to_module_connector", part) for part in left]
+    after = [_pieces(module_to_env_connector, "module_to_env_connector", part) for part in left]
+    options |= {
+        "parts": left,
+        "seen": tuple(_seen(part, pieces) for part, pieces in zip(left, before, strict=True)),
+        "acted": tuple(None if pieces else part.action_space for part, pieces in zip(left, after, strict=True)),
+    }
+    # With what a stateful module needs: one may be added. The pieces do nothing for others.
+    return AgentsActing(
+        module,
+        options,
+        together,
+        [
+            EnvToModulePipeline.default(*_spaces(part), pieces, stateful=True, device=options["device"])
+            for part, pieces in zip(left, before, strict=True)
+        ],
+        [
+            ModuleToEnvPipeline.default(*_spaces(part), pieces, stateful=True)
+            for part, pieces in zip(left, after, strict=True)
+        ],
+    )
+
+
+def _spaces(part: AgentPart) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    return part.observation_space, part.action_space
+
+
+def _pieces(connector: Any, name: str, part: AgentPart) -> list[ConnectorV2]:
+    return pieces_given(connector, name, part, spaces=_spaces(part))
+
+
+def _seen(part: AgentPart, pieces: Sequence[ConnectorV2]) -> tuple[gym.Space[Any], gym.Space[Any]]:
+    """The spaces that pieces leave a part's observations and actions in, for modules."""
+    left = EnvToModulePipeline(*_spaces(part), connectors=list(pieces))
+    seen, chosen = left.observation_space, left.action_space
+    return part.observation_space if seen is None else seen, part.action_space if chosen is None else chosen

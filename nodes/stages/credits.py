@@ -1,0 +1,209 @@
+"""Credits and gates: how far a rollout may run ahead of the reader of its fragments."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from rollflow.nodes.env.lane_source import LaneListener, LaneSource
+from rollflow.nodes.stages.rounds import FragmentRounds
+from rollflow.stream.graph.gate import Gate
+
+
+class CreditedLane(Protocol):
+    """A lane, here or in another process."""
+
+    index: int
+
+    @property
+    def at_start(self) -> bool:
+        """True if its next step is the first of a fragment."""
+        ...
+
+    @property
+    def sequence(self) -> int:
+        """Number of that fragment."""
+        ...
+
+
+class FragmentCredits:
+    """A gate that lets a lane begin a fragment while fewer than `limit` are begun and not yet done with.
+
+    limit    None: always
+    first    lanes that are to begin their first fragment, or be lost, before any of them begins its second
+    """
+
+    wants_newest = False
+
+    def __init__(self, limit: int | None, *, first: Iterable[int] = ()) -> None:
+        self.limit = limit
+        self._yet_to_begin = set(first)
+        self._begun = 0
+        self._begun_by: dict[int, int] = {}  # lane -> its last fragment: a step that was lost is begun again
+        self._changed: Callable[[], None] = nobody
+
+    def admits(self, lane: CreditedLane) -> bool:
+        """True if the lane may take its next step; the first of a fragment takes a credit."""
+        if not lane.at_start or self.limit is None:
+            return True
+        fragment = lane.sequence
+        if self._begun_by.get(lane.index) == fragment:
+            return True
+        if self._begun >= self.limit or (self._yet_to_begin and lane.index in self._begun_by):
+            return False
+        self._begun += 1
+        self._begun_by[lane.index] = fragment
+        self.wait_no_more(lane.index)
+        return True
+
+    def wait_no_more(self, lane: int) -> None:
+        """Take note that a lane has begun its first fragment, or was lost before."""
+        if lane in self._yet_to_begin:
+            self._yet_to_begin.remove(lane)
+            if not self._yet_to_begin:
+                self._changed()
+
+    def leave(self, lane: int) -> None:
+        """Give back the credit of the fragment that a lane began last, which never comes."""
+        self.release(1)
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Do nothing: a lane that is gone holds no credit."""
+
+    def release(self, fragments: int) -> None:
+        """Give back the credits of so many fragments. In the thread that the graph runs in."""
+        self._begun -= fragments
+        self._changed()
+
+    def add(self, fragments: int) -> None:
+        """Raise the limit by so many fragments, or lower it. In the thread that the graph runs in."""
+        if self.limit is not None:
+            self.limit += fragments
+            self._changed()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when credits come back."""
+        self._changed = changed
+
+
+class AllGates:
+    """A gate that lets a lane go on where all of several gates do."""
+
+    def __init__(self, gates: Sequence[Gate]) -> None:
+        self._gates = gates
+        self._refused: Gate | None = None  # the last time
+
+    @property
+    def holder(self) -> str | None:
+        """Name of what the gate waits for that refused last."""
+        return getattr(self._refused, "holder", None)
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if one of the gates wants fragments to begin with the newest weights."""
+        return any(getattr(gate, "wants_newest", False) for gate in self._gates)
+
+    def admits(self, lane: CreditedLane) -> bool:
+        """True if the lane may take its next step."""
+        for gate in self._gates:
+            if not gate.admits(lane):
+                self._refused = gate
+                return False
+        return True
+
+    def leave(self, lane: int) -> None:
+        """Tell the gates that the fragment which a lane began last never comes."""
+        for gate in self._gates:
+            if hasattr(gate, "leave"):
+                gate.leave(lane)
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Tell the gates that a lane gives no more than so many fragments in all."""
+        for gate in self._gates:
+            if hasattr(gate, "gone"):
+                gate.gone(lane, fragments)
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """Take the function to be called when one of them has changed."""
+        for gate in self._gates:
+            gate.watch(changed)
+
+
+LaneGate = FragmentCredits | AllGates  # a gate that takes note of fragments and lanes that never come
+
+
+class GateRelay:
+    """Tells a ring's gate of the fragments and lanes that never come.
+
+    Stages are made before their ring has its gate, and a ring that is drawn anew has another one: they report here.
+
+    environments    the node that steps the lanes
+    gate            of the ring drawn last; None: it has none
+    """
+
+    def __init__(self, environments: LaneSource) -> None:
+        self.gate: LaneGate | None = None
+        self._environments = environments
+
+    @property
+    def wants_newest(self) -> bool:
+        """True if the gate wants fragments to begin with the newest weights."""
+        return self.gate is not None and self.gate.wants_newest
+
+    def fragment_missing(self, lane: int) -> None:
+        """Report that the fragment which a lane began last never comes."""
+        if self.gate is not None:
+            self.gate.leave(lane)
+
+    def lane_set_aside(self, lane: int, fragments: int) -> None:
+        """Report that a lane was set aside after so many fragments: it is gone, unless the whole run comes to its end.
+
+        With it go all that were begun.
+        """
+        if self.gate is not None and not self._environments.is_draining:
+            self.gate.gone(lane, fragments)
+
+    def lane_finished(self, lane: int, fragments: int) -> None:
+        """Report that a lane has given all its fragments: it is gone where others, which have come later, go on."""
+        if not self._environments.has_fixed_lanes:
+            self.lane_set_aside(lane, fragments)
+
+
+class LaneCounts(LaneListener):
+    """Listener to environments: keeps stages, rounds and credits in step with the lanes that come and go.
+
+    credits               of the loop over the rollout
+    rounds                have a fragment of every lane
+    fragments_per_lane    credits that each lane brings
+    """
+
+    def __init__(self, credits: FragmentCredits, rounds: FragmentRounds[Any], fragments_per_lane: int) -> None:
+        self._credits, self._rounds, self._fragments_per_lane = credits, rounds, fragments_per_lane
+        self._stages: Sequence[Any] = ()
+        self._begin: Callable[[Any], None] | None = None
+
+    def follow(self, stages: Sequence[Any], begin: Callable[[Any], None] | None) -> None:
+        """Have stages `expect` more lanes or fewer as well, and call `begin` with every lane that comes."""
+        self._stages, self._begin = stages, begin
+
+    def lane_lost(self, lane: int) -> None:
+        """Have no other lane wait for the first fragment of one that is lost."""
+        self._credits.wait_no_more(lane)
+
+    def lane_joined(self, lane: Any, fills_a_vacancy: bool) -> None:
+        """Make room for a lane; one that fills a vacancy is counted already."""
+        if self._begin is not None:
+            self._begin(lane)
+        for stage in self._stages:
+            stage.expect(int(not fills_a_vacancy))
+        self._credits.add(self._fragments_per_lane)
+        self._rounds.size += int(not fills_a_vacancy)
+
+    def lane_left(self, lane: Any, was_the_last: bool) -> None:
+        """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for."""
+        self._credits.add(-self._fragments_per_lane)
+        for stage in self._stages:
+            stage.expect(int(was_the_last))
+        self._rounds.size -= int(not was_the_last)
+
+
+def nobody() -> None:
+    """Do nothing: nobody watches."""

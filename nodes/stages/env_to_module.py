@@ -1,0 +1,195 @@
+"""The stage before the forward pass: connector pieces, and the cutting of fragments."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import numpy as np
+
+from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED
+from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
+from rollflow.nodes.stages.credits import GateRelay
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.loss_ledger import Ledger
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+
+L = TypeVar("L", Lane, MultiAgentLane)
+P = TypeVar("P")
+
+
+class PreparedBatch(NamedTuple):
+    """Result of one lane's turn: its batch for the module, and at times a finished fragment."""
+
+    batches: Lane | None
+    fragments: Fragment | None
+
+
+def shapes_of(batch: Batch, leading: int) -> Tree:
+    """The shape of one observation of a batch, behind so many leading axes, leaf by leaf as text."""
+    return map_tree(lambda leaf: str(list(np.shape(leaf)[leading:])), batch.get(Columns.OBS))
+
+
+def check_lookback(pipeline: EnvToModulePipeline, lookback: int) -> None:
+    """Raise ConnectorError where a pipeline looks back further than the steps that fragments keep."""
+    if pipeline.lookback > lookback:
+        raise ConnectorError(
+            f"{pipeline.name} looks back {pipeline.lookback} steps, but fragments keep {lookback}; expected it to be "
+            "edited before the rollout is run or put into a graph"
+        ).see("lookback")
+
+
+class CuttingStage(Generic[L, P]):
+    """Lanes that come by a stage, with one agent in each environment or several, and the fragments cut from them.
+
+    result    makes the stage's result of a lane for the next stage, or None, and a fragment, or None
+
+    The other parameters are those of `EnvToModule`.
+    """
+
+    def __init__(
+        self,
+        result: Callable[[Any, Any], P],
+        num_lanes: int,
+        num_fragments: int | None,
+        ledger: Ledger | None,
+        relay: GateRelay | None = None,
+    ) -> None:
+        self._result = result
+        self._ready: dict[int, P] = {}  # result of each lane at nearly every vector step
+        self._num_fragments = num_fragments
+        self._ledger = Ledger() if ledger is None else ledger
+        self._lanes: dict[int, L] = {}
+        self._relay = relay
+        self._going = num_lanes
+
+    def _take_in(self, lane: L) -> None:
+        """Take a lane that comes by for the first time."""
+        self._lanes[lane.index] = lane
+        self._ready[lane.index] = self._result(lane, None)
+
+    def _set_aside(self, lane: L) -> P:
+        """The result for a lane whose environments are gone for good."""
+        self._going -= 1
+        was_under_way = self._lanes.pop(lane.index, None) is not None
+        self._ready.pop(lane.index, None)
+        last = self._cut(lane.leave()) if was_under_way else None
+        if self._relay is not None:
+            self._relay.lane_set_aside(lane.index, lane.sequence)
+        return self._result(None, last)
+
+    def _full(self, lane: L) -> P:
+        """The result for a lane that has filled its fragment."""
+        fragment = self._cut(lane.cut())
+        if self._num_fragments is None or fragment.sequence + 1 < self._num_fragments:
+            return self._result(lane, fragment)
+        if self._relay is not None:
+            self._relay.lane_finished(lane.index, lane.sequence)
+        self._going -= 1
+        return self._result(None, fragment)
+
+    def expect(self, lanes: int) -> None:
+        """Count so many more lanes that come by than at first, or fewer."""
+        self._going += lanes
+
+    @property
+    def done(self) -> bool:
+        """True if every lane has stopped."""
+        return self._going == 0
+
+    def finish(self) -> Iterator[P]:
+        """Cut what every lane has so far."""
+        for lane in self._lanes.values():
+            if not lane.at_start:
+                yield self._result(None, self._cut(lane.cut()))
+
+    def take_ending(self, cause: str) -> None:
+        """Take note of the cause that has ended the run."""
+        self._ledger.end(cause)
+
+    def _cut(self, fragment: AnyFragment) -> AnyFragment:
+        self._ledger.cut(fragment)
+        return fragment
+
+
+class EnvToModule(CuttingStage[Lane, PreparedBatch]):
+    """A node that runs an env-to-module pipeline over a lane, and cuts its fragment when that is full.
+
+    The cut comes after the pipeline, so that a fragment's last observation has been through it as all others have.
+
+        pipeline         may change the observations of the lane's episodes, and makes the forward batch
+        module           what the pieces see as `rl_module`
+        explore          what the pieces see as `explore`
+        num_lanes        lanes that come by
+        num_fragments    after so many fragments a lane stops; None: it never does
+        metrics          what the pieces see as `metrics`
+        ledger           counts the fragments that are cut; None: they are not counted
+        relay            told of lanes that give no more fragments; None: nothing is
+    """
+
+    def __init__(
+        self,
+        pipeline: EnvToModulePipeline,
+        module: Any,
+        *,
+        num_lanes: int = 1,
+        explore: bool = True,
+        num_fragments: int | None = None,
+        metrics: Any = None,
+        ledger: Ledger | None = None,
+        relay: GateRelay | None = None,
+    ) -> None:
+        super().__init__(PreparedBatch, num_lanes, num_fragments, ledger, relay)
+        self.pipeline = pipeline
+        self._context = {"rl_module": module, "explore": explore, "metrics": metrics}
+        self._module, self._explore, self._metrics = module, explore, metrics
+        self.observation_shapes: Tree = None  # of one observation, as the module gets them, from the first step on
+        self._is_compared = False
+
+    def __call__(self, steps: Lane) -> PreparedBatch:
+        """Turn the lane's newest observations into a batch for the module."""
+        lane = steps
+        if lane.is_set_aside:
+            return self._set_aside(lane)
+        try:
+            self._prepare(lane)
+            return self._full(lane) if lane.is_full else self._ready[lane.index]
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+
+    def _prepare(self, lane: Lane) -> None:
+        ended = lane.ended
+        if ended is not None:
+            if self.pipeline.changes_episodes:
+                self.pipeline(batch={}, episodes=ended, shared_data=dict(lane.shared_data), **self._context)
+            lane.commit_ended()
+        if lane.index not in self._lanes:
+            check_lookback(self.pipeline, lane.layout.lookback)
+            self._take_in(lane)
+            lane.observation_spaces = (lane.observation_spaces[0], *self.pipeline.observation_spaces)
+        shared_data = lane.shared_data
+        shared_data["step"] = lane.vector_steps
+        lane.batch = self.pipeline.run(self._module, {}, lane.episodes, self._explore, shared_data, self._metrics)
+        if self.observation_shapes is None:
+            self.observation_shapes = shapes_of(lane.batch, 2 if shared_data.get(TIME_RANK_ADDED) else 1)
+        lane.commit()
+
+    def compare_with_train_batch(self, batch: Batch) -> None:
+        """Warn, at the first train batch, where its observations have other shapes than the module got while acting."""
+        if self._is_compared or self.observation_shapes is None:
+            return
+        self._is_compared = True
+        acted, learnt = self.observation_shapes, shapes_of(batch, 2 if Columns.SEQ_LENS in batch else 1)
+        if acted != learnt:
+            warnings.warn(
+                f"the module is given observations {acted} while acting, but the train batch has {learnt}: a piece "
+                "that makes only the batch's observations, such as FrameStacking, has to stand in both pipelines "
+                "(before the learner with as_learner_connector=True)",
+                stacklevel=5,
+            )

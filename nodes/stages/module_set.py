@@ -1,0 +1,391 @@
+"""The modules of a multi-agent rollout as they act: copies, their weights, and which agent each serves."""
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import torch
+
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.modules.default_module import DefaultModule
+from rollflow.nodes.modules.multi_rl_module import MultiRLModule
+from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
+from rollflow.nodes.modules.random_module import RandomModule
+from rollflow.nodes.stages.acting import chosen_space
+from rollflow.nodes.stages.acting_module import ActingModule
+from rollflow.nodes.stages.connector_builders import acting_copy, module_for
+from rollflow.nodes.stages.module_forward import ModuleForward
+from rollflow.nodes.stages.module_spaces import check_actions, kind_of_state, one_of
+from rollflow.stream.data.errors import EnvError, ModuleError, located
+from rollflow.stream.data.tree import Tree
+from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID, MultiAgentEpisode
+from rollflow.stream.fragments.fragment_records import EpisodeIds
+from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.multi_agent.agent_part import AgentPart
+
+_PROBES, _MOST_PROBES = EpisodeIds("probe"), 16
+
+AgentToModule = Mapping[Any, Any] | Callable[..., Any] | None
+
+
+class _Past(NamedTuple):
+    """Last version and state of the modules that had an id and were removed."""
+
+    version: int  # the last one
+    state: Tree  # shapes and dtypes of the initial state
+
+
+class ModuleSet:
+    """The modules of a rollout.
+
+        module     one module, or a mapping of them by id, or None: a `DefaultModule` for all agents, "default_policy"
+        mapping    agent id -> module id, as a mapping, or a function of the agent's id and the episode; None: an
+                   agent's own module where there is one with its id, else "default_policy"
+        parts      the agents by their spaces
+        seen       of each part, the spaces of what the module sees, and of what it chooses unless it says otherwise
+        acted      of each part, the space that the module's actions are to be in; None: connector pieces see to that
+        explore    whether actions are sampled, of all modules or by id; of those that are not named they are
+        may_be_stateful    whether fragments keep what a state is known by, when a stateful module is added later
+        acting     how forward passes are done: what `ModuleForward` takes beside module, weights and `explore`
+
+    modules    those that are trained, by id
+    version_elsewhere    that somebody else has published last, for all that he publishes
+    acting     those that agents which begin may be served by, by id. Whoever serves an agent is held by its lane, also
+               when it has been removed, or another has been added under its id
+
+    Raises ModuleError for what are no modules.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        mapping: AgentToModule,
+        parts: tuple[AgentPart, ...],
+        seen: tuple[Any, ...],
+        acted: tuple[Any, ...],
+        *,
+        model_config: Any,
+        device: Any,
+        seed: int,
+        explore: bool | Mapping[Any, bool],
+        may_be_stateful: bool,
+        acting: Mapping[str, Any],
+    ) -> None:
+        self._mapping = mapping
+        self._parts, self._seen, self._acted = parts, seen, acted
+        self._model_config, self._device, self._seed = model_config, device, seed
+        self._how = dict(acting)
+        self._flat = self._how.pop("flat")
+        self.acting: dict[Any, ActingModule] = {}
+        self._past: dict[Any, _Past] = {}
+        self._elsewhere: frozenset[Any] | None = None  # modules whose weights somebody else publishes
+        self.version_elsewhere = 0
+        self._lock = threading.Lock()  # held by whoever changes which modules there are, or what is published
+        _check_modules(module, mapping, parts)
+        named = module if isinstance(module, Mapping) else {DEFAULT_MODULE_ID: module}
+        if model_config is not None and all(module is not None for module in named.values()):
+            raise ModuleError(
+                "model_config is for default modules, but every module is given: expected a None among them, or "
+                "model_config to be given to your modules' constructors instead"
+            )
+        self._first_ids = frozenset(named)
+        self.modules = MultiRLModule({module_id: self._made(module_id, module) for module_id, module in named.items()})
+        self._explore, self._may_be_stateful = self._checked_explore(explore), True
+        for module_id, module in self.modules.items():
+            self._have_act(module_id, module, self._explores(module_id))
+        self._may_be_stateful = may_be_stateful
+
+    @property
+    def is_stateful(self) -> bool:
+        """True if one of them has a state."""
+        return any(is_stateful(acting.module) for acting in list(self.acting.values()))
+
+    @property
+    def explores(self) -> bool:
+        """True if actions of one of them are sampled."""
+        return any(acting.explore for acting in list(self.acting.values()))
+
+    def add(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
+        """Have a module act from now on, for agents whose episodes begin. From any thread.
+
+        Raises ModuleError for an id that is taken, and for one whose last module had another state.
+        """
+        with self._lock:
+            self.modules.check_new(module_id)
+            if not isinstance(explore, bool | None):
+                raise ModuleError(f"module '{module_id}': explore is {explore!r}, expected a bool, or None")
+            if module_id in self.acting:  # it has been taken out of `modules` alone
+                self._retire(module_id)
+            made = self._made(module_id, module)
+            # Before an agent can be mapped to it: lanes may go on meanwhile.
+            self._have_act(module_id, made, self._explores(module_id) if explore is None else explore)
+            self.modules.add_module(module_id, made)
+
+    def remove(self, module_id: Any) -> None:
+        """Have no agent that begins served by a module: those that it serves keep it until their episodes end."""
+        with self._lock:
+            self.modules.remove_module(module_id)
+            self._retire(module_id)
+
+    @property
+    def is_by_agent(self) -> bool:
+        """True if every agent has the same module in all episodes that begin now."""
+        return not callable(self._mapping)
+
+    def module_of(self, agent: Any, episode_id: str) -> ActingModule:
+        """The module that serves an agent in an episode.
+
+        Raises EnvError for one that does not exist, and ModuleError for one that chooses other actions than the agent
+        has, where that could not be told before.
+        """
+        acting = self._mapped_to(agent, episode_id)
+        if not acting.is_checked:
+            self._check_actions_of(acting, agent)
+            acting.is_checked = True
+        return acting
+
+    def publish(self, weights: Mapping[Any, Weights]) -> dict[Any, int]:
+        """Have the next pass of each module named use its weights; the policy versions that they get.
+
+        Raises ModuleError for a module that does not exist, and for weights that are not its own; then none is used.
+        """
+        with self._lock:
+            self._check(weights)
+            return {module_id: self.acting[module_id].weights.publish(state) for module_id, state in weights.items()}
+
+    def publish_as(self, version: int, weights: Mapping[Any, Weights]) -> bool:
+        """Publish under a version that somebody else counts; False: there is a newer one, or this one, already.
+
+        Raises ModuleError as `publish` does, and where they are not of all modules that are published elsewhere.
+        """
+        with self._lock:
+            self.check_elsewhere(weights)
+            if version <= self.version_elsewhere:
+                return False
+            for module_id, state in weights.items():
+                self.acting[module_id].weights.publish_as(version, state)
+            self.version_elsewhere = version  # last: who sees it lets lanes act with what it stands for
+            return True
+
+    def check_elsewhere(self, weights: Mapping[Any, Weights]) -> None:
+        """Raise ModuleError unless weights are of the modules that are published elsewhere, all of them."""
+        if self._elsewhere is not None and weights.keys() != self._elsewhere:
+            raise ModuleError(
+                f"weights are of the modules {sorted(weights)}, expected those of {sorted(self._elsewhere)}"
+            )
+        self._check(weights)
+
+    def be_published_elsewhere(self, ids: Sequence[Any]) -> None:
+        """Have somebody else publish the weights of these modules, under versions above those that they have."""
+        with self._lock:
+            self._elsewhere = frozenset(ids)
+            self.version_elsewhere = max((self.acting[each].weights.version for each in ids), default=0)
+
+    def check_may_change(self, module_id: Any) -> None:
+        """Raise ModuleError where a trainer elsewhere has to know of a module that comes or goes."""
+        if self._elsewhere is not None:
+            raise ModuleError(
+                f"module '{module_id}' is trained, and a trainer elsewhere publishes the weights of "
+                f"{sorted(self._elsewhere)}: expected modules_to_train to leave out those that come and go"
+            )
+
+    def versions(self) -> dict[Any, int]:
+        """Module id -> the policy version that was published last."""
+        acting = dict(self.acting)
+        return {module_id: acting[module_id].weights.version for module_id in self.modules if module_id in acting}
+
+    def first_versions(self) -> dict[Any, int]:
+        """Module id -> the policy version that the module began with; 0 but for one whose id was another's."""
+        return {module_id: acting.weights.first_version for module_id, acting in list(self.acting.items())}
+
+    def newest_weights(self, module_id: Any) -> tuple[int, dict[str, Any]]:
+        """The newest version of a module that acts, and copies of its weights.
+
+        Raises ModuleError where there is none of this id.
+        """
+        acting = self.of_id(module_id)
+        return acting.weights.newest(acting.module)
+
+    def of_id(self, module_id: Any) -> ActingModule:
+        """The module of this id, as it acts. Raises ModuleError where there is none."""
+        self.modules[module_id]
+        return self.acting[module_id]
+
+    def chosen_spaces(self) -> list[gym.Space[Any] | None]:
+        """Spaces that modules choose in, part by part, where pieces make the actions of it; None: the agents' space.
+
+        Raises ModuleError where the choices of modules that serve agents of one part do not fit one column.
+        """
+        chosen: list[gym.Space[Any] | None] = []
+        for place, (part, acted) in enumerate(zip(self._parts, self._acted, strict=True)):
+            own = {
+                module_id: chosen_space(acting.module, part.action_space)
+                for module_id, acting in self.acting.items()
+                if acted is None and self._part_for(module_id, acting.module) == place
+            }
+            first = one_of(own, part)
+            chosen.append(None if first == part.action_space else first)
+        return chosen
+
+    def _made(self, module_id: Any, module: Any) -> Any:
+        part = self._part_for(module_id, module)
+        if part is None:
+            return module
+        with torch.random.fork_rng(devices=[]), located(f"module '{module_id}'"):
+            torch.manual_seed(seed_for(self._seed, f"weights/{module_id}"))
+            config = self._model_config if module is None else None
+            made = module_for(module, config, *self._seen[part])
+            if self._acted[part] is not None:
+                agents = self._parts[part].agents
+                served = (agent for agent in agents if module_id in self._may_serve(agent))
+                check_actions(made, self._acted[part], next(served, agents[0]))
+            return made
+
+    def _check(self, weights: Mapping[Any, Weights]) -> None:
+        """Raise ModuleError unless they are modules' of ours."""
+        for module_id, state in weights.items():
+            if module_id not in self.modules:
+                raise ModuleError(
+                    f"there is no module '{module_id}' to publish weights for, expected module id -> state_dict(), "
+                    f"with ids among {list(self.modules)}"
+                )
+            with located(f"module '{module_id}'"):
+                self.acting[module_id].weights.check(state)
+
+    def _mapped_to(self, agent: Any, episode_id: str) -> ActingModule:
+        """The module that serves an agent in an episode. Raises EnvError for one that does not exist."""
+        mapping = self._mapping
+        if mapping is None:
+            module_id = DEFAULT_MODULE_ID
+            own = self._serving(agent)
+            if own is not None:
+                return own
+        elif callable(mapping):
+            module_id = mapping(agent, MultiAgentEpisode(episode_id))
+        elif agent in mapping:
+            module_id = mapping[agent]
+        else:
+            missing = [each for part in self._parts for each in part.agents if each not in mapping]
+            raise EnvError(
+                f"agent_to_module_mapping_fn is {dict(mapping)}, expected every agent: {missing} are missing"
+            ).see("agents")
+        acting = self._serving(module_id)
+        if acting is None:
+            there = [each for each in self.modules if each in self.acting]
+            raise EnvError(
+                f"agent '{agent}' is mapped to module '{module_id}', which does not exist: expected one of {there}"
+            )
+        return acting
+
+    def _check_actions_of(self, acting: ActingModule, agent: Any) -> None:
+        """Raise ModuleError unless a module chooses actions that its first agent has, and so all its agents."""
+        acted = next(acted for part, acted in zip(self._parts, self._acted, strict=True) if agent in part.agents)
+        if acted is not None and getattr(acting.module, "action_space", None) is not None:
+            with located(f"module '{acting.module_id}'"):
+                check_actions(acting.module, acted, agent)
+
+    def _serving(self, module_id: Any) -> ActingModule | None:
+        """The module of this id that agents may begin with, looked up once: it may be removed in another thread."""
+        acting = self.acting.get(module_id)
+        return acting if module_id in self.modules else None
+
+    def _part_for(self, module_id: Any, module: Any) -> int | None:
+        """The part whose agents a module serves, as far as that can be told before any episode."""
+        if len(self._parts) == 1:
+            return 0
+        for place, part in enumerate(self._parts):
+            if any(module_id in self._may_serve(agent) for agent in part.agents):
+                return place
+        if module is None or isinstance(module, type) or inspect.isfunction(module):
+            named, raised = self._named_by_mapping()
+            raise ModuleError(
+                f"module '{module_id}': which agents it serves, and so its spaces, can't be told before their episodes "
+                f"begin, by what agent_to_module_mapping_fn gave for their ids ({named}); expected an instance, or a "
+                "mapping that names it: a dict, or a function of (agent_id, episode)"
+            ) from raised
+        return None
+
+    def _may_serve(self, agent: Any) -> set[Any]:
+        """Modules that the mapping names for an agent in one episode or another; none where it can't say that yet."""
+        with contextlib.suppress(Exception):  # it is asked again, and may say so, when an agent begins
+            return self._named_for(agent)
+        return set()
+
+    def _named_by_mapping(self) -> tuple[str, Exception | None]:
+        """Which modules the mapping names for the agents that there are, for people, or what it raises."""
+        named = set[Any]()
+        for agent in (agent for part in self._parts for agent in part.agents):
+            try:
+                named |= self._named_for(agent)
+            except Exception as error:
+                return f"it raised {error!r}", error
+        return f"it named {', '.join(sorted(map(repr, named))) or 'none'}", None
+
+    def _named_for(self, agent: Any) -> set[Any]:
+        mapping = self._mapping
+        if mapping is None:
+            return {agent if agent in self._first_ids else DEFAULT_MODULE_ID}
+        if not callable(mapping):
+            return {mapping.get(agent)}
+        return {mapping(agent, MultiAgentEpisode(_PROBES(0, number))) for number in range(_MOST_PROBES)}
+
+    def _checked_explore(self, explore: bool | Mapping[Any, bool]) -> bool | Mapping[Any, bool]:
+        by_id = dict(explore) if isinstance(explore, Mapping) else {}
+        unknown = [module_id for module_id in by_id if module_id not in self.modules]
+        flags = by_id.values() if isinstance(explore, Mapping) else [explore]
+        if unknown or not all(isinstance(each, bool) for each in flags):
+            raise ModuleError(
+                f"explore is {explore!r}, expected a bool, or a dict: module id -> bool, with ids among "
+                f"{list(self.modules)}; for others add_module takes it"
+            )
+        return by_id if isinstance(explore, Mapping) else explore
+
+    def _explores(self, module_id: Any) -> bool:
+        return self._explore.get(module_id, True) if isinstance(self._explore, Mapping) else self._explore
+
+    def _have_act(self, module_id: Any, module: Any, explore: bool) -> None:
+        state = kind_of_state(module)
+        if state and not self._may_be_stateful:
+            raise ModuleError(
+                f"module '{module_id}' is stateful, but lookback is 0: expected a rollout with lookback=1 or more, so "
+                "that fragments keep the state before their first step"
+            )
+        past = self._past.get(module_id)
+        if past is not None and past.state != state:
+            raise ModuleError(
+                f"module '{module_id}' has the initial state {state}, and the one of this id that was removed had "
+                f"{past.state}; expected the same, since batches may have rows of both, or another id"
+            )
+        copy = acting_copy(module, self._device)
+        version = 0 if past is None else past.version + 1  # what the removed one acted with stays apart
+        name = f"{module_id}/{version}" if version else f"{module_id}"
+        if isinstance(copy, RandomModule):
+            copy.seed(seed_for(self._seed, f"actions/{name}"))
+        weights = PolicyWeights(copy, version)
+        is_usual = type(copy) is DefaultModule and self._how["compiled"] is None
+        flat = is_usual if self._flat is None else self._flat
+        forward = ModuleForward(copy, weights, explore=explore, flat=flat, **self._how)
+        self.acting[module_id] = ActingModule(module_id, copy, weights, forward, explore, f"module/{name}")
+
+    def _retire(self, module_id: Any) -> None:
+        removed = self.acting.pop(module_id)
+        removed.is_removed = True
+        self._past[module_id] = _Past(removed.weights.version, kind_of_state(removed.module))
+
+
+def _check_modules(module: Any, mapping: AgentToModule, parts: tuple[AgentPart, ...]) -> None:
+    """Raise ModuleError for what is no mapping, and for no modules where one can't serve all agents."""
+    if not (mapping is None or callable(mapping) or isinstance(mapping, Mapping)):
+        raise ModuleError(
+            f"agent_to_module_mapping_fn is {mapping!r}, expected a dict: agent id -> module id, or a function of "
+            "the agent's id and its episode"
+        ).see("agents")
+    if module is None and len(parts) > 1:
+        raise ModuleError(
+            f"the agents have {len(parts)} different pairs of spaces, one each as "
+            f"{', '.join(repr(part.agents[0]) for part in parts)}, of which one module can serve one; expected "
+            "module={id: module, ...}, and agent_to_module_mapping_fn where ids are not the agents'"
+        )

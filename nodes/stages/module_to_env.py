@@ -1,0 +1,115 @@
+"""The stage after the forward pass: connector pieces turn the module's output into actions."""
+
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
+from rollflow.nodes.modules.torch_threads import TorchThreads
+from rollflow.nodes.stages.joint_output import LaneOutput
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.space import row_of
+from rollflow.stream.data.tree import stack_trees
+from rollflow.stream.fragments.lane import Lane
+
+
+class ModuleToEnv:
+    """A node that runs a module-to-env pipeline over a lane's batch and records the actions that come out.
+
+    pipeline    makes `actions` (and maybe `actions_for_env`) out of the module's output
+    env_space   of the environments' actions; a lane's first ones are held against it. None: nothing is
+    module      what the pieces see as `rl_module`
+    explore     what the pieces see as `explore`
+    metrics     what the pieces see as `metrics`
+    threads     that torch uses meanwhile; None: as many as it is set to
+    """
+
+    def __init__(
+        self,
+        pipeline: ModuleToEnvPipeline,
+        module: Any,
+        *,
+        env_space: gym.Space[Any] | None = None,
+        explore: bool = True,
+        metrics: Any = None,
+        threads: int | None = None,
+    ) -> None:
+        self.pipeline = pipeline
+        self._threads = TorchThreads(threads)
+        self._context = module, explore, metrics
+        self._env_space = env_space
+        self._checked: set[int] = set()  # lanes whose first actions have been held against that
+
+    def __call__(self, outputs: Lane) -> Lane:
+        """Work out the actions for the lane's environments."""
+        lane = outputs
+        try:
+            with self._threads:
+                batch = acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
+            lane.batch = batch
+            if lane.index not in self._checked:
+                self._checked.add(lane.index)
+                check_first_actions(batch, lane.layout.action_space, self._env_space, lane.layout.num_slots)
+            lane.record_actions(batch)
+        except Exception as error:
+            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
+            raise
+        return lane
+
+
+def acted(
+    pipeline: ModuleToEnvPipeline,
+    output: Any,
+    episodes: Any,
+    shared_data: dict[str, Any],
+    context: tuple[Any, bool, Any],
+) -> Batch:
+    """What a pipeline makes of a module's output, to be recorded: column -> tree of arrays `any[K, ...]`.
+
+    output     a batch, or a `LaneOutput`
+    context    what the pieces see as `rl_module`, `explore` and `metrics`
+    """
+    module, explore, metrics = context
+    if type(output) is LaneOutput:
+        batch = output.acted(pipeline, module, explore)
+        if batch is not None:
+            return batch
+        output = output.rows()
+    batch = pipeline.run(module, output, episodes, explore, shared_data, metrics)
+    batch = pipeline.to_record(batch, shared_data)
+    if pipeline.columnar:
+        return batch
+    return {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}
+
+
+def check_first_actions(batch: Batch, chosen: gym.Space[Any], env_space: gym.Space[Any] | None, count: int) -> None:
+    """Raise ColumnError where a pipeline's actions, `count` of them, are in other spaces than they should be.
+
+    chosen       in which `actions` are recorded
+    env_space    of what the environments get; None: it is not looked at
+    """
+    if Columns.ACTIONS not in batch:
+        return  # which recording them refuses
+    actions = batch[Columns.ACTIONS]
+    try:
+        Column.empty(Columns.ACTIONS, row_of(chosen, count), 1).write(0, actions)
+    except ColumnError as error:
+        error.add_note(
+            f"what the module chooses is recorded in {chosen}; a module with another space than the environments' says "
+            f"so by its action_space, and what a piece makes of its choice goes into '{Columns.ACTIONS_FOR_ENV}'"
+        )
+        raise
+    if env_space is None:
+        return
+    try:
+        for_env = batch.get(Columns.ACTIONS_FOR_ENV, actions)
+        Column.empty(Columns.ACTIONS_FOR_ENV, row_of(env_space, count), 1).write(0, for_env)
+    except ColumnError as error:
+        error.add_note(
+            f"the environments' actions are in {env_space}; where the module chooses in another space, a module-to-env "
+            f"piece makes '{Columns.ACTIONS_FOR_ENV}'"
+        )
+        raise

@@ -1,0 +1,237 @@
+"""Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
+
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import anyio
+
+from rollflow.nodes.stages.argument_checks import check_flags
+from rollflow.stream.data.errors import RunError
+from rollflow.stream.fragments.episode_collector import EpisodeCollector
+from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+
+F = TypeVar("F", bound=AnyFragment)
+T = TypeVar("T")
+
+
+class FragmentRounds(Generic[F]):
+    """Takes fragments from the ring a round at a time, one for every lane, and hands them out.
+
+        size       fragments in a round
+        collector  makes whole episodes of them; None: it can't be asked for those
+    lag        leaves out what is too old: when it comes, and again when it is handed out
+        returns    called with every fragment
+
+        handed_steps    transitions handed out
+        error           that ended the ring; None: none did
+        is_gathered     True if the round has all the fragments that it gets, and not all of them are handed out
+
+    A reader that leaves its loop in the middle of a round finds the rest of it in its next loop. A round is given back
+    to the ring, which may then go on, when the next one is asked for.
+    """
+
+    def __init__(
+        self, size: int, lag: Any, returns: Callable[[F], None], collector: EpisodeCollector | None = None
+    ) -> None:
+        self.size, self.collector = size, collector
+        self.handed_steps = 0
+        self.is_gathered = False
+        self._failure: str | None = None  # why no more rounds come
+        self.error: Exception | None = None
+        self._lag = lag
+        self._returns = returns
+        self._waiting: deque[F] = deque()
+        self._taken = 0  # of the ring, and not given back
+        self._again: list[Any] = []  # what was handed out and is to be handed out again, first of all
+        self._completes: bool | None = None  # whether whole episodes are handed out; None: nothing has been
+
+    @property
+    def is_empty(self) -> bool:
+        """True if all of the round has been handed out."""
+        return not (self._waiting or self._again)
+
+    @property
+    def is_full(self) -> bool:
+        """True if the round has all its fragments."""
+        return len(self._waiting) >= self.size
+
+    def give_back(self, release: Callable[[int], None]) -> None:
+        """Let the ring go on: the reader is done with the round before."""
+        taken, self._taken = self._taken, 0
+        if taken:
+            release(taken)
+
+    def take(self, fragment: F, release: Callable[[int], None]) -> None:
+        """Take a fragment of the ring; one that is empty, or too old, is given back at once."""
+        self._returns(fragment)
+        if not fragment.is_empty and self._lag.admits(fragment):
+            self._waiting.append(fragment)
+            self._taken += 1
+        else:
+            release(1)
+
+    def gather(self, take: Callable[[], F | None], release: Callable[[int], None]) -> None:
+        """Take the fragments of a round, or those that are missing where this was interrupted before.
+
+        take       gives the next fragment; None: no more come
+        release    lets the ring make so many fragments more
+
+        Raises what `take` raises, and RunError after it has raised, or after Ctrl-C broke off what can't be done again.
+        """
+        if self._failure is not None:
+            raise RunError(f"the rollout can't go on: {self._failure}; expected another one to be made")
+        try:
+            if self.is_empty:
+                self.give_back(release)
+            while not self.is_full and (fragment := self._next(take)) is not None:
+                self.take(fragment, release)
+            self.is_gathered = True
+        except KeyboardInterrupt:
+            if interrupts.is_forced:
+                self._failure = "Ctrl-C came twice, and broke off what can't be done again"
+            raise
+
+    def _next(self, take: Callable[[], F | None]) -> F | None:
+        try:
+            return take()
+        except Exception as error:
+            self._failure, self.error = f"it has failed with {type(error).__name__}: {error}", error
+            raise
+
+    async def gather_async(self, receive: Callable[[], Awaitable[F]], release: Callable[[int], None]) -> None:
+        """Take the fragments of a round in an event loop; `receive` raises `anyio.EndOfStream` where no more come."""
+        if self.is_empty:
+            self.give_back(release)
+        while not self.is_full:
+            try:
+                self.take(await receive(), release)
+            except anyio.EndOfStream:
+                break
+        self.is_gathered = True
+
+    @property
+    def incomplete_steps(self) -> int:
+        """Transitions taken whose episodes have not been handed out whole."""
+        return 0 if self.collector is None else self.collector.held_steps + self.collector.headless_steps
+
+    def check_completes(self, complete_episodes: bool) -> None:
+        """Raise ValueError for what is neither True nor False, or where whole episodes can't be handed out."""
+        check_flags(complete_episodes=complete_episodes)
+        if not complete_episodes:
+            return
+        if self.collector is None:
+            raise ValueError("complete_episodes is for environments of one agent; expected it to be left out")
+        if self._lag.max_lag is not None:
+            raise ValueError(
+                f"complete_episodes with max_lag={self._lag.max_lag}: an episode may span more policy versions than "
+                "that, and would be left out in part; expected one of the two"
+            )
+
+    def hand_out(self, complete_episodes: bool = False) -> Iterator[Any]:
+        """The fragments of the round, or one of the episodes that each of them has ended, where it has ended any.
+
+        Raises RunError where a loop before this one was handed the others: open episodes are handed out in part.
+        """
+        if self._completes not in (None, complete_episodes):
+            raise RunError(
+                f"an earlier loop over the rollout had complete_episodes={self._completes}, expected the same in every "
+                "loop: part of the open episodes has been handed out, or is held back"
+            )
+        self._completes = complete_episodes
+        again, self._again = self._again, []
+        for fragment in again:
+            self.handed_steps += fragment.num_steps
+            yield fragment
+        if not complete_episodes:
+            yield from self._hand_out()
+            return
+        assert self.collector is not None
+        for fragment in self._hand_out():
+            self.handed_steps -= fragment.num_steps
+            whole = self.collector.add(fragment)  # type: ignore[arg-type]  # that of one agent
+            if whole is not None:
+                self.handed_steps += whole.num_steps
+                yield whole
+
+    def put_back(self, handed: Sequence[Any], *, again: bool) -> None:
+        """Count fragments as not handed out, since nobody got what was to be made of them.
+
+        again    True to hand them out again, first of all, in the next loop
+        """
+        self.handed_steps -= sum(fragment.num_steps for fragment in handed)
+        if again:
+            self._again, self.is_gathered = list(handed), True
+
+    def _hand_out(self) -> Iterator[F]:
+        """The fragments of the round, but for those that have become too old meanwhile."""
+        while self._waiting:
+            fragment = self._waiting.popleft()
+            if self._lag.admits(fragment):
+                self.handed_steps += fragment.num_steps
+                yield fragment
+        self.is_gathered = False
+
+
+class RoundSource(Protocol):
+    """A rollout that has rounds ready to be handed out, for a plain loop or for an async one."""
+
+    def take_rounds(self) -> Iterator[None]:
+        """Have a round ready, again and again, until no more fragments come."""
+        ...
+
+    def take_rounds_async(self) -> AsyncIterator[None]:
+        """Have a round ready, as `take_rounds` does, in an event loop."""
+        ...
+
+
+class RolloutIterator(Generic[T]):
+    """Iterator over fragments or batches: `for` and `next()`, or `async for` and `anext()`, as the rollout was entered.
+
+    source    has rounds ready
+    made      gives the items of a round that is ready
+
+    A loop after a `next()` goes on behind it. A loop that was left with `break` may be followed by another.
+    """
+
+    def __init__(self, source: RoundSource, made: Callable[[], Iterator[T]]) -> None:
+        self._source = source
+        self._made = made
+        self._begun: Iterator[T] | None = None  # by `next()`
+        self._begun_async: AsyncIterator[T] | None = None  # by `anext()`
+
+    def __iter__(self) -> Iterator[T]:
+        begun, self._begun = self._begun, None
+        return begun or self._items()
+
+    def __next__(self) -> T:
+        if self._begun is None:
+            self._begun = self._items()
+        try:
+            return next(self._begun)
+        except BaseException:  # its generator has ended with this
+            self._begun = None
+            raise
+
+    def _items(self) -> Iterator[T]:
+        for _ in self._source.take_rounds():
+            yield from self._made()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        begun, self._begun_async = self._begun_async, None
+        return begun or self._items_async()
+
+    async def __anext__(self) -> T:
+        if self._begun_async is None:
+            self._begun_async = self._items_async()
+        try:
+            return await anext(self._begun_async)
+        except BaseException:
+            self._begun_async = None
+            raise
+
+    async def _items_async(self) -> AsyncIterator[T]:
+        async for _ in self._source.take_rounds_async():
+            for item in self._made():
+                yield item

@@ -1,0 +1,66 @@
+"""Bound of the age of fragments, in policy versions, when a learner gets them."""
+
+from typing import Any, Literal
+
+from rollflow.nodes.modules.policy_weights import PolicyWeights
+from rollflow.stream.data.errors import LagError
+
+OnExcess = Literal["drop", "pace"]
+
+
+class LagBound:
+    """Refuses fragments that are more than `max_lag` policy versions old.
+
+    weights      whose newest version a fragment's oldest is compared with; None: a subclass knows better
+    max_lag      versions; None: any age will do
+    on_excess    "drop": an older fragment is left out and counted
+                 "pace": the rollout is held back so that none gets older, as long as the weights are published
+                 once per batch; one that is older nonetheless raises LagError
+
+    dropped_fragments, dropped_steps    what was left out so far
+    """
+
+    also = ""  # further advice in the error, where none may be older
+
+    def __init__(self, weights: PolicyWeights | None, max_lag: int | None, on_excess: OnExcess = "drop") -> None:
+        check_staleness(max_lag, on_excess)
+        self.max_lag = max_lag
+        self.on_excess: OnExcess = on_excess
+        self.dropped_fragments = 0
+        self.dropped_steps = 0
+        self._weights = weights
+
+    def lag(self, fragment: Any) -> int:
+        """Versions published since the oldest that an action of the fragment was computed with."""
+        assert self._weights is not None
+        version: int = fragment.policy_version
+        return max(0, self._weights.version - version)  # another place may know of a version a moment sooner
+
+    def admits(self, fragment: Any) -> bool:
+        """True if the fragment is fresh enough for a learner; others are counted. Raises LagError under "pace"."""
+        if self.max_lag is None:
+            return True
+        lag = self.lag(fragment)
+        if lag <= self.max_lag:
+            return True
+        if self.on_excess == "pace":
+            raise LagError(
+                f"{fragment!r} is {lag} policy versions old, expected at most max_lag={self.max_lag}: under "
+                f"on_excess='pace' publish once per batch{self.also}, or use on_excess='drop'"
+            ).see("lag")
+        self.dropped_fragments += 1
+        self.dropped_steps += fragment.num_steps
+        return False
+
+
+def check_staleness(max_lag: int | None, on_excess: str) -> None:
+    """Raise ValueError for an `on_excess` that a rollout does not know, or that has no `max_lag` to act on."""
+    if on_excess not in ("drop", "pace"):
+        raise ValueError(f"on_excess is {on_excess!r}, expected 'drop' or 'pace'")
+    check_bounded(on_excess, max_lag)
+
+
+def check_bounded(on_excess: str, max_lag: int | None) -> None:
+    """Raise ValueError for an `on_excess` other than "drop" without a `max_lag`, the bound that it acts on."""
+    if on_excess != "drop" and max_lag is None:
+        raise ValueError(f"on_excess={on_excess!r} is for fragments older than max_lag, expected max_lag=0 or more")

@@ -1,1 +1,0 @@
-"""Environments in threads and processes, and whole rollouts in processes."""

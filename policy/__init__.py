@@ -1,0 +1,31 @@
+"""Policies that act without the rollout that trained them: save, load, act, evaluate."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollflow.nodes.policies.evaluation import Evaluation
+    from rollflow.nodes.policies.policy import Policy
+    from rollflow.nodes.policies.registry import register_connector, register_function, register_module
+
+__all__ = ["Evaluation", "Policy", "register_connector", "register_function", "register_module"]
+
+_HOMES = {
+    "Evaluation": "evaluation",
+    "Policy": "policy",
+    "register_connector": "registry",
+    "register_function": "registry",
+    "register_module": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = getattr(importlib.import_module(f"rollflow.nodes.policies.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,87 @@
+"""Items of spaces as clients write them, in JSON or msgpack, and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from rollflow.policy.serving.request import RequestError
+from rollflow.stream.data.tree import Tree
+
+
+def item_from(space: gym.Space[Any], value: Any, field: str) -> Tree:
+    """An item of the space, a tree of arrays dtype[...] in the space's dtypes, out of what a client wrote.
+
+        value    numbers, nested lists or arrays; objects for Dict spaces, lists for Tuple spaces
+        field    the value's place in the request, for the error
+
+    Raises RequestError, with the field, for anything else: another shape, other keys, fractions where whole numbers
+    belong, numbers that are NaN, and what lies outside of a discrete space.
+    """
+    if isinstance(space, spaces.Dict):
+        if not isinstance(value, Mapping):
+            raise RequestError(f"{field} is {_kind(value)}, expected an object with {', '.join(map(repr, space))}")
+        if value.keys() != space.keys():
+            missing = ", ".join(repr(key) for key in space if key not in value)
+            unknown = ", ".join(repr(key) for key in value if key not in space.keys())
+            raise RequestError(f"{field}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
+        return {key: item_from(part, value[key], f"{field}.{key}") for key, part in space.items()}
+    if isinstance(space, spaces.Tuple):
+        if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != len(space):
+            raise RequestError(f"{field} is {_kind(value)}, expected a list of {len(space)}")
+        return tuple(item_from(part, value[i], f"{field}[{i}]") for i, part in enumerate(space))
+    return _array_from(space, value, field)
+
+
+def plain(tree: Tree) -> Any:
+    """A tree of arrays any[...] as lists and numbers, for JSON."""
+    if isinstance(tree, Mapping):
+        return {key: plain(part) for key, part in tree.items()}
+    if isinstance(tree, tuple):
+        return [plain(part) for part in tree]
+    return tree.tolist() if isinstance(tree, np.ndarray | np.generic) else tree
+
+
+def schema_of(space: gym.Space[Any]) -> dict[str, Any]:
+    """JSON schema of an item of the space."""
+    if isinstance(space, spaces.Dict):
+        parts = {str(key): schema_of(part) for key, part in space.items()}
+        return {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
+    if isinstance(space, spaces.Tuple):
+        return {"type": "array", "prefixItems": [schema_of(part) for part in space], "minItems": len(space)}
+    schema: dict[str, Any] = {"type": "number" if space.dtype is not None and space.dtype.kind == "f" else "integer"}
+    if isinstance(space, spaces.Discrete):
+        schema |= {"minimum": int(space.start), "maximum": int(space.start + space.n - 1)}
+    for size in reversed(space.shape or ()):
+        schema = {"type": "array", "items": schema, "minItems": size, "maxItems": size}
+    return {**schema, "description": str(space)}
+
+
+def _array_from(space: gym.Space[Any], value: Any, field: str) -> Any:
+    expected = f"expected {space.dtype}{list(space.shape or ())}"
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of several lengths
+        raise RequestError(f"{field} is a ragged list, {expected}") from None
+    if array.dtype.kind not in "biuf":
+        raise RequestError(f"{field} is {_kind(value)}, {expected}")
+    if array.shape != (space.shape or ()):
+        raise RequestError(f"{field} has shape {list(array.shape)}, {expected}")
+    made = array.astype(space.dtype)
+    if made.dtype.kind == "f":
+        if np.isnan(made).any():
+            raise RequestError(f"{field} has NaN, {expected} without NaN")
+    elif not np.array_equal(made, array):
+        raise RequestError(f"{field} has numbers that are not {space.dtype}, {expected}")
+    elif not isinstance(space, spaces.Box) and not space.contains(made[()] if not made.ndim else made):
+        raise RequestError(f"{field} is {array.tolist()}, expected an item of {space}")
+    return made[()] if not made.ndim else made
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", tuple: "a list", str: "a text", type(None): "null"}
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return names.get(type(value), type(value).__name__)

@@ -1,0 +1,155 @@
+"""The policies that a server has, by name and version, and which of them acts for a session."""
+
+import logging
+import random
+import threading
+import zlib
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from rollflow.policy.serving.batcher import Batcher
+from rollflow.policy.serving.request import ActRequest, ClosedError, UnknownPolicyError
+from rollflow.policy.serving.tally import Tally
+
+_log = logging.getLogger(__name__)
+
+
+class BatchOptions(NamedTuple):
+    """How requests are put together, and how much may wait.
+
+    max_batch       requests in one forward pass, at most
+    max_wait        seconds that the first of them waits for others
+    max_waiting     requests that may wait for each version; more are refused
+    max_sessions    sessions with a memory, for each version
+    idle_after      seconds after which an idle session is forgotten
+    """
+
+    max_batch: int = 64
+    max_wait: float = 0.0
+    max_waiting: int = 1024
+    max_sessions: int = 65_536
+    idle_after: float = 3600.0
+
+
+class Shelf:
+    """Serves policies by name; each name has versions, the newest of which takes what begins.
+
+    options    of every version's batches
+
+    A session stays with the version that it began with, since its memory is there. It goes to the newest one when an
+    episode begins anew. A canary takes its share of new sessions, by the session's name. All methods may be called from
+    any thread.
+    """
+
+    def __init__(self, options: BatchOptions | None = None) -> None:
+        self._options = options or BatchOptions()
+        self._lock = threading.Lock()
+        self._versions: dict[str, dict[str, Batcher]] = {}  # name -> version -> batches, the newest last
+        self._canaries: dict[str, tuple[str, float]] = {}  # name -> version and share
+        self._is_closed = False
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the policies that are served."""
+        return list(self._versions)
+
+    def versions(self, name: str) -> dict[str, Batcher]:
+        """Batches by version, the oldest first. Raises UnknownPolicyError."""
+        with self._lock:
+            found = self._versions.get(name)
+            if not found:
+                raise UnknownPolicyError(f"no policy '{name}' is served; served: {', '.join(self._versions) or 'none'}")
+            return dict(found)
+
+    def newest(self, name: str) -> Batcher:
+        """Batches of the version that takes what begins, a canary aside. Raises UnknownPolicyError."""
+        return self._settled(self.versions(name), self._canaries.get(name, ("", 0.0))[0])
+
+    def put(self, name: str, policy: Any, version: str, *, share: float = 1.0) -> None:
+        """Serve a policy; of a name that is there already, it takes what begins from now on.
+
+            share    of what begins, 0 … 1; below 1 it is a canary beside the version before, in place of another canary
+
+        Older versions go on for the sessions that began with them, until `tidy` finds none.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share is {share}, expected more than 0 and at most 1")
+        if share < 1 and name not in self._versions:
+            raise ValueError(f"share is {share}, but no other version of '{name}' is served, expected 1")
+        with self._lock:
+            if self._is_closed:
+                raise ClosedError("the server is closed")
+            if version in self._versions.get(name, {}):
+                raise ValueError(f"version '{version}' of policy '{name}' is served already")
+            batcher = Batcher(policy, version=version, tally=Tally(), **self._options._asdict())
+            self._versions.setdefault(name, {})[version] = batcher
+            if share < 1:
+                self._canaries[name] = version, share
+            else:
+                self._canaries.pop(name, None)
+        _log.info("policy '%s': version %s takes %s of what begins", name, version, f"{share:.0%}")
+
+    def submit(self, name: str, request: ActRequest, version: str | None = None) -> None:
+        """Have a request answered, by the version asked for or by the session's own.
+
+        Raises UnknownPolicyError, OverloadedError or ClosedError.
+        """
+        for _ in range(3):  # the version may be closed just then
+            try:
+                return self._batcher_for(name, request.session, request.begins, version).submit(request)
+            except ClosedError:
+                if self._is_closed:
+                    raise
+        raise ClosedError(f"versions of policy '{name}' come and go too fast; ask again")
+
+    def forget(self, name: str, session: Hashable) -> bool:
+        """Release a session's memory; False where none is there. Raises UnknownPolicyError."""
+        return any([batcher.forget(session) for batcher in self.versions(name).values()])
+
+    def tidy(self) -> None:
+        """Close older versions that have no sessions any more; to be called now and then."""
+        over: list[tuple[str, Batcher]] = []
+        with self._lock:
+            for name, versions in self._versions.items():
+                canary = self._canaries.get(name, ("", 0.0))[0]
+                newest = self._settled(versions, canary).version
+                for version, batcher in list(versions.items()):
+                    if version not in (newest, canary) and not batcher.has_sessions():
+                        over.append((name, versions.pop(version)))
+        for name, batcher in over:
+            batcher.close()
+            _log.info("policy '%s': version %s is over", name, batcher.version)
+
+    def close(self) -> None:
+        """Answer what waits, and take nothing more."""
+        with self._lock:
+            self._is_closed = True
+            batchers = [batcher for versions in self._versions.values() for batcher in versions.values()]
+        for batcher in batchers:
+            batcher.close()
+
+    def _batcher_for(self, name: str, session: Hashable, begins: bool, version: str | None) -> Batcher:
+        versions = self.versions(name)
+        if version is not None:
+            if version not in versions:
+                raise UnknownPolicyError(f"policy '{name}' has no version '{version}'; served: {', '.join(versions)}")
+            return versions[version]
+        if session is not None and len(versions) > 1:
+            for batcher in reversed(versions.values()):
+                if batcher.has_session(session):
+                    if not begins:
+                        return batcher
+                    batcher.forget(session)  # it may begin with another version
+        canary, share = self._canaries.get(name, ("", 0.0))
+        if canary in versions and _draw(session) < share:
+            return versions[canary]
+        return self._settled(versions, canary)
+
+    @staticmethod
+    def _settled(versions: dict[str, Batcher], canary: str) -> Batcher:
+        return next(batcher for version, batcher in reversed(versions.items()) if version != canary)
+
+
+def _draw(session: Hashable) -> float:
+    """A number 0 … 1 that is the same for a session each time, and random without a session."""
+    return random.random() if session is None else zlib.crc32(repr(session).encode()) / 2**32

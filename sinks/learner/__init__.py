@@ -1,0 +1,1 @@
+"""Learner pipelines: train batches from fragments, for one agent and several."""

@@ -1,0 +1,190 @@
+"""Feed: runs a rollout for a trainer in another process or on another host, in a script of its own."""
+
+import logging
+import signal
+import ssl
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+from anyio import CancelScope
+from anyio.abc import TaskGroup
+
+from rollflow.nodes.env.remote.remote_envs import Secret
+from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, check_rollout
+from rollflow.sinks.trainer.sink import TrainerSink
+from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.run import Run
+from rollflow.stream.wire import Address, Limits
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.25
+_INTERRUPTED = (
+    "interrupted: the trainer gets what is under way, and is waited for%s where it is not there; a second time ends it "
+    "at once"
+)
+
+
+def feed(
+    rollout: AnyRollout,
+    address: str | Address,
+    *,
+    secret: Secret = None,
+    tls: ssl.SSLContext | None = None,
+    name: str | None = None,
+    linger: float | None = 60.0,
+    retry_s: float | None = None,
+    max_bytes: int = 1 << 30,
+    spill: str | Path | None = None,
+    limits: Limits | None = None,
+    watch: Callable[[], Awaitable[object]] | None = None,
+    sends: Literal["fragments", "batches"] | None = None,
+    on_end: Callable[[Report], object] | None = None,
+) -> str | None:
+    """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
+
+        sends      "fragments", or "batches": train batches, each of as many fragments as there are lanes at the
+                   beginning, are made here. None: "batches" of a `MultiAgentRollout`, "fragments" of a `Rollout`
+        on_end     called with the run's report when it has ended, unless it raised an error
+
+    All other parameters are those of `TrainerSink`. Returns the trainer's reason to leave, None if it has not left.
+    Raises ValueError if fragments are sent of a rollout with learner_connector or max_lag, which the `TrainerStream`
+    takes instead, and errors of the rollout, its environments or the connection.
+
+    In a program's main thread, Ctrl-C or SIGTERM stops the environments. Then the trainer is waited for until it has
+    what was under way, or has not been there for `linger` seconds; a second signal ends that. After that the signal has
+    its usual effect: KeyboardInterrupt, as a rule.
+    """
+    check_rollout(rollout)
+    sends = sends or ("batches" if isinstance(rollout, MultiAgentRollout) else "fragments")
+    if sends == "fragments":
+        _check_leaves_batches(rollout)
+    sink = TrainerSink(
+        address,
+        sends=sends,
+        secret=secret,
+        tls=tls,
+        name=name,
+        linger=linger,
+        retry_s=retry_s,
+        max_bytes=max_bytes,
+        spill=spill,
+        limits=limits,
+        watch=watch,
+    )
+    graph = Graph("feed")
+    graph.add(rollout=rollout, trainer=sink)
+    if sends == "batches":
+        graph.add(learner=_learner_of(rollout))
+        graph.connect("rollout.fragments", "learner")
+        graph.connect("learner", "trainer")
+    else:
+        graph.connect("rollout.fragments", "trainer")
+    _run(graph, sink, on_end)
+    return sink.goodbye
+
+
+def _learner_of(rollout: AnyRollout) -> LearnerPipeline | MultiAgentLearnerPipeline:
+    """Learner pipeline that makes a train batch of as many fragments as there are lanes now."""
+    options: Any = {"fragments_per_batch": rollout.environments.num_lanes, "lag": rollout.lag}
+    if isinstance(rollout, MultiAgentRollout):
+        return MultiAgentLearnerPipeline(rollout.learner, **options)
+    return LearnerPipeline(rollout.learner_pipeline, rollout.module, **options)
+
+
+def _check_leaves_batches(rollout: AnyRollout) -> None:
+    """Raise ValueError for a rollout with options of batches, which the trainer makes here."""
+    has_pieces = rollout.learner.has_pieces if isinstance(rollout, MultiAgentRollout) else rollout.has_learner_pieces
+    options = {"learner_connector": has_pieces, "max_lag": rollout.lag.max_lag is not None}
+    for name, is_set in options.items():
+        if is_set:
+            raise ValueError(
+                f"the rollout has {name}=, and its batches are made at the trainer: expected "
+                f"TrainerStream({name}=…) there, or a graph with a LearnerPipeline and TrainerSink(sends='batches')"
+            )
+
+
+def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object] | None) -> None:
+    """Run the graph; a signal that has ended it takes effect afterwards."""
+    handlers = _signal_handlers()
+    try:
+        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers))
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)  # an event loop would leave others
+    if report is not None and on_end is not None:
+        on_end(report)
+    if signalled is not None:
+        signal.raise_signal(signalled)
+
+
+def _signal_handlers() -> dict[signal.Signals, Any]:
+    """Handlers of the signals that stop a feed, to be restored; {} outside the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: handler for number, handler in handlers.items() if handler not in (None, signal.SIG_IGN)}
+
+
+async def _run_graph(
+    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals]
+) -> tuple[Report | None, signal.Signals | None]:
+    """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
+    run: Run | None = None
+    received: list[signal.Signals] = []
+    raised: Exception | None = None
+    with anyio.open_signal_receiver(*numbers) if numbers else nullcontext() as signals:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_leave_with_trainer, sink, tasks.cancel_scope)
+            try:
+                async with graph.run() as run:
+                    if signals is not None:
+                        tasks.start_soon(_leave_when_signalled, signals, run, sink, tasks, received)
+                    await run.wait()
+            except Exception as error:
+                raised = error  # as it is, not in a group
+            tasks.cancel_scope.cancel()
+    if raised is not None:
+        raise raised
+    return None if run is None else run.report(), received[-1] if received else None
+
+
+async def _leave_with_trainer(sink: TrainerSink, scope: CancelScope) -> None:
+    if await sink.wait_goodbye() is not None:
+        scope.cancel()
+
+
+async def _leave_when_signalled(
+    signals: AsyncIterator[signal.Signals],
+    run: Run,
+    sink: TrainerSink,
+    tasks: TaskGroup,
+    received: list[signal.Signals],
+) -> None:
+    async for number in signals:
+        if received:
+            tasks.cancel_scope.cancel()
+        else:
+            logger.warning(_INTERRUPTED, "" if sink.linger is None else f" for {sink.linger:g} s (linger)")
+            run.stop()
+            if sink.linger is not None:
+                tasks.start_soon(_leave_without_trainer, sink, sink.linger, tasks.cancel_scope)
+        received.append(number)
+
+
+async def _leave_without_trainer(sink: TrainerSink, seconds: float, scope: CancelScope) -> None:
+    """Cancel the scope once there has been no trainer for so many seconds."""
+    since = anyio.current_time()
+    while sink.has_trainer or anyio.current_time() - since < seconds:
+        await anyio.sleep(_LOOK_S)
+        if sink.has_trainer:
+            since = anyio.current_time()
+    logger.warning("interrupted, and there has been no trainer for %g s: it is waited for no more", seconds)
+    scope.cancel()

@@ -1,0 +1,1 @@
+"""Items on their way to a trainer: fragments and train batches as messages."""

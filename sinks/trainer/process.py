@@ -1,0 +1,210 @@
+"""Trainer in a child process of the rollout's."""
+
+import inspect
+import logging
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any, Literal, NamedTuple, Self
+
+import anyio
+import cloudpickle
+import torch
+
+from rollflow.nodes.env.workers.lane_server import end_with_parent
+from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
+from rollflow.nodes.stages.argument_checks import check_numbers
+from rollflow.sinks.trainer.own_folder import OwnFolder
+from rollflow.sinks.trainer.ranks import pickle_channel
+from rollflow.sinks.trainer.stream import TrainerStream
+from rollflow.stream.data.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+_STREAM_OPTIONS = tuple(inspect.signature(TrainerStream).parameters)[1:]  # all but the address
+
+
+class TrainerFailed(NamedTuple):
+    """Error that the function raised, as text."""
+
+    text: str
+    traceback: str
+
+
+class TrainerProcess:
+    """Runs `train(stream, *args)` in a child process, with a `TrainerStream` that this process can feed.
+
+        train, args    function and its arguments, sent to the child by cloudpickle
+        stream         arguments of the `TrainerStream` by their names, but for its address
+        transport      way of fragments to the child: "shm", through shared memory; "unix", by a socket
+        linger         seconds that the trainer has to come to its end once the block is left; None: for ever
+
+        address        for a `TrainerSink`, or `feed`, with `watch=trainer.watch`
+        pid            of the child
+        result         value that `train` returned, once the block has been left
+
+    `with TrainerProcess(...) as trainer:` leaves no process behind. When the block is left, the trainer's loop ends
+    after the last rollout that is there. A trainer that does not end within `linger` seconds, or whose block raised, is
+    terminated, and then killed.
+
+    Raises RunError with the traceback in its notes where `train` raises, or the process dies, when the block is left.
+    """
+
+    def __init__(
+        self,
+        train: Callable[..., object],
+        *args: Any,
+        stream: Mapping[str, Any] | None = None,
+        transport: Literal["shm", "unix"] = "shm",
+        linger: float | None = 60.0,
+    ) -> None:
+        check_numbers(linger=(linger, 0))
+        if not callable(train):
+            raise ValueError(f"train is {train!r:.100}, expected a function that is called as train(stream, *args)")
+        if transport not in ("shm", "unix"):
+            raise ValueError(f"transport is {transport!r}, expected 'shm' or 'unix'")
+        if not isinstance(stream, Mapping | None):
+            raise ValueError(f"stream is {stream!r:.100}, expected the arguments of a TrainerStream by their names")
+        if unknown := [name for name in stream or () if name not in _STREAM_OPTIONS]:
+            names = list(_STREAM_OPTIONS)
+            raise ValueError(f"stream has {unknown}, expected arguments of a TrainerStream among {names}")
+        self._name = getattr(train, "__name__", repr(train))
+        self._job = train, args, dict(stream or {})
+        self._transport, self._linger = transport, linger
+        self._worker: WorkerProcess | None = None
+        self._has_ended = False
+        self._error: RunError | None = None
+        self.result: Any = None
+        self.address = ""
+        self.pid = 0
+
+    def __enter__(self) -> Self:
+        if self._worker is not None:
+            raise RunError("the trainer has been started: it runs once, make another one")
+        function, args, options = self._job
+        self._folder = OwnFolder()
+        self.address = f"{self._transport}:{self._folder.path}/trainer"
+        threads = None if "OMP_NUM_THREADS" in os.environ else core_count()  # None: torch's default
+        try:
+            job = cloudpickle.dumps((function, args, self.address, options, threads))
+            self._worker = WorkerProcess("rollflow.sinks.trainer.process", 1)
+        except BaseException:
+            self._folder.close()
+            raise
+        self.pid = self._worker.pid
+        with suppress(OSError):  # the child is gone, which `watch` and `__exit__` notice
+            pickle_channel.send(self._sock, job)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        worker = self._started()
+        try:
+            with suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)  # the child's sign that no more rollouts come
+            if not self._receive(self._linger if error is None else 0.0):
+                if error is None:
+                    logger.warning("the trainer %s has not ended for %g s: it is terminated", self._name, self._linger)
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGTERM)
+            worker.has_ended(CLOSE_TIMEOUT_S)
+        finally:
+            worker.kill()
+            self._folder.close()
+        if error is None and self._error is not None:
+            raise self._error
+
+    async def watch(self) -> None:
+        """Wait until the trainer has ended. Raises RunError where it has failed."""
+        self._started()
+        if not self._has_ended:
+            await anyio.wait_readable(self._sock)
+        self.check()
+
+    def check(self) -> None:
+        """Raise RunError if the trainer has failed by now."""
+        self._started()
+        self._receive(0.0)
+        if self._error is not None:
+            raise self._error
+
+    # Inside
+
+    @property
+    def _sock(self) -> socket.socket:
+        return self._started().sockets[0]
+
+    def _started(self) -> WorkerProcess:
+        if self._worker is None:
+            raise RunError("the trainer has not been started, expected: with TrainerProcess(...) as trainer:")
+        return self._worker
+
+    def _receive(self, timeout_s: float | None) -> bool:
+        """Receive the child's result or failure; False if it has not ended within so many seconds, None: for ever."""
+        if self._has_ended:
+            return True
+        if not wait([self._sock], timeout_s):
+            return False
+        self._has_ended = True
+        try:
+            outcome = pickle_channel.receive(self._sock)
+        except (EOFError, OSError):
+            self._error = RunError(f"the trainer {self._name}, process {self.pid}, {self._started().ended()}")
+            return True
+        if isinstance(outcome, TrainerFailed):
+            self._error = RunError(f"the trainer {self._name} has failed: {outcome.text}")
+            self._error.add_note(f"in its process:\n{outcome.traceback}")
+        else:
+            self.result = pickle.loads(outcome)
+        return True
+
+
+def main(life: int, sockets: Sequence[int]) -> None:
+    """Run the job that comes by the socket, and send its pickled result; the process ends when `life` is closed.
+
+    life       descriptor of a pipe
+    sockets    one descriptor, of the socket to the parent
+    """
+    end_with_parent(life)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that blocks are left
+    outcome: bytes | TrainerFailed
+    with socket.socket(fileno=sockets[0]) as sock:
+        try:
+            outcome = cloudpickle.dumps(_run(sock, *pickle.loads(pickle_channel.receive(sock))))
+        except Exception as error:
+            outcome = TrainerFailed(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error)))
+        pickle_channel.send(sock, outcome)
+
+
+def _run(
+    sock: socket.socket,
+    function: Callable[..., object],
+    args: tuple[Any, ...],
+    address: str,
+    options: dict[str, Any],
+    threads: int | None,
+) -> object:
+    """Call `function(stream, *args)` with torch's number of threads; when `sock` is closed no more rollouts come."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with TrainerStream(address, **options) as stream:
+        lock, has_left = threading.Lock(), False
+
+        def listen() -> None:
+            sock.recv(1)  # returns at the end: nothing else comes
+            with lock:
+                if not has_left:
+                    stream.expect_no_more()
+
+        threading.Thread(target=listen, daemon=True).start()
+        try:
+            return function(stream, *args)
+        finally:
+            with lock:
+                has_left = True

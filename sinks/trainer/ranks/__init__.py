@@ -1,0 +1,1 @@
+"""Ranks: the processes of one trainer, and the workers of a data loader."""

@@ -1,0 +1,319 @@
+"""The rollout of a sink: held back by the trainer, seen by the sink, and given the trainer's weights."""
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import gymnasium as gym
+import torch
+
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.env.remote.software import software
+from rollflow.nodes.metrics.episode_returns import AgentReturns, EpisodeReturns
+from rollflow.nodes.modules.loaded_weights import Loaded
+from rollflow.nodes.modules.policy_weights import shapes_of
+from rollflow.nodes.modules.weights_codec import digest_of, to_arrays
+from rollflow.nodes.offloaded.agent_fragment_message import message_of_agents
+from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
+from rollflow.nodes.rollout.rollout import Rollout
+from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
+from rollflow.sinks.trainer.messages.agents_description import AgentsDescription
+from rollflow.sinks.trainer.messages.by_module import joined_weights, parted_weights
+from rollflow.sinks.trainer.messages.compression import available
+from rollflow.sinks.trainer.messages.item_message import AnyFragment, message_of_fragment
+from rollflow.sinks.trainer.rollout_side.batch_observer import BatchObserver
+from rollflow.sinks.trainer.rollout_side.pace_gate import BatchCredits, LaneNews, PaceGate, Subscriber
+from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
+from rollflow.stream import wire
+from rollflow.stream.data.errors import GraphError, ModuleError
+from rollflow.stream.data.loss_ledger import Origin, origins_of
+from rollflow.stream.data.space_codec import describe_space
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.wire import NONCE_BYTES, VERSION, Hello, Receipt
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER
+
+AnyRollout = Rollout | MultiAgentRollout
+
+_MOST_VERSIONS = 64  # of weights that were converted
+
+
+def check_rollout(rollout: object) -> None:
+    """Raise ValueError for anything but a rollout."""
+    if not isinstance(rollout, AnyRollout):
+        raise ValueError(f"rollout is {rollout!r:.100}, expected a Rollout or a MultiAgentRollout")
+
+
+class RolloutEnd:
+    """A sink's side of its rollout.
+
+    kept       what is given to the trainer
+    sends      "fragments" or "batches"
+    shares     whether fragments are to lie where the trainer sees them
+    look_up    called when another trainer of the rollout has left, or has come back
+    trainer    its name, in reports
+    ring       called when a lane of the rollout has come, or is gone
+
+    subscriber    the trainer, as one of the rollout's
+    gate          holds the rollout back
+    lanes         of the rollout, as a trainer that gets fragments is to know them
+    seen          sees its fragments, where train batches are sent
+    ids           modules whose weights the trainer publishes; None: there is one module
+
+    Raises GraphError where the rollout is in its graph already, ModuleError for module ids that are no strings, and
+    ValueError where its fragments can't be sent.
+    """
+
+    def __init__(
+        self,
+        rollout: AnyRollout,
+        kept: ResendBuffer,
+        *,
+        sends: str,
+        shares: bool,
+        look_up: Callable[[], None],
+        trainer: str,
+        ring: Callable[[], None],
+    ) -> None:
+        check_rollout(rollout)
+        self.rollout, self._sends, self._shares = rollout, sends, shares
+        self.ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
+        self.subscriber = Subscriber(rollout, look_up)
+        self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else None, ring)
+        self.gate = PaceGate(kept, self.subscriber, trainer, self.lanes)
+        returns = AgentReturns(rollout.module.__contains__) if self.ids is not None else EpisodeReturns()
+        self.seen = BatchObserver(returns, self.ids, self.gate.see)
+        rollout.hold_back(self.gate)
+        if sends == "batches":
+            rollout.watch(self.seen)
+        self._can_be_paced = sends == "fragments"
+        self._kept = kept
+        self._makers: list[Any] = []  # the nodes before the sink that know which fragments a batch is made of
+        self._converted: dict[int, bytes] = {}  # version -> digest of weights as the module has them, if otherwise
+        # Of a trainer: how often it had come, and forward node -> the weights that it was told to be in use.
+        self._receipts: tuple[int, dict[str, Loaded]] = 0, {}
+        if isinstance(rollout, Rollout):
+            rollout.digest_loaded()
+        if shares and sends == "fragments":
+            rollout.environments.share()
+
+    def hello(self, session: bytes, *, name: str, max_frame: int, digests: Mapping[int, bytes]) -> Hello:
+        """The first message of a connection to the trainer, with the rollout as it is now.
+
+        session      token of its session
+        name         of the rollout at the trainer
+        max_frame    bytes of a frame that it takes
+        digests      policy version -> digest, of weights that came from this trainer
+        """
+        lanes = self.lanes.last_items  # before the others: one that comes meanwhile has its slots among them
+        environments = self.rollout.environments
+        slots = tuple(env.num_envs for env in environments.envs) or (1,)
+        if not environments.has_fixed_lanes:
+            slots = tuple(slots[lane] for lane in lanes) or slots[:1]
+        observation_space, action_space = self._agents_spaces or (
+            environments.observation_space,
+            environments.chosen_space,
+        )
+        return Hello(
+            versions=(VERSION, VERSION),
+            role="source",
+            software=software(),
+            name=name,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            session=session,
+            max_frame=max_frame,
+            slots=slots,
+            observation_space=describe_space(observation_space),
+            action_space=describe_space(action_space),
+            autoreset="SAME_STEP",
+            metadata=self._metadata(lanes) | {"digest": digests.get(self.version)},
+        )
+
+    def take_makers(self, sources: Sequence[Any], changed: Callable[[], None], *, drops: bool) -> None:
+        """Know which fragments go into which train batch, if one node alone makes them of the rollout's.
+
+        sources    lead to the sink
+        changed    called from any thread when some have gone into none
+        drops      whether some may be lost on their way
+
+        Raises GraphError where there can't be what is to be sent.
+        """
+        makers = [node for node in sources if node is not self.rollout]
+        self._makers = [node for node in makers if hasattr(node, "origins_of")]
+        if self._sends == "batches" and not makers:
+            raise GraphError(
+                "fragments come to a sink with sends='batches', expected a LearnerPipeline between it and the rollout, "
+                "or sends='fragments'"
+            )
+        if self._sends == "fragments" and any(isinstance(node, FragmentGatherer) for node in makers):
+            raise GraphError("train batches come to a sink with sends='fragments', expected sends='batches'")
+        if self.gate.credits is None and len(makers) == 1 and isinstance(makers[0], FragmentGatherer):
+            self.gate.credits = BatchCredits(makers[0])
+            makers[0].watch(changed)
+        self._can_be_paced = not drops and (self._sends == "fragments" or self.gate.credits is not None)
+
+    def origins_of(self, item: Any) -> list[Origin]:
+        """The origins of a fragment, or of those that a train batch is made of."""
+        return [*origins_of(item, self._makers)]
+
+    def lose_undelivered(self, done: int) -> None:
+        """Count at the rollout what came after item `done`, unless others go on without this trainer."""
+        if not self.subscriber.is_passed_over:
+            for origin in self._kept.origins(done):
+                origin.lose("undelivered")
+
+    def message_of(self, number: int, fragment: AnyFragment) -> wire.Fragment:
+        """A fragment as a message of this number; one of several agents tells of episodes that have ended in it."""
+        if isinstance(fragment, MultiAgentFragment):
+            self.seen(fragment)
+            return message_of_agents(number, fragment, self._spaces, {"episodes": self.seen.take_episodes()})
+        return message_of_fragment(number, fragment, self._spaces)
+
+    @property
+    def version(self) -> int:
+        """Policy version that it acts with; of several modules that of the trainer's weights."""
+        rollout = self.rollout
+        return rollout.version_elsewhere if isinstance(rollout, MultiAgentRollout) else rollout.policy_version
+
+    def publish(self, version: int, weights: Mapping[str, Any]) -> bool:
+        """Have it act with weights of this version; False: they are not newer than its own. From any thread.
+
+        Raises ModuleError where they are not those of its module, or of modules `ids` where it has several.
+        """
+        if isinstance(self.rollout, MultiAgentRollout):
+            return self.rollout.publish_as(version, parted_weights(weights, self.ids or ()))
+        if self.rollout.loaded is not None:
+            self._note_conversion(version, weights)
+        return self.rollout.publish_as(version, weights)
+
+    def receipt_of(self, lane: int, version: int | None, came: Mapping[int, bytes], welcomes: int) -> Receipt | None:
+        """Receipt of the weights that a lane's forward node uses; None: not known, or no news for the trainer.
+
+        version     that it last acted with; None: it has not
+        came        version -> digest, of weights as they came from the trainer
+        welcomes    how often the trainer had come
+        """
+        used = None if version is None else self._used_in(lane, version, came)
+        if used is None:
+            return None
+        if self._receipts[0] != welcomes:
+            self._receipts = welcomes, {}
+        node = f"lane {lane}"
+        if self._receipts[1].get(node) == used:
+            return None
+        self._receipts[1][node] = used
+        return Receipt(node, *used)
+
+    # Inside
+
+    @cached_property
+    def _agents_spaces(self) -> tuple[gym.Space[Any], gym.Space[Any]] | None:
+        """Dict spaces of observations and of actions: agent id, as text -> its space; None: there is one agent."""
+        if not isinstance(self.rollout, MultiAgentRollout):
+            return None
+        by_agent = {str(agent): part for part in self.rollout.environments.parts for agent in part.agents}
+        observations = gym.spaces.Dict({agent: part.observation_space for agent, part in by_agent.items()})
+        return observations, gym.spaces.Dict({agent: part.recorded_space for agent, part in by_agent.items()})
+
+    @cached_property
+    def _spaces(self) -> Sequence[Any]:
+        """Spaces that observations may be in; once the rollout runs, its pipelines stay as they are."""
+        if isinstance(self.rollout, MultiAgentRollout):
+            return AgentsDescription.of(self.rollout, ()).parts
+        return _spaces_of(self.rollout)
+
+    def _metadata(self, lanes: Mapping[int, int | None]) -> dict[str, Any]:
+        """Entries of a hello: the trainer makes batches by them, and compares weights.
+
+        lanes    lane -> number of the item after which it has none; None while it is there
+        """
+        rollout, has_fixed_lanes = self.rollout, self.rollout.environments.has_fixed_lanes
+        metadata: dict[str, Any] = {}
+        if isinstance(rollout, MultiAgentRollout):
+            ids, spaces = self.ids or (), list(self._agents_spaces or ())[:1]
+            weights = joined_weights({module_id: rollout.module[module_id].state_dict() for module_id in ids})
+            if self._sends == "fragments":
+                metadata["agents"] = AgentsDescription.of(rollout, ids).plain()
+        else:
+            spaces, weights = _spaces_of(rollout), rollout.module.state_dict()
+        if not has_fixed_lanes:
+            metadata["lanes"] = list(lanes)
+        # Of several trainers, one might have a lane that comes in another round than the others.
+        is_common = has_fixed_lanes or self._sends == "batches" or self.subscriber.is_alone
+        return metadata | {
+            "sends": self._sends,
+            "compressions": available(),
+            "shares_memory": self._shares,
+            "has_fixed_lanes": has_fixed_lanes,
+            "spaces": [describe_space(space) for space in spaces],
+            "is_stateful": isinstance(rollout, Rollout) and is_stateful(rollout.module),
+            "is_by_module": isinstance(rollout, MultiAgentRollout),
+            "module": type(rollout.module).__name__,
+            "weights": {name: list(shape) for name, shape in shapes_of(weights).items()},
+            "version": self.version,
+            "seed": rollout.seed if rollout.seed < MOST_NUMBER else None,
+            "can_be_paced": self._can_be_paced and is_common,
+            "aside": [[lane, number] for lane, number in lanes.items() if number is not None],
+        }
+
+    def _used_in(self, lane: int, version: int, came: Mapping[int, bytes]) -> Loaded | None:
+        """The newest weights, of those that came, that a lane's forward node is known to have; None: of none."""
+        elsewhere = self.rollout.loaded if isinstance(self.rollout, Rollout) else None
+        if elsewhere is None:
+            return Loaded(version, came[version]) if version in came else None
+        loaded = elsewhere.get(lane)
+        if loaded is None or loaded.version not in came:
+            return None
+        is_converted = loaded.digest == self._converted.get(loaded.version)
+        return Loaded(loaded.version, came[loaded.version]) if is_converted else loaded
+
+    def _note_conversion(self, version: int, weights: Mapping[str, Any]) -> None:
+        """Take down what weights become in a module that has other dtypes."""
+        own = {name: value.dtype for name, value in self.rollout.module.state_dict().items() if torch.is_tensor(value)}
+        tensors = {name: value for name, value in weights.items() if torch.is_tensor(value)}
+        converted = {name: value.to(own.get(name, value.dtype)) for name, value in tensors.items()}
+        if any(converted[name].dtype != value.dtype for name, value in tensors.items()):
+            arrays = to_arrays(converted)
+            self._converted[version] = digest_of(arrays.tensors, arrays.dtypes)
+            while len(self._converted) > _MOST_VERSIONS:
+                del self._converted[next(iter(self._converted))]
+
+
+def _spaces_of(rollout: Rollout) -> list[gym.Space[Any]]:
+    """Spaces that a fragment's observations may be in."""
+    return [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
+
+
+def _claimed_ids(rollout: MultiAgentRollout) -> tuple[str, ...]:
+    """Ids of the modules whose weights the trainer publishes, which have to stay from now on.
+
+    Raises ModuleError for ids that are no strings.
+    """
+    trained = [module_id for module_id in rollout.module if rollout.learner.trains(module_id)]
+    if not all(isinstance(module_id, str) for module_id in trained):
+        raise ModuleError(f"module ids are {trained}, expected strings where a trainer elsewhere gets their batches")
+    ids = tuple(module_id for module_id in trained if shapes_of(rollout.module[module_id].state_dict()))
+    rollout.be_published_elsewhere(ids)
+    return ids
+
+
+def rollout_among(sources: Sequence[Any], where: str, *, is_all: bool) -> AnyRollout | None:
+    """The rollout among the nodes that lead to a sink; None: it has not been connected yet.
+
+    where     the sink, for messages
+    is_all    whether there are no others to come
+
+    Raises GraphError where there are several, or none is to come.
+    """
+    found = [node for node in sources if isinstance(node, AnyRollout)]
+    if len(found) > 1:
+        raise GraphError(
+            f"{len(found)} rollouts lead to {where}, expected one: give each a sink of its own to the same trainer"
+        )
+    if not found and is_all:
+        names = ", ".join(type(node).__name__ for node in sources) or "nothing"
+        raise GraphError(
+            f"no rollout leads to {where}, but {names}; expected a Rollout or a MultiAgentRollout upstream of it, as "
+            "in graph.connect(rollout.fragments, TrainerSink(...)), or the rollout as its argument"
+        )
+    return found[0] if found else None

@@ -1,1 +1,0 @@
-"""A rollout and its trainer on one host: fragments that lie in memory which both of them see."""

@@ -1,0 +1,370 @@
+"""Rollout's end of the stream to a trainer in another process or on another host: fragments out, weights in."""
+
+import logging
+import secrets
+import socket
+import ssl
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import anyio
+
+from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
+from rollflow.nodes.stages.argument_checks import check_numbers
+from rollflow.sinks.trainer.messages.agents_description import newest_acting
+from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps
+from rollflow.sinks.trainer.messages.item_message import AnyFragment, Batch, message_of_batch, nbytes_of
+from rollflow.sinks.trainer.rollout_side.lender import FragmentLender
+from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer, SpillFolder
+from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, RolloutEnd, rollout_among
+from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplink
+from rollflow.sinks.trainer.trainer_side.state import HAS_ENDED
+from rollflow.stream import wire
+from rollflow.stream.data.errors import GraphError
+from rollflow.stream.graph.channel import Inlet
+from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.descriptor_transport import check_shared
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # between looks whether a wait is long enough to be logged
+
+
+class TrainerSink:
+    """Sink that sends a rollout's fragments to a `TrainerStream`, and publishes the trainer's weights to the rollout.
+
+        address        where the trainer listens: 'tcp://host:port', 'unix:/path', 'shm:/path', or a stream's `address`
+        rollout        `Rollout` or `MultiAgentRollout` whose fragments come. It begins once the trainer has been there,
+                       and acts with its newest weights. None: the rollout that leads to the sink in the graph
+        secret, tls    as for `EnvHost`
+        name           name of the rollout at the trainer, best unique; None: the name of this computer
+        linger         seconds, once the last fragment has come, that the trainer has to be done with all; None: for
+                       ever
+        retry_s        seconds that a trainer may be away, at first or after it was lost, before the graph ends with a
+                       WireError; not after its goodbye. None: it is dialled for ever
+        max_bytes      bound on fragments that are kept since the trainer may want them again; the rollout stands still
+                       while there are more. As many as the trainer needs for one batch are kept in any case. With
+                       'shm:', also a bound on those that the trainer may have at a time
+        spill          folder on a disk for fragments beyond `max_bytes`, which then hold nothing up once they were
+                       sent or, with 'shm:', are done with. It is empty again afterwards. None: there is none
+        limits         of frames, times and bytes under way
+        watch          awaited meanwhile, such as `TrainerProcess.watch`: an error that it raises ends the graph, and
+                       once it has returned there is no trainer any more
+
+        sends          "fragments"; or "batches", the train batches of a `LearnerPipeline`, or of several agents of a
+                       `MultiAgentLearnerPipeline`, between the rollout and the sink
+        lost           number of transitions by cause. `undelivered`: the trainer was not done with them when the sink
+                       was closed. They are a part of `rollout.lost["undelivered"]`, which has those of all sinks, each
+                       transition once, unless others went on without this trainer. `left`: they came while this trainer
+                       had left and another had not; `rollout.lost` has none of them
+
+    `graph.connect(rollout.fragments, TrainerSink(...))` is enough. With the rollout as an argument, make the sink
+    before the rollout is added to its graph. Modules of a `MultiAgentRollout` whose weights the trainer publishes have
+    to stay: leave those that come and go out of its `modules_to_train`.
+
+    A trainer that is lost is dialled again, and gets what it was not done with: every item once, in order. Until then
+    the rollout stands still, also one that is drained, which logs what it waits for: leave the run to give up those
+    items.
+
+    Several sinks may send one rollout to several trainers. Each has its own window and bound of age, and the rollout
+    begins once all have been there. One of them is to publish weights; those of others are passed over. If one says
+    goodbye the others go on without it; if it comes back it gets what is made from then on.
+
+    With 'shm:', for a trainer on this host, fragments are not sent: they lie in memory that the trainer sees. Nothing
+    is written there again before the trainer has moved on from a fragment and has no array of it any more. Other items
+    are copied there once: train batches, fragments from other hosts, and in a lane's first fragment what no worker
+    process writes. Train batches that are ready together share one block, of 1 MiB or four batches at most. It is
+    written again once the trainer has let go of all of them. A trainer that keeps more than `max_bytes` gets copies
+    through the socket, as with 'unix:', until it lets go of some.
+
+    `stream.returns` and `stream.weights_in_use()` work for train batches too, since the sink observes the fragments as
+    they leave the rollout. A batch lists the episodes that have finished since the batch before it; those that finish
+    after the last batch are not reported.
+
+    Raises WireError for an invalid address, or one that needs a secret; ModuleError for module ids that are no strings;
+    GraphError, when the graph is drawn, unless one rollout leads to the sink; when the graph runs, the connection's
+    error, such as for another secret.
+    """
+
+    def __init__(
+        self,
+        address: str | wire.Address,
+        rollout: AnyRollout | None = None,
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        name: str | None = None,
+        linger: float | None = 60.0,
+        retry_s: float | None = None,
+        max_bytes: int = 1 << 30,
+        spill: str | Path | None = None,
+        sends: Literal["fragments", "batches"] = "fragments",
+        limits: wire.Limits | None = None,
+        watch: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        if sends not in ("fragments", "batches"):
+            raise ValueError(f"sends is {sends!r}, expected 'fragments' or 'batches'")
+        check_numbers(max_bytes=(max_bytes, 1), linger=(linger, 0), retry_s=(retry_s, 0))
+        target = wire.parse_trainer_address(address)
+        wire.check_secret(target, secret_bytes(secret))
+        check_shared(target, tls)
+        check_tls(target, tls)
+        if spill is not None and not Path(spill).is_dir():
+            raise ValueError(f"spill is {str(spill)!r}, expected a folder that is there")
+        self.name = socket.gethostname() if name is None else name
+        self.lost: dict[str, int] = {}
+        self.linger, self._sends = linger, sends
+        self._buffer = ResendBuffer(max_bytes, None if spill is None else SpillFolder(Path(spill)))
+        self._session = wire.SourceSession(secrets.token_bytes(wire.SESSION_BYTES))
+        self._lender = FragmentLender(max_bytes) if isinstance(target, wire.SharedAddress) else None
+        self._changed, self._watch = anyio.Event(), watch
+        self._has_ended = self._is_draining = self._is_over = self._trainer_has_ended = False
+        self._failure: str | None = None
+        self._watch_error: Exception | None = None
+        self._trainer_name = f"the trainer at {target}"
+        self._has_own_rollout = rollout is not None  # and does not look for one in the graph
+        self._connected_end = None if rollout is None else self._end_of(rollout)
+        self._uplink = TrainerUplink(
+            TrainerLink(target, limits or wire.Limits(), secret_bytes(secret), tls, self._lender, retry_s),
+            self._hello,
+            self._session,
+            self._buffer,
+            lambda version, weights: self._rollout_end.publish(version, weights),
+        )
+
+    def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
+        """Find the rollout among the nodes that lead to the sink, unless it was an argument; return it if it is new."""
+        changed = () if self._has_own_rollout else self._take_rollout(sources, is_all=is_all)
+        if is_all:
+            self._rollout_end.take_makers(sources, self._uplink.bell.ring, drops=drops)
+        return changed
+
+    async def run(self, fragments: Inlet[AnyFragment | Batch]) -> None:
+        """Send what comes, until no more does and the trainer is done with it."""
+        self._uplink.start()
+        raised: Exception | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._follow_uplink, tasks.cancel_scope)
+                if self._watch is not None:
+                    tasks.start_soon(self._run_watch, self._watch, tasks.cancel_scope)
+                try:
+                    await self._send_all(fragments)
+                except Exception as error:
+                    raised = error  # as it is, not in a group
+                tasks.cancel_scope.cancel()
+        finally:
+            self._is_over = True
+            self._notify()
+        raised = raised or self._uplink.error or self._watch_error
+        if raised is not None:
+            raise raised
+
+    def take_drain(self) -> None:
+        """The run is being drained: whatever comes now is among the last."""
+        self._is_draining = True
+        self._notify()
+
+    def take_failure(self, error: BaseException) -> None:
+        """Note an error that ends the run, as the reason to leave for the trainer."""
+        if error is not self._uplink.error:
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def close(self) -> None:
+        """Say goodbye to the trainer if the rollout has come to its end; else send the failure, if there is one."""
+        self._uplink.close("the rollout has ended" if self._has_ended else None, self._failure)
+        self._uplink.release()
+        left, steps = self._session.given - self._session.done, self._buffer.steps(self._session.done)
+        if left:
+            self.lost["undelivered"] = steps
+            self._rollout_end.lose_undelivered(self._session.done)
+            logger.log(
+                logging.WARNING if self.goodbye is None else logging.INFO,  # it has left of its own will
+                "%d %s with %d transitions not delivered: %s",
+                left,
+                self._sends if left > 1 else {"fragments": "fragment", "batches": "batch"}[self._sends],
+                steps,
+                self._uplink.problem or "the trainer had not moved on from them",
+            )
+
+    @property
+    def has_trainer(self) -> bool:
+        """True while a trainer is connected."""
+        return not self._uplink.problem
+
+    @property
+    def given(self) -> int:
+        """Number of items that have come."""
+        return self._session.given
+
+    @property
+    def goodbye(self) -> str | None:
+        """Reason that the trainer gave when it left; None: it has not, or there is another one."""
+        return self._uplink.goodbye or (HAS_ENDED if self._trainer_has_ended else None)
+
+    async def wait_goodbye(self) -> str | None:
+        """Wait until a trainer has left, and return its reason; None if the sink has ended before."""
+        while not self._has_left() and not self._is_over:
+            await self._changed.wait()
+        return self.goodbye
+
+    def describe(self) -> str:
+        """Text for `explain()`."""
+        return f"to {self._trainer_name}"
+
+    # Inside
+
+    @property
+    def _rollout_end(self) -> RolloutEnd:
+        """End of the rollout, which there is once the graph has been drawn."""
+        assert self._connected_end is not None
+        return self._connected_end
+
+    def _take_rollout(self, sources: Sequence[Any], *, is_all: bool) -> Sequence[Any]:
+        where = f"the TrainerSink to {self._uplink.address}"
+        rollout, end = rollout_among(sources, where, is_all=is_all), self._connected_end
+        if rollout is None or (end is not None and rollout is end.rollout):
+            return ()
+        if end is not None:
+            raise GraphError(f"{where} has another rollout by now, expected a sink for each")
+        rollout.be_drawn_anew()
+        self._connected_end = self._end_of(rollout)
+        return [rollout]
+
+    def _end_of(self, rollout: AnyRollout) -> RolloutEnd:
+        return RolloutEnd(
+            rollout,
+            self._buffer,
+            sends=self._sends,
+            shares=self._lender is not None,
+            look_up=self._notify,
+            trainer=self._trainer_name,
+            ring=lambda: self._uplink.bell.ring(),
+        )
+
+    def _hello(self) -> wire.Hello:
+        most, digests = self._uplink.link.limits.max_frame, self._uplink.versions
+        return self._rollout_end.hello(self._session.token, name=self.name, max_frame=most, digests=digests)
+
+    async def _send_all(self, items: Inlet[AnyFragment | Batch]) -> None:
+        trainer = self._rollout_end.subscriber
+        async for item in items:
+            await self._wait_until(self._may_take)
+            if trainer.is_passed_over:
+                self._discard(item)
+            else:
+                self._send(item)
+            self._send_lane_news()
+        self._has_ended = True
+        self._uplink.finish()
+        with anyio.move_on_after(self.linger):
+            await self._wait_until(lambda: self._session.done == self._session.given or self._has_left())
+
+    async def _follow_uplink(self, scope: anyio.CancelScope) -> None:
+        """Let the rollout and waiting tasks see each change of the uplink; cancel the scope if that has failed."""
+        bell, end = self._uplink.bell, self._rollout_end
+        gate = end.gate
+        while True:
+            await anyio.wait_readable(bell.fileno())
+            bell.silence()
+            if self._uplink.error is not None:
+                scope.cancel()
+            gate.order = self._uplink.wanted or gate.order
+            gate.done, gate.version = self._session.done, end.version
+            self._send_lane_news()
+            end.subscriber.look_again(has_left=self._has_left())
+            gate.look_again()
+            self._notify()
+
+    def _send_lane_news(self) -> None:
+        lanes = self._rollout_end.lanes
+        for news in lanes.take(self._session.given):
+            self._uplink.tell(news)
+        if not self._rollout_end.rollout.environments.has_fixed_lanes:
+            lanes.forget(self._session.kept)
+
+    def _notify(self) -> None:
+        """Wake the tasks that wait for a change."""
+        changed, self._changed = self._changed, anyio.Event()
+        changed.set()
+
+    async def _run_watch(self, watch: Callable[[], Awaitable[object]], scope: anyio.CancelScope) -> None:
+        """Cancel the scope if `watch` raises; if it returns, wait for the trainer's last messages."""
+        try:
+            await watch()
+        except Exception as error:
+            self._watch_error = error
+            scope.cancel()
+            return
+        while self.has_trainer and not self._has_left():
+            await self._changed.wait()
+        self._trainer_has_ended = True
+        self._uplink.bell.ring()
+
+    async def _wait_until(self, is_met: Callable[[], bool]) -> None:
+        """Wait until a condition is met; while the trainer is there, log at growing intervals why it is not."""
+        reminder = Reminder(anyio.current_time())
+        while not is_met():
+            changed = self._changed
+            with anyio.move_on_after(_LOOK_S):
+                await changed.wait()
+            if reminder.is_due(now := anyio.current_time()) and self.has_trainer:
+                reason = self._buffer.held_back(self._session, self._sends)
+                logger.warning("waiting for %.0f s for %s: %s", now - reminder.since, self._trainer_name, reason)
+
+    def _may_take(self) -> bool:
+        """True if an item is for nobody, or may be taken; a drained run logs once why it may not."""
+        if self._rollout_end.subscriber.is_passed_over:
+            return True
+        order, under_way = self._rollout_end.gate.order, self._session.given - self._session.done
+        if under_way < (1 if order is None else order.window) and self._buffer.has_room(self._sends):
+            return True
+        if self._is_draining:
+            self._is_draining = False
+            reason = self._uplink.problem or self._buffer.held_back(self._session, self._sends)
+            text = "the run is drained, and what it has made waits for %s, as long as it takes: %s; leave the run to "
+            logger.warning(text + "give it up", self._trainer_name, reason)
+        return False
+
+    def _has_left(self) -> bool:
+        """True if there is no trainer to wait for."""
+        return self.goodbye is not None
+
+    def _send(self, item: AnyFragment | Batch) -> None:
+        end, number, is_fragment = self._rollout_end, self._session.given + 1, isinstance(item, AnyFragment)
+        if is_fragment != (self._sends == "fragments"):
+            raise TypeError(f"a {type(item).__name__} came to a sink that sends {self._sends}, expected these")
+        if isinstance(item, AnyFragment):
+            message, steps = end.message_of(number, item), item.num_steps
+            end.lanes.give(item.lane, item.sequence)
+            self._send_receipt(item.lane, newest_acting(item, end.ids))
+        else:
+            message = message_of_batch(number, item, modules=end.ids, episodes=end.seen.take_episodes())
+            steps = int(message.rest["steps"])
+            for lane, version in end.seen.take_versions().items():
+                self._send_receipt(lane, version)
+        if self._lender is not None:
+            self._lender.look_at(message)
+        self._buffer.add(message, nbytes_of(message), steps, end.origins_of(item))
+        self._session.given = number
+        self._uplink.wake()
+        end.gate.look_again()  # since the trainer may be what lanes wait for now
+
+    def _discard(self, item: AnyFragment | Batch) -> None:
+        """Count an item as lost, since the trainer has left, so that others of the rollout go on."""
+        if isinstance(item, AnyFragment):
+            self._rollout_end.lanes.give(item.lane, item.sequence)
+            steps = item.num_steps
+        else:
+            steps = num_steps(batches_in(item, is_by_module=self._rollout_end.ids is not None))
+            self._rollout_end.gate.pass_over()
+        if "left" not in self.lost:
+            logger.warning("trainer %s has left: others of this rollout go on without it", self._uplink.address)
+        self.lost["left"] = self.lost.get("left", 0) + steps
+
+    def _send_receipt(self, lane: int, version: int | None) -> None:
+        """Report which weights a lane's forward node has, if that is news; `version` is that of its last action."""
+        receipt = self._rollout_end.receipt_of(lane, version, self._uplink.versions, self._uplink.welcomes)
+        if receipt is not None:
+            self._uplink.tell(receipt)

@@ -1,0 +1,177 @@
+"""Intake of a trainer: items that have come, gathered into those that are handed over together."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
+from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
+from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
+from rollflow.sinks.trainer.trainer_side.staleness import StalenessBound
+from rollflow.stream.data.errors import RunError
+from rollflow.stream.net.backoff import WaitReminder
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Items that have come to a listener, in the order in which the trainer gets them.
+
+    listener       takes rollouts in
+    supply         says which items go together
+    age            bound on how old they may be
+    is_gathered    whether items that go together are handed over as one, and not one by one
+    sources        number of rollouts that are waited for
+    acks           whether a rollout may forget items that are done with
+    where          gives the address where they are waited for, for people
+    """
+
+    def __init__(
+        self,
+        listener: TrainerListener,
+        supply: ArrivalOrder | LaneRounds,
+        age: StalenessBound,
+        *,
+        is_gathered: bool,
+        sources: int,
+        acks: bool,
+        where: Callable[[], str],
+    ) -> None:
+        self.listener, self.age = listener, age
+        self._supply, self._is_gathered = supply, is_gathered
+        self._sets: list[list[ArrivedItem]] = []  # to be handed over after `_taken`
+        self._taken: deque[ArrivedItem] = deque()  # together, and not handed over yet
+        self._left_out: list[ArrivedItem] = []  # of them
+        self._awaited, self._acks, self._where = sources, acks, where
+        self._has_begun = self._expects_no_more = False
+
+    @property
+    def has_newcomers(self) -> bool:
+        """True where a rollout waits to be let in once the trainer has nothing in its hands."""
+        with self.listener.lock:
+            return self._supply.has_newcomers(self.listener.present)
+
+    def try_take(self, patience: WaitReminder, *, may_begin: bool = True) -> list[ArrivedItem] | None:
+        """Items that are handed over next, until `forget`; none where they are waited for, None where no more come.
+
+        may_begin    whether the trainer has nothing in its hands: then rollouts that wait for that are let in
+
+        Raises RunError where no rollout comes.
+        """
+        while (error := self.listener.error) is None:
+            if not (self._taken or self._sets):
+                self.listener.bell.silence()
+                with self.listener.lock:
+                    present = self.listener.present
+                    if not self._has_looked(present, patience, may_begin=may_begin):
+                        return []
+                    if not self._sets:
+                        return self._none_or_not_yet(present, patience)
+            if not self._taken:
+                self._taken, self._sets = deque(self._sets[0]), self._sets[1:]
+            if admitted := self._admitted():
+                return admitted
+        raise error
+
+    def forget(self, items: Sequence[ArrivedItem]) -> list[ArrivedItem]:
+        """Go on behind items that were taken last; those left out among them, to be done with when these are."""
+        for _ in items:
+            self._taken.popleft()
+        left_out, self._left_out = self._left_out, []
+        return left_out
+
+    def be_done_with(self, items: Sequence[ArrivedItem]) -> None:
+        """Be done with items, and tell their rollouts."""
+        sources = set()
+        with self.listener.lock:
+            for arrived in items:
+                sources.add(arrived.source)
+                arrived.source.move_on(arrived.number)
+                if self._acks:
+                    arrived.source.keep()
+        self.listener.tell_done(sources)
+
+    def hold(self, items: int) -> None:
+        """Have rollouts send more, since so many items may be on their way to loops in other processes."""
+        self.listener.widen(items)
+
+    def expect_no_more(self) -> None:
+        """Wait no more for rollouts that are not there. From any thread."""
+        self._expects_no_more = True
+        self.listener.bell.ring()
+        self.listener.wake()  # another thread may be serving there
+
+    def keep(self) -> None:
+        """Let rollouts forget all items that are done with."""
+        with self.listener.lock:
+            for source in self.listener.sources.values():
+                source.keep()
+        self.listener.wake()
+
+    def _has_looked(self, present: Sequence[RolloutPeer], patience: WaitReminder, *, may_begin: bool) -> bool:
+        """Gather items that have come; False: not as many rollouts have come as are waited for."""
+        if self.listener.arrived:
+            joined = self._supply.joined(self.listener.arrived)
+            self._supply.waiting, self.listener.arrived = joined, []
+            patience.restart()
+        if may_begin and self._supply.begin(present, self.listener.weights.version):
+            self.listener.wake()
+        if not self._has_begun and not self._is_enough(present, patience):
+            return False
+        self._sets, self._supply.waiting = self._supply.take(present)
+        return True
+
+    def _admitted(self) -> list[ArrivedItem]:
+        """Items taken for a batch, or the first of them, but for those that are too old or left out."""
+        most, admitted = len(self._taken) if self._is_gathered else 1, list[ArrivedItem]()
+        has_published = self.listener.weights.published is not None
+        while len(admitted) < most and len(admitted) < len(self._taken):
+            arrived = self._taken[len(admitted)]
+            version = self.listener.weights.version
+            if not arrived.is_left_out and self.age.admits(arrived, version, has_published=has_published):
+                admitted.append(arrived)
+                continue
+            del self._taken[len(admitted)]
+            self._left_out.append(arrived)
+        if not admitted:
+            self.be_done_with(self._left_out)
+            self._left_out = []
+        return admitted
+
+    def _is_enough(self, present: Sequence[RolloutPeer], patience: WaitReminder) -> bool:
+        """True once as many rollouts have come as are waited for. Raises RunError where they have not in time."""
+        self._has_begun = self._expects_no_more or len(self.listener.come) >= self._awaited
+        if self._has_begun:
+            return True
+        count = f"{len(present)} of {self._awaited} rollouts came"
+        if patience.is_over:
+            raise RunError(f"{count} within {patience.limit:g} s: {self._waiting_text()}")
+        if patience.is_long:
+            most = "any time" if patience.limit is None else f"{patience.limit:g} s"
+            waited = f"waiting for {patience.waited_s:.0f} s: {count} so far"
+            logger.warning("%s, others have %s (join_timeout): %s", waited, most, self._waiting_text())
+        return False
+
+    def _none_or_not_yet(self, present: Sequence[RolloutPeer], patience: WaitReminder) -> list[ArrivedItem] | None:
+        """None where no more items come, else none yet. Raises RunError where all rollouts are lost, for too long."""
+        if present:
+            if patience.is_long:
+                places = "; ".join(source.whereabouts(self.listener.limits.grace_s) for source in present[:4])
+                count = f"{len(present)} rollouts" if len(present) > 1 else "one rollout"
+                logger.warning("nothing to hand over for %.0f s, of %s: %s", patience.waited_s, count, places)
+            patience.restart()
+            return []
+        lost = [source for source in self.listener.sources.values() if source.is_lost]
+        in_their_place = len(self.listener.come) - len(lost)
+        if not lost or self._expects_no_more or in_their_place >= self._awaited:
+            logger.info("all rollouts have ended, and all that came of them was handed over: the loop ends")
+            return None
+        if patience.is_over:
+            names = "; ".join(f"{source.name}: {source.reason}" for source in lost)
+            raise RunError(
+                f"every rollout is lost and none came within {patience.limit:g} s: {names}: {self._waiting_text()}"
+            ).see("trainer away")
+        return []
+
+    def _waiting_text(self) -> str:
+        return "; ".join([f"listening on {self._where()}", *self.listener.refusals])

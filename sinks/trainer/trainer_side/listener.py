@@ -1,0 +1,371 @@
+"""Listener of a trainer: it takes in rollouts and what they send, in a thread of its own."""
+
+import logging
+import secrets
+import select
+import socket
+import ssl
+import threading
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic, sleep
+
+from rollflow.nodes.env.remote.software import software
+from rollflow.nodes.modules.policy_weights import Shapes
+from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, checked, fragments_in
+from rollflow.sinks.trainer.trainer_side.compatibility import announce, check_shares, check_together, leaves_overdue
+from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
+from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights, PublishedWeights
+from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
+from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows
+from rollflow.stream import wire
+from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net.backoff import Reminder
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.transport import transport_for
+
+logger = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+_STANDS_BACK_S = 2e-2  # from the last time that another thread has served
+_GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, as one that publishes and asks for more
+_MOST_STRANGERS = 256  # connections that have not proved themselves yet
+_MUCH = 1 << 16  # bytes that wait for a rollout
+_GOODBYE_S = 1.0
+_COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a rollout is waited for
+
+
+@dataclass(slots=True, eq=False)
+class RolloutConnection(Peer[wire.TrainerConnection]):
+    """Connection that somebody has made to a trainer.
+
+    source      the rollout at its other end; None: it has not been taken in
+    borrower    of what is lent through it; None: nothing is
+    called      as the rollout calls itself; None: it has not proved itself
+    """
+
+    source: RolloutPeer | None = None
+    borrower: FragmentBorrower | None = None
+    called: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The other end, as far as it is known, for people."""
+        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"
+
+
+class TrainerListener:
+    """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
+
+    ahead        fragments that a lane may have begun beyond what is done; None: any number, within the window
+    compression  of observations, for sources that can do it; None: none
+    windows      how many items a source may send beyond what is done, and how many are needed
+    shares       whether sources lend what they send
+    own          shapes of the trainer's own weights, for `NewestWeights`
+
+    sockets    listened on, of the owner, who sets them before `open` and closes them
+    lock       of the sources and of arrived items
+    sources    sources that are there, may come back, or have ended, by the tokens of their sessions
+    come       tokens of all that have ever come
+    arrived    items that have come and were not taken, oldest first
+    bell       rings when any of these has changed
+    error      error that has ended this; None: there is none
+    refusals   why strangers were turned away, for errors
+    weights    newest weights, for all sources
+    """
+
+    def __init__(
+        self,
+        *,
+        secret: bytes | None,
+        tls: ssl.SSLContext | None,
+        limits: wire.Limits,
+        ahead: int | None,
+        compression: str | None,
+        windows: FlowWindows,
+        shares: bool = False,
+        own: Shapes | None = None,
+    ) -> None:
+        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, max_strangers=_MOST_STRANGERS)
+        self.lock = self._loop.lock
+        self.sources: dict[bytes, RolloutPeer] = {}
+        self.arrived: list[ArrivedItem] = []
+        self.sockets: Sequence[socket.socket] = ()
+        self.bell = Wakeup()
+        self.error: Exception | None = None
+        self.come: set[bytes] = set()
+        self.refusals: deque[str] = deque(maxlen=8)
+        self.weights = NewestWeights(self.wake, own)
+        self._secret, self._tls, self.limits = secret, tls, limits
+        self.ahead, self._compression, self._windows = ahead, compression, windows
+        self._shares = shares
+        self._woken = select.poll()
+        self._woken.register(self._loop.wakeup.fileno(), select.POLLIN)
+        self._serving = threading.Lock()  # held by the thread that serves
+        self._stands_back_until = 0.0
+        self._is_closing = False
+        self._parting: str | None = None
+        self._failure: str | None = None
+        self._thread: threading.Thread | None = None
+        keep_from_forked(self)
+
+    @property
+    def is_open(self) -> bool:
+        """True while sources are taken in."""
+        return self._thread is not None
+
+    @property
+    def present(self) -> list[RolloutPeer]:
+        """Sources of which more may come."""
+        return [source for source in self.sources.values() if source.is_present]
+
+    @property
+    def connected(self) -> list[RolloutPeer]:
+        """Sources that have an open connection."""
+        return [source for source in list(self.sources.values()) if source.is_connected]  # also without the lock
+
+    def open(self) -> None:
+        """Take in what connects to the sockets."""
+        self._loop.listen(self.sockets, self)
+        self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
+        self._thread.start()
+
+    def publish(self, weights: PublishedWeights) -> int:
+        """Send weights to every source; their policy version. Waits for nobody, nor for the lock.
+
+        Raises ModuleError where they are not those of a source's module, or more than it takes.
+        """
+        for source in self.connected:
+            if source.connection is not None:
+                weights.check_fits(source, source.connection.peer_max_frame, self.limits.undelivered)
+        return self.weights.publish(weights)
+
+    def widen(self, held: int) -> None:
+        """Let every source send so many items more, which may be on their way to other loops."""
+        with self.lock:
+            if held <= self._windows.held:
+                return
+            self._windows.held = held
+            for source in self.sources.values():
+                if source.connection is not None:
+                    self._windows.widen(source)
+        self.wake()
+
+    def wake(self) -> None:
+        """Tell sources what is new. From any thread."""
+        self._loop.wakeup.ring()
+
+    def tell_done(self, sources: Collection[RolloutPeer]) -> None:
+        """Tell sources what is done: at once where they wait for it, or may soon have to."""
+        stands_back = monotonic() < self._stands_back_until  # and tells all afterwards
+        if (
+            self.ahead is not None
+            or not stands_back
+            or any(source.waits_soon and source.is_connected for source in sources)
+        ):
+            self.serve(0)
+
+    def serve(self, patience: float) -> bool:
+        """Tell sources what is new, and take what comes within so many seconds, in the thread that calls.
+
+        The listener's own thread stands back for a while after this: two that hand every item to each other are slower
+        than one. False: it is at it, and is woken to look at what is new.
+        """
+        self._stands_back_until = monotonic() + _STANDS_BACK_S
+        if not self.is_open or not self._serving.acquire(blocking=False):
+            self.wake()
+            return False
+        try:
+            if not self._is_closing:  # its own thread tells the rest
+                self._turn(min(patience, _TICK_S))
+        finally:
+            self._serving.release()
+        return True
+
+    def close(self, reason: str | None, failure: str | None = None) -> None:
+        """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
+        self._parting, self._failure, self._is_closing = reason, failure, True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self.weights.close()
+        self._loop.close()
+        self.bell.close()
+
+    def filenos(self) -> Iterator[int]:
+        """Descriptors of what it listens on, and of its connections."""
+        yield from [each.fileno() for each in (*self.sockets, *self._loop.peers)]
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            while not self._is_closing:
+                self._stand_back()
+                with self._serving:
+                    self._turn(_TICK_S)
+            if self._parting is not None:
+                with self._serving:
+                    self._say_goodbye(self._parting)
+        except Exception as error:
+            self.error = error
+        finally:
+            for peer in self._loop.peers:
+                if self._failure is not None and peer.source is not None:  # it waits for another trainer
+                    peer.connection.refuse(wire.FAILED, self._failure)
+                self._loop.drop(peer)
+        self.bell.ring()
+
+    def _stand_back(self) -> None:
+        """Let another thread serve, as long as it does so again and again, and soon where this one is woken."""
+        while not self._is_closing and (left := self._stands_back_until - monotonic()) > 0:
+            if self._woken.poll(left * 1e3):
+                sleep(_GRACE_S)
+                if self._woken.poll(0):
+                    return
+
+    def _turn(self, patience: float) -> None:
+        """Tell what is new, and do what there is to do once there is something, or after so many seconds."""
+        self._loop.send(self._tell)
+        ready = self._loop.wait(patience)
+        now = monotonic()
+        with self.lock:
+            self._loop.serve(ready, now)
+            self._loop.tick(now)
+            self._leave_overdue(now)
+
+    def _tell(self, peer: RolloutConnection) -> None:
+        """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
+        source, connection = peer.source, peer.connection
+        if (
+            source is None
+            or source.connection is not connection
+            or connection.phase is not wire.ConnectionPhase.RUNNING
+        ):
+            return
+        sent = source.sent_through(connection)
+        if sent.wanted != (wanted := (source.session.window, source.awaited)):
+            sent.wanted = wanted
+            compression = self._compression if self._compression in source.compressions else None
+            version = 0 if self.weights.published is None else self.weights.published.version
+            connection.tell(wire.Settings(self._windows.order(source, version, compression).as_settings()))
+        is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
+        if connection.undelivered > _MUCH and not is_last:
+            return
+        newest, sendable = self.weights.published, self.weights.sendable
+        if sendable is not None and sent.version < sendable.version and not is_last:
+            connection.tell(sendable.message)
+            sent.version = sendable.version
+        if self.ahead is not None and newest is not None and sent.version < newest.version and not is_last:
+            return  # what is done may belong to these
+        done = source.session.done, source.session.kept
+        if sent.done != done:
+            connection.tell(wire.Done(*done))
+            sent.done = done
+        if peer.borrower is not None and (freed := peer.borrower.freed()):
+            connection.tell(wire.BlocksReleased(freed))
+
+    # What the loop asks for
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> RolloutConnection:
+        """Peer of a socket with a rollout at its other end, which has to prove itself."""
+        limits, nonce = self.limits, secrets.token_bytes(wire.NONCE_BYTES)
+        connection = wire.TrainerConnection(
+            software=software(), nonce=nonce, secret=self._secret, limits=limits, now=now
+        )
+        if not self._shares:
+            return RolloutConnection(transport_for(sock, connection, self._tls, dialled=None), connection, where)
+        transport = DescriptorTransport(sock, connection)
+        return RolloutConnection(transport, connection, where, borrower=FragmentBorrower(transport))
+
+    def handle(self, peer: RolloutConnection, event: wire.Message, now: float) -> None:
+        """Take a message of a rollout."""
+        source = peer.source
+        match event:
+            case wire.Hello():
+                self._take_in(peer, event)
+            case _ if source is None:
+                pass
+            case wire.Goodbye():
+                self._loop.drop(peer)
+                if source.connection is peer.connection:
+                    logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
+                    source.has_ended = source.has_left = True
+            case wire.Block() | wire.Forget():
+                checked(peer.borrower, event).take(event)
+            case wire.Fragment() | wire.Lent() | wire.Series():
+                for arrived in source.read(fragments_in(event, peer.borrower)):
+                    self.weights.raise_to(arrived.policy_version or 0)
+                    self.arrived.append(arrived)
+            case wire.Finished():
+                source.session.miss(event.number)
+                source.has_finished = source.has_ended = True
+            case wire.Receipt() | wire.LaneJoined() | wire.LaneLeft():
+                source.take_news(event)
+                if isinstance(event, wire.LaneJoined):
+                    self._windows.widen(source)
+        self.bell.ring()
+
+    def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
+        """Refuse a rollout that something has failed for, and note why: whatever it is, the others go on."""
+        code = error.code if isinstance(error, WireError) else "message"
+        reason = str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
+        peer.connection.refuse(code, reason)
+        source, reason = peer.source, quoted(reason)
+        if source is None:
+            if (refusal := f"{peer.name.rpartition(':')[0] or peer.name}: {reason}") not in self.refusals:
+                self.refusals.append(refusal)
+            logger.warning("a connection from %s is refused: %s", peer.name, reason)
+        elif source.connection is peer.connection:
+            source.lost_at, source.reason, source.reminder = now, reason, Reminder(now)
+            source.is_lost = not source.has_finished and code not in _COMES_BACK
+            source.has_ended = source.has_finished or source.is_lost
+            logger.warning("rollout %s is lost: %s", source.name, reason)
+        self.bell.ring()
+
+    def _take_in(self, peer: RolloutConnection, hello: wire.Hello) -> None:
+        """Take in a rollout that has proved itself: a new one, or one that comes back."""
+        peer.called = hello.name
+        check_shares(hello, shares=self._shares)
+        source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
+        source.introduce(hello, peer.where)
+        source.session.window, source.needs = self._windows.of(source)
+        check_together(source, self.connected)
+        self.weights.meet(source, peer.connection.peer_max_frame, self.limits.undelivered)
+        peer.connection.welcome(source.session)
+        announce(source, self.sources.values())
+        older, source.connection = source.connection, peer.connection
+        peer.source, source.lost_at, source.has_ended, source.is_lost = source, None, source.has_finished, False
+        source.joined_at = self.weights.version
+        self.come.add(hello.session)
+        self.sources[hello.session] = source
+        if self._compression is not None and self._compression not in source.compressions:
+            logger.warning("rollout %s can't compress by %s: it sends all as it is", source.name, self._compression)
+        old = None if older is None else self._loop.peers.of(older)
+        if old is not None:
+            self._loop.drop(old)
+
+    def _leave_overdue(self, now: float) -> None:
+        """Wait no more for sources that have had their time to come back."""
+        for token, source in list(self.sources.items()):
+            if leaves_overdue(source, now, self.limits.grace_s):
+                self.bell.ring()
+            if source.has_left and source.session.done == source.session.taken:  # it never comes again
+                del self.sources[token]
+
+    def _say_goodbye(self, reason: str) -> None:
+        """Tell what there is to tell, and wait for the other ends to close, so that nothing of it is lost."""
+        self._loop.stop_listening()  # who comes now would wait for nothing
+        with self.lock:
+            for peer in self._loop.peers:
+                self._tell(peer)
+                peer.connection.goodbye(reason)
+                self._loop.peers.write(peer)
+        until = monotonic() + _GOODBYE_S
+        while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
+            self._turn(left)

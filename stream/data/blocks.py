@@ -1,0 +1,208 @@
+"""Blocks of memory, private or shared between processes, pools that reuse them, and columns laid out in them.
+
+A shared block is an anonymous file, passed on as a descriptor. The system frees it when the last process that holds it
+has ended. Where the system offers seals, a block can't shrink, so a process that got one can always read all of it.
+"""
+
+import fcntl
+import math
+import mmap
+import os
+import resource
+import tempfile
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.tree import Tree, map_tree
+
+_ALIGNMENT = 64  # bytes: a cache line, and what torch's fastest kernels want
+_SPARE_FDS = 256  # descriptors left for other uses before the next block is made
+
+
+class SharedBlock:
+    """Memory of `size` bytes that is mapped by every process with the descriptor `fd`.
+
+    fd         descriptor from another process, which this object then owns; None: make a new block
+    address    of the first byte in this process
+
+    `close` closes `fd`. The memory, and a second descriptor that Python's mmap keeps, stay while an array over it is
+    in use. Near the process's limit of descriptors, the soft limit is raised to the hard one.
+    """
+
+    def __init__(self, size: int, fd: int | None = None) -> None:
+        self.size = size
+        self.fd = _anonymous_file(size) if fd is None else fd
+        _make_room(self.fd)
+        self._closing = weakref.finalize(self, os.close, self.fd)
+        self._memory = _Memory(self.fd, size)
+        self._memory.block = weakref.ref(self)
+        self.address = address_of(self.array())
+
+    @property
+    def is_closed(self) -> bool:
+        """True if the descriptor is closed."""
+        return not self._closing.alive
+
+    def array(self) -> NDArray[np.uint8]:
+        """New array u8[size] over the whole block; arrays derived from it keep the block alive."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def write(self, data: bytes, offset: int = 0) -> None:
+        """Copy `data` into the block, from byte `offset` on."""
+        self._memory[offset : offset + len(data)] = data
+
+    def taken(self) -> NDArray[np.uint8]:
+        """Close the descriptor, and return an array u8[size] over the whole block."""
+        self.close()
+        return self.array()
+
+    def close(self) -> None:
+        """Close the descriptor. A second call does nothing."""
+        self._closing()
+
+
+class _Memory(mmap.mmap):
+    """The mapping of a block: the base of every array over it, so that `block_under` finds the block."""
+
+    block: "weakref.ref[SharedBlock]"
+
+
+def root_of(array: NDArray[Any]) -> NDArray[Any]:
+    """The array that `array` is a view of, through all views; while it is alive, its block is in use."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def block_under(root: NDArray[Any]) -> SharedBlock | None:
+    """The shared block under an array that `root_of` returned; None: there is none, or it is gone."""
+    memory = root.base.obj if isinstance(root.base, memoryview) else None
+    return memory.block() if isinstance(memory, _Memory) else None
+
+
+def address_of(array: NDArray[Any]) -> int:
+    """The address of an array's first byte in this process."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def never_shrinks(fd: int) -> bool:
+    """True if a file from another process is sealed against shrinking, so that reading it is safe."""
+    if not hasattr(os, "memfd_create"):
+        return True  # this system has no seals
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+
+
+class PrivateBlock:
+    """Memory of `size` bytes of this process alone, with the interface of `SharedBlock`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._memory = np.empty(size, np.uint8).data  # numpy asks for huge pages
+
+    def array(self) -> NDArray[np.uint8]:
+        """New array u8[size] over the whole block; arrays derived from it keep the block alive."""
+        return np.frombuffer(self._memory, np.uint8)
+
+    def close(self) -> None:
+        """Do nothing: there is no descriptor."""
+
+
+B = TypeVar("B", SharedBlock, PrivateBlock)
+
+
+class BlockPool(Generic[B]):
+    """Pool of blocks of one size. A block is reused once no array over it is left.
+
+    size    bytes of each block
+    make    function that makes a block of so many bytes
+    """
+
+    def __init__(self, size: int, make: Callable[[int], B]) -> None:
+        self.size = size
+        self.blocks: list[B] = []
+        self._make: Callable[[int], B] = make
+        self._free: deque[int] = deque()
+
+    def take(self) -> tuple[int, NDArray[np.uint8]]:
+        """The index of a free block and an array u8[size] over it; the block is free again when the array is gone."""
+        if self._free:
+            index = self._free.popleft()
+        else:
+            index = len(self.blocks)
+            self.blocks.append(self._make(self.size))
+        array = self.blocks[index].array()
+        weakref.finalize(array, self._free.append, index).atexit = False
+        return index, array
+
+    def close(self) -> None:
+        """Close the descriptors of all blocks."""
+        for block in self.blocks:
+            block.close()
+
+
+class BlockLayout:
+    """Layout of columns in a block: the offset of each array, aligned to cache lines.
+
+    columns    name -> (tree of arrays `any[N, ...]` that one row is like, number of rows)
+    """
+
+    def __init__(self, columns: Mapping[str, tuple[Tree, int]]) -> None:
+        self.size = 0
+        self._places = {
+            name: map_tree(lambda leaf, rows=rows: self._place(leaf, rows), row)
+            for name, (row, rows) in columns.items()
+        }
+
+    def columns(self, block: NDArray[np.uint8]) -> dict[str, Column]:
+        """The columns as views of `block`, u8[n] with n >= `size`."""
+        return {
+            name: Column(name, map_tree(lambda place: place.view(block), places))
+            for name, places in self._places.items()
+        }
+
+    def _place(self, leaf: NDArray[Any], rows: int) -> "_Place":
+        place = _Place(self.size, leaf.dtype, (rows, *leaf.shape))
+        self.size += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return place
+
+
+class _Place:
+    """Offset, dtype and shape of one array in a block."""
+
+    def __init__(self, offset: int, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._offset, self._dtype, self._shape = offset, dtype, shape
+        self.nbytes = dtype.itemsize * math.prod(shape)
+
+    def view(self, block: NDArray[np.uint8]) -> NDArray[Any]:
+        return block[self._offset : self._offset + self.nbytes].view(self._dtype).reshape(self._shape)
+
+
+def _make_room(fd: int) -> None:
+    """Raise the soft limit of descriptors where the next free one, the number of a copy of `fd`, is near to it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_fd = os.dup(fd)
+    os.close(next_fd)
+    if soft != hard and soft != resource.RLIM_INFINITY and next_fd > soft - _SPARE_FDS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _anonymous_file(size: int) -> int:
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("rollflow", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    else:
+        fd, path = tempfile.mkstemp()
+        os.unlink(path)
+        os.ftruncate(fd, size)
+    return fd

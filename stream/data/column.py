@@ -1,0 +1,212 @@
+"""Column: one quantity over a whole fragment, written a row at a time."""
+
+from typing import Any
+
+import numpy as np
+import optree
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
+
+_ARRAY: Tree = np.empty(0)
+_LEAF = optree.tree_structure(_ARRAY, none_is_leaf=True)
+
+
+class Column:
+    """A tree of arrays `any[rows, N, ...]`: time first, then the N slots of a lane.
+
+    The tree is one array for a Box or Discrete space, and a dict or tuple of arrays for a nested one.
+    """
+
+    __slots__ = ("_array", "_leaves", "_shape", "_source_dtype", "_treespec", "name", "tree")
+
+    def __init__(self, name: str, tree: Tree) -> None:
+        self.name = name
+        self.tree = tree
+        self._leaves: list[NDArray[Any]]
+        self._array: NDArray[Any] | None
+        if isinstance(tree, np.ndarray):
+            self._leaves, self._array, self._treespec = [tree], tree, _LEAF
+        else:
+            self._leaves, self._array = leaves_of(tree), None
+            self._treespec = optree.tree_structure(tree, none_is_leaf=True)
+        self._shape = self._leaves[0].shape[1:] if self._leaves else ()
+        # dtype of the last whole row written: only another one is checked before it is cast.
+        self._source_dtype = self._leaves[0].dtype if self._leaves else np.dtype(bool)
+
+    @classmethod
+    def empty(cls, name: str, row: Tree, rows: int) -> "Column":
+        """A column of `rows` rows, each like `row`, a tree of arrays `any[N, ...]`; the contents are undefined."""
+        return cls(name, map_tree(lambda leaf: np.empty((rows, *leaf.shape), leaf.dtype), row))
+
+    def __len__(self) -> int:
+        return len(self._leaves[0]) if self._leaves else 0
+
+    def row(self, row: int) -> Tree:
+        """Row `row`, a tree of views `any[N, ...]`."""
+        array = self._array
+        return array[row] if array is not None else map_tree(lambda leaf: leaf[row], self.tree)
+
+    def rows(self, start: int, stop: int) -> Tree:
+        """Rows `start` to `stop`, a tree of views `any[stop - start, N, ...]`."""
+        array = self._array
+        return array[start:stop] if array is not None else map_tree(lambda leaf: leaf[start:stop], self.tree)
+
+    def write(self, row: int, values: Tree) -> None:
+        """Copy `values`, a tree of arrays `any[N, ...]`, into row `row`.
+
+        Raises ColumnError when the structure, a shape, or the kind of a dtype differs; nothing is broadcast.
+        """
+        array = self._array
+        if array is not None and type(values) is np.ndarray:
+            if values.shape == self._shape and values.dtype is self._source_dtype:
+                array[row] = values
+                return
+            array[row] = self._matched_row(values)[0]
+            self._source_dtype = values.dtype
+            return
+        for leaf, value in zip(self._leaves, self._matched_row(values), strict=True):
+            leaf[row] = value
+
+    def write_slot(self, row: int, slot: int, item: Tree) -> None:
+        """Copy one slot's item, a tree of arrays `any[...]`, into row `row`. Raises ColumnError as `write` does."""
+        for leaf, value in zip(self._leaves, self._matched(item, ()), strict=True):
+            leaf[row, slot] = value
+
+    def write_items(self, rows: NDArray[np.int64] | int, slots: NDArray[np.int64], items: Tree) -> None:
+        """Copy `items`, a tree of arrays `any[K, ...]`, to `slots`, i64[K], in `rows`, i64[K] or one row for all.
+
+        Raises ColumnError as `write` does.
+        """
+        array = self._array
+        if array is not None and type(items) is np.ndarray and items.dtype is array.dtype:
+            if items.shape == (len(slots), *self._shape[1:]):
+                if type(rows) is int:
+                    array[rows][slots] = items
+                else:
+                    array[rows, slots] = items
+                return
+        for leaf, value in zip(self._leaves, self._matched(items, (len(slots),)), strict=True):
+            leaf[rows, slots] = value
+
+    def items(self, rows: NDArray[np.int64] | int, slots: NDArray[np.int64]) -> Tree:
+        """The items at these rows and slots, which broadcast to i64[K]: a tree of new arrays `any[K, ...]`."""
+        if type(rows) is int:
+            return map_tree(lambda leaf: leaf[rows].take(slots, axis=0), self.tree)
+        return map_tree(lambda leaf: leaf[rows, slots], self.tree)
+
+    def try_write_slot(self, row: int, slot: int, item: Tree) -> bool:
+        """Copy one slot's item, a tree of arrays `any[...]`, into row `row` if it fits; return True if it does."""
+        array = self._array
+        if array is not None and type(item) is np.ndarray and item.dtype is array.dtype:
+            if item.shape == array.shape[2:]:
+                array[row, slot] = item
+                return True
+            return False
+        if self._mismatch(item, ()) is not None:
+            return False
+        for leaf, value in zip(self._leaves, self._treespec.flatten_up_to(item), strict=True):
+            leaf[row, slot] = value
+        return True
+
+    def cast(self, items: Tree, count: int) -> Tree:
+        """`items`, a tree of arrays `any[count, ...]`, in this column's dtypes. Raises ColumnError as `write` does."""
+        leaves = zip(self._leaves, self._matched(items, (count,)), strict=True)
+        return self._treespec.unflatten([value.astype(leaf.dtype) for leaf, value in leaves])
+
+    def whole(self, values: Tree) -> Tree:
+        """`values` with float leaves of whole numbers as integers, where this column's leaves are integers.
+
+        `values` is a tree of arrays `any[...]`. Leaves with fractions, and values of another structure, are returned
+        unchanged: `write` refuses them.
+        """
+        if self._array is not None and self._array.dtype.kind not in "iub":
+            return values
+        try:
+            parts = self._treespec.flatten_up_to(values)
+        except ValueError:
+            return values
+        pairs = zip(self._leaves, map(np.asarray, parts), strict=True)
+        return self._treespec.unflatten(
+            [part.astype(leaf.dtype) if are_whole(part, leaf.dtype) else part for leaf, part in pairs]
+        )
+
+    def fits_row(self, values: Tree) -> bool:
+        """True if `write` would take these values, a tree of arrays `any[N, ...]`."""
+        return self._mismatch(values, self._slots) is None
+
+    def fits_items(self, items: Tree, count: int) -> bool:
+        """True if `write_items` would take these items, a tree of arrays `any[count, ...]`."""
+        return self._mismatch(items, (count,)) is None
+
+    def copy_rows(self, source: "Column", start: int, stop: int) -> None:
+        """Copy rows `start` to `stop` of `source` into the first rows of this column."""
+        for leaf, other in zip(self._leaves, source._leaves, strict=True):
+            leaf[: stop - start] = other[start:stop]
+
+    def seal(self) -> None:
+        """Make the arrays read-only."""
+        for leaf in self._leaves:
+            leaf.flags.writeable = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the arrays."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
+    @property
+    def _slots(self) -> tuple[int, ...]:
+        return self._shape[:1]
+
+    def _matched(self, values: Tree, leading: tuple[int, ...]) -> list[NDArray[Any]]:
+        """The leaves of `values` as arrays, once each is found to have the axes `leading` and then its leaf's shape."""
+        problem = self._mismatch(values, leading)
+        if problem is not None:
+            raise ColumnError(problem)
+        return [np.asarray(part) for part in self._treespec.flatten_up_to(values)]
+
+    def _matched_row(self, values: Tree) -> list[NDArray[Any]]:
+        """`_matched` for a whole row, whose error also names a slot."""
+        try:
+            return self._matched(values, self._slots)
+        except ColumnError as error:
+            first = self._first_slot_that_differs(values)
+            raise ColumnError(f"{error}{first}") from None
+
+    def _first_slot_that_differs(self, values: Tree) -> str:
+        """The end of an error's text: the shape of slot 0, where the values have one item for each slot."""
+        try:
+            parts = [np.asarray(part) for part in self._treespec.flatten_up_to(values)]
+        except ValueError:
+            return ""
+        for leaf, value in zip(self._leaves, parts, strict=True):
+            if value.shape[:1] == self._slots and value.shape != leaf.shape[1:]:
+                return f"; slot 0 has shape {list(value.shape[1:])}, expected {list(leaf.shape[2:])}"
+        return ""
+
+    def _mismatch(self, values: Tree, leading: tuple[int, ...]) -> str | None:
+        try:
+            parts = self._treespec.flatten_up_to(values)
+        except ValueError as error:
+            return f"column '{self.name}': the structure differs: {error}"
+        for i, (leaf, part) in enumerate(zip(self._leaves, parts, strict=True)):
+            value, shape = np.asarray(part), (*leading, *leaf.shape[2:])
+            if value.shape != shape or not np.can_cast(value.dtype, leaf.dtype, "same_kind"):
+                path = self._treespec.accessors()[i]
+                where = path.codify("") if len(path) else ""
+                return (
+                    f"column '{self.name}'{where}: got {value.dtype}{list(value.shape)}, "
+                    f"expected {leaf.dtype}{list(shape)}"
+                )
+        return None
+
+
+def are_whole(values: NDArray[Any], dtype: np.dtype[Any]) -> bool:
+    """True if `values`, floats any[...], are whole numbers that `dtype`, an integer or bool one, can hold."""
+    if values.dtype.kind != "f" or dtype.kind not in "iub":
+        return False
+    lowest, highest = (0, 1) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+    wide = values.astype(np.float64)  # in which the bounds are finite numbers
+    # An i64's or u64's highest number is rounded up to one that it can't hold: hence "less than the next one".
+    return bool(((wide == np.trunc(wide)) & (wide >= lowest) & (wide < float(highest) + 1.0)).all())

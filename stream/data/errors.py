@@ -1,0 +1,137 @@
+"""Every error that rollflow raises on purpose.
+
+There are two families: *something does not fit* (a graph, a column, an episode, a piece) and *something broke while
+running*. The first is raised before anything runs, where possible. Each class is also the built-in exception that a
+caller would expect.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+_SEE = "see docs/"
+
+HELP_PAGES = {
+    "environment": "how_to/environments.md#what-env-may-be",
+    "spaces": "how_to/environments.md#spaces",
+    "flags": "how_to/environments.md#what-step-gives",
+    "module": "how_to/modules.md#outputs",
+    "distribution": "how_to/modules.md#distributions-for-each-action-space",
+    "memory": "how_to/modules.md#a-recurrent-policy",
+    "not a number": "how_to/debug.md#read-an-error",
+    "weights": "how_to/save_and_go_on.md#when-weights-do-not-fit",
+    "piece": "tutorials/connectors.md#write-a-piece-for-observations",
+    "state": "tutorials/connectors.md#a-piece-that-learns",
+    "edit": "tutorials/connectors.md#edit-a-pipeline",
+    "lookback": "tutorials/connectors.md#how-far-a-piece-looks-back",
+    "worker": "tutorials/several_processes.md#when-a-worker-is-lost",
+    "pickle": "tutorials/several_processes.md#what-goes-to-a-worker",
+    "timeout": "tutorials/several_processes.md#timeouts",
+    "hosts": "tutorials/remote_hosts.md#when-a-connection-breaks",
+    "trainer away": "tutorials/trainer_elsewhere.md#when-the-trainer-is-away",
+    "checkpoint": "how_to/save_and_go_on.md#with-a-trainer-elsewhere",
+    "lag": "explanation/freshness.md#a-bound",
+    "graph": "how_to/graphs.md#look-before-it-runs",
+    "node": "how_to/graphs.md#nodes",
+    "interrupted": "how_to/debug.md#press-ctrl-c",
+    "agents": "how_to/several_agents.md#which-agent-has-which-policy",
+    "secret": "how_to/secure_connections.md#a-secret",
+    "tls": "how_to/secure_connections.md#tls",
+}
+"""Topic of an error -> the page of the documentation that helps, and the heading on it."""
+
+
+class RollflowError(Exception):
+    """Raised when rollflow refuses something; the base of every class below."""
+
+    def see(self, topic: str) -> Self:
+        """Name the page for a topic of `HELP_PAGES`, on the last line that a traceback shows; returns the error."""
+        self.add_note(f"{_SEE}{HELP_PAGES[topic]}")
+        return self
+
+    def add_note(self, note: str, /) -> None:
+        """Add a note before the one that names a page."""
+        super().add_note(note)
+        self.__notes__.sort(key=lambda each: each.startswith(_SEE))
+
+
+class GraphError(RollflowError, ValueError):
+    """Raised when a graph can't run as drawn: an unknown port, a cycle, two types that don't meet."""
+
+
+class ColumnError(RollflowError, ValueError):
+    """Raised when an array does not fit its column's shape or dtype."""
+
+
+class EpisodeError(RollflowError, AssertionError):
+    """Raised when episode data does not fit together: lengths, ids, a step after the end."""
+
+
+class EpisodeIndexError(RollflowError, IndexError):
+    """Raised when an index lies outside an episode and its lookback."""
+
+
+class ConnectorError(RollflowError, ValueError):
+    """Raised when a connector piece can't take what it got, or gives what the next can't take."""
+
+
+class StateError(ConnectorError):
+    """Raised when a piece's state can't be saved, sent or merged, since the piece lacks a method for that."""
+
+
+class ModuleError(RollflowError, ValueError):
+    """Raised when a module lacks a method or an output, or its output is not a number."""
+
+
+class PolicyError(RollflowError, ValueError):
+    """Raised when a policy can't be saved or loaded, or a session of it can't go on."""
+
+
+class EnvError(RollflowError, ValueError):
+    """Raised when an environment can't be made, or breaks the contract of its own spaces."""
+
+
+class LagError(RollflowError, RuntimeError):
+    """Raised when a fragment is older, in policy versions, than a learner may see."""
+
+
+class RunError(RollflowError, RuntimeError):
+    """Raised when a run is used outside its life: before it began, after it ended, or twice."""
+
+
+class MetricsError(RollflowError, ValueError):
+    """Raised when a metric is logged in two ways, or with a value that is no number."""
+
+
+class WireError(RollflowError, ValueError):
+    """Raised when the other end of a connection breaks the protocol or refuses, or a message to it would break it.
+
+    code    the reason in one word, as in a `Refused` frame
+    """
+
+    def __init__(self, text: str, code: str = "message") -> None:
+        super().__init__(text)
+        self.code = code
+        if code in ("secret", "tls"):
+            self.see(code)
+
+
+@contextmanager
+def noted(where: str) -> Iterator[None]:
+    """Add the note `where` to any exception raised in the block."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Put `where` before the text of any RollflowError raised in the block."""
+    try:
+        yield
+    except RollflowError as error:
+        placed = type(error)(f"{where}: {error}")
+        placed.__notes__ = getattr(error, "__notes__", [])
+        raise placed from None

@@ -1,0 +1,157 @@
+"""Ledger of lost transitions: fragments that a run still holds when it ends count as lost, with the cause.
+
+Every part of a run that may hold items has a method `held()`: channels, chains, inlets and outlets, and nodes that keep
+items. When a run ends, `Losses.declare` asks all of them. Each fragment has an `Origin`, which counts its transitions
+as lost at most once, at the rollout that cut it.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from rollflow.stream.data.tree import leaves_of
+
+CLOSED = "closed"  # the run, or the rollout, was left, cancelled or interrupted
+FAILED = "failed"  # an error ended the run
+DROPPED = "dropped"  # the only edge that the item went over dropped it
+
+
+class FragmentHolder(Protocol):
+    """A part of a run, or a node, that may hold items."""
+
+    def held(self) -> Iterable[Any]:
+        """The items that were taken and not passed on."""
+        ...
+
+
+class Ledger:
+    """Counts a rollout's transitions from the cut of their fragment on.
+
+    cut_steps    transitions in the fragments that were cut
+    ending       how the run has ended, `closed` or `failed`; None: it has not ended
+    lost         transitions in lost fragments, by cause
+    """
+
+    def __init__(self) -> None:
+        self.cut_steps = 0
+        self.ending: str | None = None
+        self.lost: Counter[str] = Counter()
+
+    def cut(self, fragment: Any) -> None:
+        """Count a fragment that leaves the rollout, and set its `origin`."""
+        steps = fragment.num_steps
+        self.cut_steps += steps
+        fragment.origin = Origin(self, steps)
+
+    def end(self, cause: str) -> None:
+        """Record how the run has ended; only the first call counts."""
+        self.ending = self.ending or cause
+
+    def lost_of(self, made: int) -> Counter[str]:
+        """Lost transitions by cause, of `made` in all; includes those that were not cut when the run ended."""
+        if self.ending is None:
+            return self.lost
+        return self.lost + Counter({self.ending: made - self.cut_steps})
+
+
+class Origin:
+    """Link from a fragment to the ledger that counts its transitions if they are lost.
+
+    steps    transitions in the fragment
+    """
+
+    __slots__ = ("_is_lost", "_ledger", "steps")
+
+    def __init__(self, ledger: Ledger, steps: int) -> None:
+        self.steps = steps
+        self._ledger = ledger
+        self._is_lost = False
+
+    def lose(self, cause: str) -> None:
+        """Count the transitions as lost; only the first call counts."""
+        if not self._is_lost:
+            self._is_lost = True
+            self._ledger.lost[cause] += self.steps
+
+
+class Traced:
+    """Base of fragments, whose lost transitions are counted; `origin` is set at the cut."""
+
+    origin: Origin | None = None
+
+
+class BatchOrigins:
+    """Table from train batches to the origins of their fragments, kept while a batch is alive. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._entries: tuple[tuple[list[weakref.ref[Any]], tuple[Origin, ...]], ...] = ()
+
+    def note(self, batch: Mapping[Any, Any], fragments: Iterable[Any]) -> None:
+        """Remember the fragments that a batch was made of; the batch is recognized by its arrays."""
+        origins = tuple(origin for fragment in fragments for origin in origins_of(fragment))
+        leaves = [weakref.ref(leaf) for leaf in leaves_of(dict(batch)) if type(leaf).__weakrefoffset__]
+        alive = [entry for entry in self._entries if all(leaf() is not None for leaf in entry[0])]
+        if origins and leaves:
+            alive.append((leaves, origins))
+        self._entries = tuple(alive)
+
+    def of(self, batch: Any) -> Iterator[Origin]:
+        """The origins of a batch's fragments; none for anything but a whole batch that was noted."""
+        if not isinstance(batch, Mapping):
+            return
+        ids = set(map(id, leaves_of(dict(batch))))
+        for leaves, origins in self._entries:
+            if all(id(leaf()) in ids for leaf in leaves):
+                yield from origins
+
+
+def origins_of(item: Any, nodes: Sequence[Any] = ()) -> Iterator[Origin]:
+    """The origins of an item: a fragment, a batch that one of the `nodes` has made, or a sequence of these."""
+    if isinstance(item, list | tuple):
+        for each in item:
+            yield from origins_of(each, nodes)
+    elif (origin := getattr(item, "origin", None)) is not None:
+        if isinstance(origin, Origin):
+            yield origin
+    else:
+        for node in nodes:
+            yield from node.origins_of(item)
+
+
+class Losses:
+    """Counts the losses of a run through the nodes of its graph.
+
+    are_counted    whether any node counts losses, by a method `take_ending`
+    """
+
+    def __init__(self, nodes: Iterable[Any]) -> None:
+        self._nodes = list(nodes)
+        self._makers = [node for node in self._nodes if hasattr(node, "origins_of")]
+        self.are_counted = any(hasattr(node, "take_ending") for node in self._nodes)
+
+    def drop(self, item: Any) -> None:
+        """Count an item that an edge has dropped."""
+        self._lose(item, DROPPED)
+
+    def declare(self, holders: Iterable[FragmentHolder], error: BaseException | None) -> None:
+        """Count the items that a run holds when it ends, and call its nodes' `take_ending(cause)`.
+
+        holders    parts of the run that may hold items, beside its nodes
+        error      the error that ended the run; None: there was none
+        """
+        cause = cause_of(error)
+        for holder in (*holders, *(node for node in self._nodes if hasattr(node, "held"))):
+            self._lose(list(holder.held()), cause)
+        for node in self._nodes:
+            if hasattr(node, "take_ending"):
+                node.take_ending(cause)
+
+    def _lose(self, item: Any, cause: str) -> None:
+        for origin in origins_of(item, self._makers):
+            origin.lose(cause)
+
+
+def cause_of(error: BaseException | None) -> str:
+    """The cause of losses in a run that `error` has ended; a cancellation counts as `closed`."""
+    return FAILED if isinstance(error, Exception) else CLOSED

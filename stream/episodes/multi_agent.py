@@ -1,0 +1,585 @@
+"""MultiAgentEpisode: an episode of several agents, or a chunk of one, with the interface of RLlib's class."""
+
+import builtins
+import copy
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+import gymnasium as gym
+
+from rollflow.stream.data.errors import EpisodeError, located
+from rollflow.stream.episodes.agent_getters import GetterQuery, read_column, read_output, read_outputs
+from rollflow.stream.episodes.agent_roster import AgentRoster
+from rollflow.stream.episodes.agent_step import ALL_AGENTS, AgentShare, AgentValues, EnvStep, end_flags, env_steps_of
+from rollflow.stream.episodes.agent_timeline import ColumnName
+from rollflow.stream.episodes.buffer import Indices
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+
+DEFAULT_MODULE_ID = "default_policy"
+
+AgentIds = Any
+"""One agent's id, or a list, tuple or set of ids; None: all agents."""
+
+AgentToModule = Callable[[Any, Any], Any]
+"""Agent id and episode -> module id."""
+
+
+class MultiAgentEpisode:
+    """A reset, then env step by env step, each with data of some of the agents.
+
+        id_                            a new unique hex string if absent
+        observations, infos            one dict per env step, n + 1 of them: agent id -> value
+        actions, rewards               one dict per env step, n of them
+        extra_model_outputs            one dict per env step, n of them: agent id -> key -> value
+        observation_space,             spaces of one observation and one action by agent ids: a Dict space, or a dict
+        action_space                   of spaces; used by `fill` and `one_hot_discrete`
+        terminateds, truncateds        agent id -> whether it ends at the last env step, "__all__" being all agents; or
+                                       a bool for all agents
+        env_t_started                  env step at which this chunk begins, without its lookback; 0 if absent
+        agent_t_started                agent id -> number of its first step in this chunk
+        len_lookback_buffer            how many of the given env steps are history, at most all; "auto": all of them
+        agent_episode_ids              agent id -> id of its episode; new ones if absent
+        agent_module_ids               agent id -> module id, of agents whose module is fixed
+        agent_to_module_mapping_fn     (agent id, episode) -> module id, called once for each agent; without one, every
+                                       agent has the module "default_policy"
+
+        is_terminated, is_truncated    whether and how the episode has ended for all agents
+        custom_data                    dict for data that belong to the episode
+        lane, slot                     numbers of a rollout's lane, and of the environment in it, that the episode is
+                                       from; None for an episode built by hand, or from a state
+
+    There are two clocks: env steps, which all agents share, and each agent's own steps. An agent's step begins with an
+    observation and an action, and ends with its next observation, maybe several env steps later. Until then its action
+    *hangs*, and its rewards are summed. `agent_episodes` has the `SingleAgentEpisode` of every agent with an
+    observation. In `observations`, an agent that does not act on an observation before the last one ends with it.
+
+    Raises EpisodeError if lengths do not fit together, for data that `add_env_step` refuses, and for a negative
+    lookback.
+    """
+
+    lane: int | None = None
+    slot: int | None = None
+
+    def __init__(
+        self,
+        id_: str | None = None,
+        *,
+        observations: Sequence[AgentValues] | None = None,
+        observation_space: Mapping[Any, gym.Space[Any]] | gym.Space[Any] | None = None,
+        infos: Sequence[AgentValues] | None = None,
+        actions: Sequence[AgentValues] | None = None,
+        action_space: Mapping[Any, gym.Space[Any]] | gym.Space[Any] | None = None,
+        rewards: Sequence[AgentValues] | None = None,
+        terminateds: AgentValues | bool | None = None,
+        truncateds: AgentValues | bool | None = None,
+        extra_model_outputs: Sequence[AgentValues] | None = None,
+        env_t_started: int | None = None,
+        agent_t_started: Mapping[Any, int] | None = None,
+        len_lookback_buffer: int | Literal["auto"] = "auto",
+        agent_episode_ids: Mapping[Any, str] | None = None,
+        agent_module_ids: Mapping[Any, Any] | None = None,
+        agent_to_module_mapping_fn: AgentToModule | None = None,
+    ) -> None:
+        self.id_ = uuid.uuid4().hex if id_ is None else id_
+        self.observation_space = {} if observation_space is None else observation_space
+        self.action_space = {} if action_space is None else action_space
+        self.agent_to_module_mapping_fn = agent_to_module_mapping_fn
+        self.agent_episode_ids: dict[Any, str] = dict(agent_episode_ids or {})
+        self.custom_data: dict[Any, Any] = {}
+        self.is_terminated = False
+        self.is_truncated = False
+        self._module_ids: dict[Any, Any] = dict(agent_module_ids or {})
+        self._roster = AgentRoster(env_t_started or 0, env_t_started or 0)
+        self._is_reset = False
+        self._duration_s = 0.0
+        self._last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
+        if observations:
+            with located(f"episode '{self.id_}'"):
+                flags = end_flags(terminateds), end_flags(truncateds)
+                steps = env_steps_of(observations, infos, actions, rewards, extra_model_outputs, *flags)
+            self._fill(steps, len_lookback_buffer, agent_t_started or {})
+        elif actions or rewards or infos or extra_model_outputs:
+            raise self._error("data without observations, expected one dict of observations more than of actions")
+
+    # State
+
+    @property
+    def env_t(self) -> int:
+        """Env steps since the episode's reset."""
+        return self._roster.env_t
+
+    @property
+    def env_t_started(self) -> int:
+        """Env steps since the episode's reset when this chunk began."""
+        return self._roster.env_t_started
+
+    @property
+    def agent_ids(self) -> set[Any]:
+        """The agents that have an episode of their own."""
+        return set(self._roster.timelines)
+
+    @property
+    def agent_episodes(self) -> dict[Any, SingleAgentEpisode]:
+        """Agent id -> its own episode, in the order of their first observations."""
+        return {agent_id: timeline.episode for agent_id, timeline in self._roster.timelines.items()}
+
+    @property
+    def is_done(self) -> bool:
+        """True if the episode is terminated or truncated for all agents."""
+        return self.is_terminated or self.is_truncated
+
+    @property
+    def is_reset(self) -> bool:
+        """True if the reset's observations were added, even an empty dict."""
+        return self._is_reset
+
+    @property
+    def is_numpy(self) -> bool:
+        """True if the agents' data are arrays."""
+        return self._roster.is_numpy
+
+    def __len__(self) -> int:
+        return self.env_t - self.env_t_started
+
+    def env_steps(self) -> int:
+        """Number of env steps in this chunk, without its lookback."""
+        return len(self)
+
+    def agent_steps(self) -> int:
+        """The sum of the agents' own steps, without lookback and hanging actions."""
+        return sum(len(timeline.episode) for timeline in self._roster.timelines.values())
+
+    def module_for(self, agent_id: Any) -> Any:
+        """The id of the agent's module, which is fixed by the first call."""
+        if agent_id not in self._module_ids:
+            choose = self.agent_to_module_mapping_fn
+            self._module_ids[agent_id] = DEFAULT_MODULE_ID if choose is None else choose(agent_id, self)
+        return self._module_ids[agent_id]
+
+    def get_agents_that_stepped(self) -> set[Any]:
+        """The agents that have an observation at the last env step, done or not."""
+        return {agent_id for agent_id, timeline in self._roster.timelines.items() if timeline.last_seen == self.env_t}
+
+    def get_agents_to_act(self) -> set[Any]:
+        """The agents that have an observation at the last env step and are not done."""
+        stepped = self.get_agents_that_stepped()
+        return {agent_id for agent_id in stepped if not self._roster.timelines[agent_id].episode.is_done}
+
+    def get_terminateds(self) -> dict[Any, bool]:
+        """Agent id -> whether it is terminated, and "__all__" -> whether the whole episode is."""
+        flags = {agent_id: episode.is_terminated for agent_id, episode in self.agent_episodes.items()}
+        return {**flags, ALL_AGENTS: self.is_terminated}
+
+    def get_truncateds(self) -> dict[Any, bool]:
+        """Agent id -> whether it is truncated, and "__all__" -> whether the whole episode is."""
+        flags = {agent_id: episode.is_truncated for agent_id, episode in self.agent_episodes.items()}
+        return {**flags, ALL_AGENTS: self.is_truncated}
+
+    def get_return(self, include_hanging_rewards: bool = False) -> float:
+        """The undiscounted sum of all agents' rewards in this chunk, without its lookback.
+
+        `include_hanging_rewards` adds rewards that belong to no whole step: those since an agent's last observation,
+        and before its first.
+        """
+        returns = float(sum(episode.get_return() for episode in self.agent_episodes.values()))
+        return returns + float(self._roster.unsettled_reward() if include_hanging_rewards else 0.0)
+
+    def get_duration_s(self) -> float:
+        """Seconds from the beginning of this chunk to its last env step; see `SingleAgentEpisode.get_duration_s`."""
+        return self._duration_s
+
+    # Growing
+
+    def add_env_reset(self, *, observations: AgentValues, infos: AgentValues | None = None) -> None:
+        """Add the observations of `env.reset()`; agents without one begin with their first.
+
+        Raises EpisodeError unless the episode is new and empty.
+        """
+        if self.is_reset or self.is_done or self.env_t or self.env_t_started:
+            raise self._error(f"add_env_reset at env step {self.env_t}, expected a new episode without observations")
+        self._roster.reset(EnvStep(observations, {}, {}, infos or {}), self._begin)
+        self._is_reset = True
+        self._last_step_at = time.perf_counter()
+
+    def add_env_step(
+        self,
+        observations: AgentValues,
+        actions: AgentValues,
+        rewards: AgentValues,
+        infos: AgentValues | None = None,
+        *,
+        terminateds: AgentValues | bool | None = None,
+        truncateds: AgentValues | bool | None = None,
+        extra_model_outputs: AgentValues | None = None,
+    ) -> None:
+        """Add the agents' actions and the results of `env.step(actions)`, by agent ids. For an agent,
+
+            an observation and an action    are a whole step, which needs a reward
+            an observation alone            ends the step that began with a hanging action, or is the agent's first
+            an action alone                 hangs until the agent's next observation, with reward and extra outputs
+            neither                         adds the reward, if any, to those since the last observation
+
+        Infos without an observation are dropped. An agent that terminates with a hanging action and without an
+        observation has its last one repeated. "__all__" in the end flags stands for every agent and the episode. The
+        episode also ends with its last agents: as truncated if all of them are truncated only, else as terminated. An
+        agent that ends with its first observation is left out.
+
+        Raises EpisodeError before a reset, after the end, and for data that an agent can't have:
+
+            any data after its end
+            an action before its first observation, or while another one hangs
+            an observation without an action since the one before
+            a whole step without a reward
+            a truncation after an action without an observation
+            other extra outputs than before
+
+        In numpy form, raises ColumnError for a value that does not fit the arrays. Then nothing is added.
+        """
+        if self.is_done:
+            raise self._error(f"add_env_step after its end at env step {self.env_t}")
+        if not self.is_reset:
+            raise self._error("add_env_step before add_env_reset")
+        flags = end_flags(terminateds), end_flags(truncateds)
+        step = EnvStep(observations, actions, rewards, infos or {}, *flags, extra_model_outputs or {})
+        with located(f"episode '{self.id_}'"):
+            ended = self._roster.grow(step, self._begin)
+        self._end_with(step, ended)
+        now = time.perf_counter()
+        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
+        self._last_step_at = now
+
+    def validate(self) -> None:
+        """Raise EpisodeError unless each agent's data fit together, with an env step for each observation."""
+        for agent_id, timeline in self._roster.timelines.items():
+            with located(f"episode '{self.id_}': agent '{agent_id}'"):
+                timeline.validate()
+
+    # Reading
+
+    def get_observations(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+        return_list: bool = False,
+    ) -> Any:
+        """Agent id -> one observation, or several: see `LookbackBuffer.get` for the indices.
+
+        With `env_steps`, indices are env steps. An agent then has items for the env steps at which it has one, or, with
+        `fill`, for all. Without `env_steps`, indices are each agent's own steps. Agents without items are absent.
+        `return_list` gives a list of one dict per env step instead.
+
+        Raises EpisodeIndexError for an int or list index outside. Raises ValueError for `return_list` without
+        `env_steps`, and for `one_hot_discrete` without a space.
+        """
+        query = GetterQuery(indices, neg_index_as_lookback, fill, one_hot_discrete, env_steps, return_list)
+        return self._read("observations", agent_ids, query)
+
+    def get_infos(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        return_list: bool = False,
+    ) -> Any:
+        """The info dicts that came with observations: see `get_observations`."""
+        return self._read(
+            "infos", agent_ids, GetterQuery(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
+        )
+
+    def get_actions(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+        return_list: bool = False,
+    ) -> Any:
+        """The actions, each at the env step of the observation that it answers: see `get_observations`.
+
+        A hanging action is the agent's last one, but is left out of the agent's own steps without indices.
+        """
+        query = GetterQuery(indices, neg_index_as_lookback, fill, one_hot_discrete, env_steps, return_list)
+        return self._read("actions", agent_ids, query)
+
+    def get_rewards(
+        self,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        return_list: bool = False,
+    ) -> Any:
+        """The rewards, each at its action's env step, with that of a hanging action so far: see `get_actions`."""
+        return self._read(
+            "rewards", agent_ids, GetterQuery(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
+        )
+
+    def get_extra_model_outputs(
+        self,
+        key: str | None = None,
+        indices: Indices = None,
+        agent_ids: AgentIds = None,
+        *,
+        env_steps: bool = True,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        return_list: bool = False,
+    ) -> Any:
+        """One extra model output, or without a key all, as agent id -> key -> items: see `get_actions`.
+
+        Raises KeyError for a key that no agent has.
+        """
+        keys = self._roster.output_keys()
+        if key is not None and key not in keys:
+            raise KeyError(f"episode '{self.id_}' has no extra output '{key}'; there are: {sorted(keys)}")
+        query = GetterQuery(indices, neg_index_as_lookback, fill, False, env_steps, return_list)
+        with located(f"episode '{self.id_}'"):
+            if key is None:
+                return read_outputs(self._roster, keys, agent_ids, query)
+            return read_output(self._roster, key, agent_ids, query)
+
+    # Writing
+
+    def set_observations(
+        self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace observations, agent id -> new ones, at each agent's own steps: see `LookbackBuffer.set`.
+
+        Raises KeyError for an agent without an episode of its own; then nothing is replaced.
+        """
+        for episode, items in self._with_new(new_data):
+            episode.set_observations(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+
+    def set_actions(
+        self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace actions; a hanging one can't be replaced."""
+        for episode, items in self._with_new(new_data):
+            episode.set_actions(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+
+    def set_rewards(
+        self, *, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace the rewards of whole steps."""
+        for episode, items in self._with_new(new_data):
+            episode.set_rewards(new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback)
+
+    def set_extra_model_outputs(
+        self, *, key: str, new_data: AgentValues, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace an extra model output. Raises EpisodeError for a key that the agent does not have."""
+        for episode, items in self._with_new(new_data):
+            episode.set_extra_model_outputs(
+                key=key, new_data=items, at_indices=at_indices, neg_index_as_lookback=neg_index_as_lookback
+            )
+
+    # Other forms
+
+    def to_numpy(self) -> Self:
+        """Turn every agent's lists into trees of arrays: see `SingleAgentEpisode.to_numpy`. Returns this episode."""
+        for timeline in self._roster.timelines.values():
+            timeline.episode.to_numpy()
+        return self
+
+    def cut(self, len_lookback_buffer: int = 0) -> "MultiAgentEpisode":
+        """The next chunk, of length 0: it begins at the last env step, after up to `len_lookback_buffer` env steps.
+
+        The lookback is longer if needed for the last observation of an agent with a hanging action. Agents that are
+        done are left out. Agents in a gap that have not acted begin anew with their next observation, and keep their
+        rewards in the gap. This episode is unchanged, and the two share no list. Raises EpisodeError on an episode that
+        is done, and for a negative number.
+        """
+        if self.is_done:
+            raise self._error(f"cut after its end at env step {self.env_t}")
+        self._check_lookback(len_lookback_buffer)
+        chunk = self._chunk(self._roster.cut(len_lookback_buffer))
+        chunk._last_step_at = self._last_step_at
+        return chunk
+
+    def slice(self, slice_: builtins.slice, *, len_lookback_buffer: int | None = None) -> "MultiAgentEpisode":
+        """A part by env steps: `slice_` counts from the first current one, negative bounds from the end.
+
+        Bounds outside are clipped. The env steps before the part become its lookback, at most `len_lookback_buffer`
+        (None: this episode's lookback) of them. An agent in a gap at the part's end has a hanging action there, with
+        its rewards until then. An agent that has ended by the part's start is left out. An agent's own steps begin with
+        its first observation inside. Slices joined again give the episode. In numpy form, a slice shares this
+        episode's arrays. Raises NotImplementedError for a step other than 1, EpisodeError for a negative lookback.
+        """
+        if slice_.step not in (None, 1):
+            raise NotImplementedError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
+        if len_lookback_buffer is not None:
+            self._check_lookback(len_lookback_buffer)
+        first, last, _ = slice_.indices(len(self))
+        start, stop = self.env_t_started + first, self.env_t_started + max(first, last)
+        wanted = self._roster.lookback if len_lookback_buffer is None else len_lookback_buffer
+        part = self._chunk(self._roster.part(start, stop, min(wanted, self._roster.lookback + first)))
+        if stop == self.env_t:
+            part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
+        return part
+
+    def __getitem__(self, slice_: builtins.slice) -> "MultiAgentEpisode":
+        if not isinstance(slice_, builtins.slice):
+            raise NotImplementedError(
+                f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one env step use "
+                "get_observations and the other getters"
+            )
+        return self.slice(slice_)
+
+    def concat_episode(self, other: "MultiAgentEpisode") -> None:
+        """Add the current data of `other`, the chunk that follows this one, at the end of this one.
+
+        The other's observations answer actions that hang at this episode's end, with the rewards of both sides. This
+        episode's lookback stays, the other's is ignored. The agents' episodes are new objects. Raises EpisodeError if
+        the ids differ, this episode is done, or `other` does not begin at this one's last env step. The same holds if
+        an agent's two parts do not meet. Raises ColumnError if the other's data do not fit this one's arrays. Then
+        nothing is changed.
+        """
+        if other.id_ != self.id_:
+            raise self._error(f"can't be joined by a chunk of another, '{other.id_}'")
+        if self.is_done:
+            raise self._error(f"concat_episode after its end at env step {self.env_t}")
+        if other.env_t_started != self.env_t:
+            raise self._error(f"it ends at env step {self.env_t}, the chunk to join begins at {other.env_t_started}")
+        if not self.is_reset or not other.is_reset:
+            raise self._error("concat_episode before add_env_reset, on one side or both")
+        with located(f"episode '{self.id_}'"):
+            self._roster = self._roster.joined(other._roster)
+        self.agent_episode_ids = {**other.agent_episode_ids, **self.agent_episode_ids}
+        self._module_ids = {**other._module_ids, **self._module_ids}
+        self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
+        self.custom_data.update(other.custom_data)
+        self._duration_s += other._duration_s
+        self._last_step_at = other._last_step_at
+
+    def get_state(self) -> dict[str, Any]:
+        """The state as a dict, with copies of the data; without the mapping function, but with the modules it chose."""
+        return {
+            "id_": self.id_,
+            "is_reset": self._is_reset,
+            "is_terminated": self.is_terminated,
+            "is_truncated": self.is_truncated,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+            "agent_episode_ids": dict(self.agent_episode_ids),
+            "module_ids": dict(self._module_ids),
+            "custom_data": copy.deepcopy(self.custom_data),
+            "duration_s": self._duration_s,
+            "roster": self._roster.get_state(),
+        }
+
+    @staticmethod
+    def from_state(
+        state: Mapping[str, Any], *, agent_to_module_mapping_fn: AgentToModule | None = None
+    ) -> "MultiAgentEpisode":
+        """The episode of a state that `get_state()` returned; new agents get their modules by the mapping function."""
+        episode = MultiAgentEpisode(
+            state["id_"],
+            observation_space=state["observation_space"],
+            action_space=state["action_space"],
+            agent_episode_ids=state["agent_episode_ids"],
+            agent_module_ids=state["module_ids"],
+            agent_to_module_mapping_fn=agent_to_module_mapping_fn,
+        )
+        episode._roster = AgentRoster.from_state(state["roster"])
+        episode._is_reset = state["is_reset"]
+        episode.is_terminated, episode.is_truncated = state["is_terminated"], state["is_truncated"]
+        episode.custom_data = copy.deepcopy(state["custom_data"])
+        episode._duration_s = state["duration_s"]
+        return episode
+
+    def __repr__(self) -> str:
+        ended = "terminated" if self.is_terminated else "truncated" if self.is_truncated else "ongoing"
+        return (
+            f"<{type(self).__name__} '{self.id_}': env steps {self.env_t_started} to {self.env_t}, {ended}, "
+            f"lookback {self._roster.lookback}, agents {list(self._roster.timelines)}>"
+        )
+
+    # Inside
+
+    def _fill(
+        self, steps: Sequence[EnvStep], len_lookback_buffer: int | str, agent_t_started: Mapping[Any, int]
+    ) -> None:
+        """Add a reset and the env steps after it, with the first of them as history."""
+        count = len(steps) - 1
+        wanted = count if len_lookback_buffer == "auto" else len_lookback_buffer
+        if isinstance(wanted, str):
+            raise self._error(f"len_lookback_buffer is '{wanted}', expected an int or 'auto'")
+        self._check_lookback(wanted)
+        self._is_reset = True
+        with located(f"episode '{self.id_}'"):
+            ended = self._roster.fill(steps, min(wanted, count), agent_t_started, self._begin)
+        self._end_with(steps[-1], ended)
+
+    def _begin(self, agent_id: Any, share: AgentShare, t_started: int) -> SingleAgentEpisode:
+        """An agent's episode with its first observation."""
+        return SingleAgentEpisode(
+            self.agent_episode_ids.setdefault(agent_id, uuid.uuid4().hex),
+            observations=[share.observation],
+            infos=[{} if share.infos is None else share.infos],
+            observation_space=_space_of(self.observation_space, agent_id),
+            action_space=_space_of(self.action_space, agent_id),
+            t_started=t_started,
+            agent_id=agent_id,
+            module_id=self.module_for(agent_id),
+            multi_agent_episode_id=self.id_,
+        )
+
+    def _end_with(self, step: EnvStep, ended: Sequence[SingleAgentEpisode]) -> None:
+        """Set the episode's end flags after an env step that has `ended` agents, which may be the last ones."""
+        self.is_terminated, self.is_truncated = step.all_terminated, step.all_truncated
+        timelines = self._roster.timelines.values()
+        if timelines and not self.is_done and all(timeline.episode.is_done for timeline in timelines):
+            self.is_truncated = bool(ended) and not any(episode.is_terminated for episode in ended)
+            self.is_terminated = not self.is_truncated
+
+    def _chunk(self, roster: AgentRoster) -> "MultiAgentEpisode":
+        """An ongoing chunk of this episode with the agents of `roster`."""
+        chunk = MultiAgentEpisode(
+            self.id_,
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            agent_episode_ids=self.agent_episode_ids,
+            agent_module_ids=self._module_ids,
+            agent_to_module_mapping_fn=self.agent_to_module_mapping_fn,
+        )
+        chunk._roster, chunk._is_reset = roster, self._is_reset
+        chunk.custom_data = copy.deepcopy(self.custom_data)
+        return chunk
+
+    def _read(self, name: ColumnName, agent_ids: AgentIds, query: GetterQuery) -> Any:
+        with located(f"episode '{self.id_}'"):
+            return read_column(self._roster, name, agent_ids, query)
+
+    def _with_new(self, new_data: AgentValues) -> list[tuple[SingleAgentEpisode, Any]]:
+        episodes = self.agent_episodes
+        for agent_id in new_data:
+            if agent_id not in episodes:
+                raise KeyError(f"episode '{self.id_}' has no agent '{agent_id}'; there are: {list(episodes)}")
+        return [(episodes[agent_id], items) for agent_id, items in new_data.items()]
+
+    def _check_lookback(self, wanted: int) -> None:
+        if wanted < 0:
+            raise self._error(f"len_lookback_buffer is {wanted}, expected >= 0")
+
+    def _error(self, text: str) -> EpisodeError:
+        return EpisodeError(f"episode '{self.id_}': {text}")
+
+
+def _space_of(spaces: Any, agent_id: Any) -> gym.Space[Any] | None:
+    space: gym.Space[Any] | None = spaces.get(agent_id)
+    return space

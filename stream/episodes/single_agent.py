@@ -1,0 +1,539 @@
+"""SingleAgentEpisode: one agent's episode, or a chunk of one, with the interface of RLlib's class."""
+
+import builtins
+import copy
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import EpisodeError, RollflowError
+from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
+from rollflow.stream.episodes.episode_buffers import (
+    as_buffer,
+    buffer_from_state,
+    check_joinable,
+    checked_step,
+    joined,
+    outputs_joined,
+    part_of,
+    state_of,
+    total_of,
+)
+
+REWARD_SPACE: gym.Space[Any] = gym.spaces.Box(-np.inf, np.inf, (), np.float32)
+
+
+class SingleAgentEpisode:
+    """A reset observation, then (observation, action, reward) step by step; n steps have n + 1 observations.
+
+        id_                     a new unique hex string if absent
+        observations, infos     lists of n + 1 items, trees of arrays `any[n + 1, ...]`, or buffers
+        actions, rewards        lists of n items, trees of arrays `any[n, ...]`, or buffers
+        extra_model_outputs     key -> list of n items, tree of arrays `any[n, ...]`, or buffer
+        observation_space       space of one observation, used by `fill` and `one_hot_discrete`
+        action_space            space of one action, likewise
+        terminated, truncated   whether and how the episode has ended; the data are not changed
+        t_started               step number at which this chunk begins, without its lookback; 0 if absent
+        len_lookback_buffer     how many of the given steps are history, at most all; "auto": all of them; if
+                                `rewards` is a buffer, the lookback is that buffer's
+        agent_id, module_id, multi_agent_episode_id    set if the episode is one agent's part of a larger one
+
+        t                       steps since the episode's reset
+        is_terminated           whether the task ended: nothing comes after the last observation
+        is_truncated            whether only the recording ended: the rest may be estimated
+        custom_data             dict for data that belong to the episode
+        lane, slot              numbers of a rollout's lane, and of the environment in it, that the episode is from;
+                                None for an episode built by hand, or from a state
+
+    Items may be anything. An episode in list form grows by `add_env_step`; `to_numpy()` turns the lists into trees of
+    arrays with a leading time axis. In getters and setters -1 is the newest item, and negative indices may reach into
+    the lookback: see `LookbackBuffer.get`. Buffers and arrays are used without a copy, lists are copied.
+
+    Raises EpisodeError if lengths do not fit together, and for a negative lookback.
+    """
+
+    lane: int | None = None
+    slot: int | None = None
+    _duration_s: float = 0.0
+    _last_step_at: float | None = None  # on the clock of `time.perf_counter`; the reset counts as a step
+
+    def __init__(
+        self,
+        id_: str | None = None,
+        *,
+        observations: Any = None,
+        observation_space: gym.Space[Any] | None = None,
+        infos: Any = None,
+        actions: Any = None,
+        action_space: gym.Space[Any] | None = None,
+        rewards: Any = None,
+        terminated: bool = False,
+        truncated: bool = False,
+        extra_model_outputs: Mapping[str, Any] | None = None,
+        t_started: int | None = None,
+        len_lookback_buffer: int | Literal["auto"] = "auto",
+        agent_id: Any = None,
+        module_id: Any = None,
+        multi_agent_episode_id: Any = None,
+    ) -> None:
+        self.id_ = uuid.uuid4().hex if id_ is None else id_
+        self.agent_id = agent_id
+        self.module_id = module_id
+        self.multi_agent_episode_id = multi_agent_episode_id
+        self.custom_data: dict[Any, Any] = {}
+        self.is_terminated = terminated
+        self.is_truncated = truncated
+        lookback = self._lookback_of(rewards, len_lookback_buffer)
+        if infos is None and observations is not None:
+            infos = [{} for _ in range(total_of(observations, "observations"))]
+        self.observations = as_buffer(observations, lookback, observation_space, "observations")
+        self.infos = as_buffer(infos, lookback, None, "infos")
+        self.actions = as_buffer(actions, lookback, action_space, "actions")
+        self.rewards = as_buffer(rewards, lookback, REWARD_SPACE, "rewards")
+        self.extra_model_outputs: dict[str, LookbackBuffer] = {
+            key: as_buffer(items, lookback, None, key) for key, items in (extra_model_outputs or {}).items()
+        }
+        self.t_started = 0 if t_started is None else t_started
+        self.t = self.t_started + len(self.rewards)
+        self.validate()
+
+    # State
+
+    @property
+    def is_done(self) -> bool:
+        """True if the episode is terminated or truncated."""
+        return self.is_terminated or self.is_truncated
+
+    @property
+    def is_reset(self) -> bool:
+        """True if there is a first observation."""
+        return self.observations.total() > 0
+
+    @property
+    def is_numpy(self) -> bool:
+        """True if the data are arrays; an episode of length 0 keeps its lists."""
+        return self.observations.is_numpy and self.rewards.is_numpy
+
+    @property
+    def observation_space(self) -> gym.Space[Any] | None:
+        """The space of one observation."""
+        return self.observations.space
+
+    @observation_space.setter
+    def observation_space(self, space: gym.Space[Any] | None) -> None:
+        self.observations.space = space
+
+    @property
+    def action_space(self) -> gym.Space[Any] | None:
+        """The space of one action."""
+        return self.actions.space
+
+    @action_space.setter
+    def action_space(self, space: gym.Space[Any] | None) -> None:
+        self.actions.space = space
+
+    def __len__(self) -> int:
+        return self.t - self.t_started
+
+    def env_steps(self) -> int:
+        """Number of steps in this chunk, without its lookback."""
+        return len(self)
+
+    def agent_steps(self) -> int:
+        """Number of the agent's steps, which is that of env steps."""
+        return len(self)
+
+    def get_return(self) -> float:
+        """The undiscounted sum of this chunk's rewards, without its lookback."""
+        return float(np.sum(self.get_rewards()))
+
+    def get_duration_s(self) -> float:
+        """Seconds from the reset, or the step at which this chunk was cut, to its last step; 0.0 for a slice."""
+        return self._duration_s
+
+    # Growing
+
+    def add_env_reset(self, observation: Any, infos: Any = None) -> None:
+        """Add the observation of `env.reset()`. Raises EpisodeError unless the episode is new and empty."""
+        if self.is_reset or self.is_done or self.t or self.t_started:
+            raise EpisodeError(
+                f"episode '{self.id_}': add_env_reset at step {self.t}, expected a new episode without observations"
+            )
+        self.observations.append(observation)
+        self.infos.append({} if infos is None else infos)
+        self._last_step_at = time.perf_counter()
+
+    def add_env_step(
+        self,
+        observation: Any,
+        action: Any,
+        reward: Any,
+        infos: Any = None,
+        *,
+        terminated: bool = False,
+        truncated: bool = False,
+        extra_model_outputs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add an action and the results of `env.step(action)`. In list form, values are kept as they are.
+
+        Raises EpisodeError before a reset, after the end, and if the keys of the extra outputs change. In numpy form,
+        raises ColumnError for a value of another structure or shape than the arrays'. Then nothing is added.
+        """
+        outputs, values = checked_step(self, observation, action, reward, extra_model_outputs)
+        for buffer, value in values:
+            buffer.append(value)
+        self.infos.append({} if infos is None else infos)
+        self.extra_model_outputs = outputs
+        self.is_terminated = terminated
+        self.is_truncated = truncated
+        self.t += 1
+        now = time.perf_counter()
+        self._duration_s += 0.0 if self._last_step_at is None else now - self._last_step_at
+        self._last_step_at = now
+
+    def check_env_step(
+        self, observation: Any, action: Any, reward: Any, extra_model_outputs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Raise the error that `add_env_step` would raise for these values; nothing is added."""
+        checked_step(self, observation, action, reward, extra_model_outputs)
+
+    def validate(self) -> None:
+        """Raise EpisodeError unless observations and infos are one more than steps, or all are empty."""
+        observations, infos = self.observations.total(), self.infos.total()
+        per_step = {"actions": self.actions, "rewards": self.rewards} | {
+            f"extra_model_outputs['{key}']": buffer for key, buffer in self.extra_model_outputs.items()
+        }
+        counts = {name: buffer.total() for name, buffer in per_step.items()}
+        if observations == 0 and infos == 0 and not any(counts.values()):
+            return
+        if infos != observations or any(count + 1 != observations for count in counts.values()):
+            others = ", ".join(f"{count} {name}" for name, count in {"infos": infos, **counts}.items())
+            raise EpisodeError(
+                f"episode '{self.id_}': {observations} observations do not go with {others}; expected as many infos, "
+                "and one less of everything else"
+            )
+
+    # Reading
+
+    def get_observations(
+        self,
+        indices: Indices = None,
+        *,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+    ) -> Any:
+        """One observation, or several: see `LookbackBuffer.get`."""
+        return self._read(self.observations, indices, neg_index_as_lookback, fill, one_hot_discrete)
+
+    def get_infos(self, indices: Indices = None, *, neg_index_as_lookback: bool = False, fill: Any = None) -> Any:
+        """One info dict, or several."""
+        return self._read(self.infos, indices, neg_index_as_lookback, fill)
+
+    def get_actions(
+        self,
+        indices: Indices = None,
+        *,
+        neg_index_as_lookback: bool = False,
+        fill: Any = None,
+        one_hot_discrete: bool = False,
+    ) -> Any:
+        """One action, or several."""
+        return self._read(self.actions, indices, neg_index_as_lookback, fill, one_hot_discrete)
+
+    def get_rewards(self, indices: Indices = None, *, neg_index_as_lookback: bool = False, fill: Any = None) -> Any:
+        """One reward, or several."""
+        return self._read(self.rewards, indices, neg_index_as_lookback, fill)
+
+    def get_extra_model_outputs(
+        self, key: str, indices: Indices = None, *, neg_index_as_lookback: bool = False, fill: Any = None
+    ) -> Any:
+        """One item of an extra model output, or several. Raises KeyError for an unknown key."""
+        return self._read(self._extra(key), indices, neg_index_as_lookback, fill)
+
+    # Names of an older version of RLlib
+    get_observation = get_observations
+    get_action = get_actions
+    get_reward = get_rewards
+    get_info = get_infos
+
+    # Writing
+
+    def set_observations(
+        self, *, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace observations: see `LookbackBuffer.set`."""
+        self._write(self.observations, new_data, at_indices, neg_index_as_lookback)
+
+    def set_actions(self, *, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False) -> None:
+        """Replace actions."""
+        self._write(self.actions, new_data, at_indices, neg_index_as_lookback)
+
+    def set_rewards(self, *, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False) -> None:
+        """Replace rewards."""
+        self._write(self.rewards, new_data, at_indices, neg_index_as_lookback)
+
+    def set_extra_model_outputs(
+        self, *, key: str, new_data: Any, at_indices: Indices = None, neg_index_as_lookback: bool = False
+    ) -> None:
+        """Replace items of an extra model output. Raises EpisodeError for an unknown key."""
+        if key not in self.extra_model_outputs:
+            raise EpisodeError(self._no_such_output(key))
+        self._write(self.extra_model_outputs[key], new_data, at_indices, neg_index_as_lookback)
+
+    def set_observation(self, *, new_value: Any, at_index: int) -> None:
+        """Replace one observation; this and the next two are names of an older version of RLlib."""
+        self.set_observations(new_data=new_value, at_indices=at_index)
+
+    def set_action(self, *, new_value: Any, at_index: int) -> None:
+        """Replace one action."""
+        self.set_actions(new_data=new_value, at_indices=at_index)
+
+    def set_reward(self, *, new_value: Any, at_index: int) -> None:
+        """Replace one reward."""
+        self.set_rewards(new_data=new_value, at_indices=at_index)
+
+    # Other forms
+
+    def to_numpy(self) -> Self:
+        """Turn lists, with the lookback, into trees of arrays `any[L + n, ...]`; infos stay lists.
+
+        Actions, rewards and extra outputs stay lists while the length is 0. Returns this episode. Raises ColumnError
+        for items that differ in structure or shape.
+        """
+        self.observations.to_numpy()
+        if len(self):
+            for buffer in (self.actions, self.rewards, *self.extra_model_outputs.values()):
+                buffer.to_numpy()
+        return self
+
+    def cut(self, len_lookback_buffer: int = 0) -> "SingleAgentEpisode":
+        """The next chunk, of length 0: it begins with the last observation, after up to `len_lookback_buffer` steps.
+
+        This episode is unchanged, and the two share no list. Raises EpisodeError on an episode that is done, and for a
+        negative number.
+        """
+        if self.is_done:
+            raise EpisodeError(f"episode '{self.id_}': cut after its end at step {self.t}")
+        self._check_lookback(len_lookback_buffer)
+        total = self.rewards.total()
+        lookback = min(len_lookback_buffer, total)
+        chunk = self.part(total - lookback, total, lookback, self.t, shares_arrays=False)
+        chunk.custom_data = copy.deepcopy(self.custom_data)
+        chunk._last_step_at = self._last_step_at
+        return chunk
+
+    def slice(self, slice_: builtins.slice, *, len_lookback_buffer: int | None = None) -> "SingleAgentEpisode":
+        """A part by steps: `slice_` counts from the first current step, negative bounds from the end.
+
+        m steps have m + 1 observations. Bounds outside are clipped. The steps before the part become its lookback, at
+        most `len_lookback_buffer` (None: this episode's lookback) of them. The part is done only if it reaches this
+        episode's end. In numpy form, it shares this episode's arrays. Raises EpisodeError for a step other than 1, and
+        for a negative lookback.
+        """
+        if slice_.step not in (None, 1):
+            raise EpisodeError(f"episode '{self.id_}': slice step is {slice_.step}, expected 1")
+        if len_lookback_buffer is not None:
+            self._check_lookback(len_lookback_buffer)
+        length, before = len(self), self.rewards.lookback
+        start = self._step_bound(slice_.start, 0, length)
+        stop = max(start, self._step_bound(slice_.stop, length, length))
+        wanted = before if len_lookback_buffer is None else len_lookback_buffer
+        lookback = min(wanted, before + start)
+        part = self.part(before + start - lookback, before + stop, lookback, self.t_started + start)
+        if stop == length:
+            part.is_terminated, part.is_truncated = self.is_terminated, self.is_truncated
+        part.custom_data = copy.deepcopy(self.custom_data)
+        return part
+
+    def part(
+        self, start: int, stop: int, lookback: int, t_started: int, shares_arrays: bool = True
+    ) -> "SingleAgentEpisode":
+        """The steps at positions start … stop - 1 of all stored steps, the first `lookback` of them as history.
+
+        The part is ongoing, without custom data. In numpy form it shares this episode's arrays if `shares_arrays`.
+        """
+
+        def part(buffer: LookbackBuffer, more: int = 0) -> LookbackBuffer:
+            return part_of(buffer, start, stop + more, lookback, shares_arrays=shares_arrays)
+
+        return SingleAgentEpisode(
+            self.id_,
+            observations=part(self.observations, 1),
+            infos=part(self.infos, 1),
+            actions=part(self.actions),
+            rewards=part(self.rewards),
+            extra_model_outputs={key: part(buffer) for key, buffer in self.extra_model_outputs.items()},
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            t_started=t_started,
+            agent_id=self.agent_id,
+            module_id=self.module_id,
+            multi_agent_episode_id=self.multi_agent_episode_id,
+        )
+
+    def __getitem__(self, slice_: builtins.slice) -> "SingleAgentEpisode":
+        if not isinstance(slice_, builtins.slice):
+            raise NotImplementedError(
+                f"episode '{self.id_}' takes slices such as [2:5], not {slice_!r}; for one item use get_observations "
+                "and the other getters"
+            )
+        return self.slice(slice_)
+
+    def concat_episode(self, other: "SingleAgentEpisode") -> None:
+        """Add the current data of `other`, the chunk that follows this one, at the end of this one.
+
+        This episode's lookback stays, the other's is ignored. Raises EpisodeError if the ids or extra outputs differ,
+        or this episode is done. The same holds if `other` does not begin with this one's last step and observation.
+        Raises ColumnError if the other's data do not fit this one's arrays. Then nothing is changed.
+        """
+        check_joinable(self, other)
+        observations = joined(self.observations, other.observations, first=1)
+        infos = joined(self.infos, other.infos, first=1)
+        actions = joined(self.actions, other.actions)
+        rewards = joined(self.rewards, other.rewards)
+        extra = outputs_joined(self, other)
+        self.observations, self.infos, self.actions, self.rewards = observations, infos, actions, rewards
+        self.extra_model_outputs = extra
+        self.t = other.t
+        self.is_terminated, self.is_truncated = other.is_terminated, other.is_truncated
+        self.custom_data.update(other.custom_data)
+        self._duration_s += other.get_duration_s()
+        self._last_step_at = other._last_step_at
+
+    def get_data_dict(self) -> dict[str, Any]:
+        """This chunk as columns `any[n, ...]`: obs, infos, actions, rewards, flags, `t`, `eps_id`, extra outputs.
+
+        `terminateds` and `truncateds`, bool[n], can be True in the last row only.
+        """
+        steps = len(self)
+        last = np.arange(steps) == steps - 1
+        return {
+            Columns.OBS: self.get_observations(builtins.slice(0, steps)),
+            Columns.INFOS: self.get_infos(builtins.slice(0, steps)),
+            Columns.ACTIONS: self.get_actions(),
+            Columns.REWARDS: self.get_rewards(),
+            Columns.TERMINATEDS: last & self.is_terminated,
+            Columns.TRUNCATEDS: last & self.is_truncated,
+            Columns.T: np.arange(self.t_started, self.t),
+            Columns.EPS_ID: np.full(steps, self.id_),
+            **{key: self.get_extra_model_outputs(key) for key in self.extra_model_outputs},
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """The state as a dict, with lookback and flags; the data are copies."""
+        return {
+            "id_": self.id_,
+            "agent_id": self.agent_id,
+            "module_id": self.module_id,
+            "multi_agent_episode_id": self.multi_agent_episode_id,
+            "t": self.t,
+            "t_started": self.t_started,
+            "is_terminated": self.is_terminated,
+            "is_truncated": self.is_truncated,
+            "custom_data": copy.deepcopy(self.custom_data),
+            "duration_s": self.get_duration_s(),
+            "buffers": {name: state_of(buffer) for name, buffer in self._buffers().items()},
+            "extra_model_outputs": {key: state_of(buffer) for key, buffer in self.extra_model_outputs.items()},
+        }
+
+    @staticmethod
+    def from_state(state: Mapping[str, Any]) -> "SingleAgentEpisode":
+        """The episode of a state that `get_state()` returned."""
+        buffers: dict[str, Any] = {name: buffer_from_state(name, part) for name, part in state["buffers"].items()}
+        episode = SingleAgentEpisode(
+            state["id_"],
+            **buffers,
+            observation_space=buffers["observations"].space,
+            action_space=buffers["actions"].space,
+            extra_model_outputs={
+                key: buffer_from_state(key, part) for key, part in state["extra_model_outputs"].items()
+            },
+            terminated=state["is_terminated"],
+            truncated=state["is_truncated"],
+            t_started=state["t_started"],
+            agent_id=state["agent_id"],
+            module_id=state["module_id"],
+            multi_agent_episode_id=state["multi_agent_episode_id"],
+        )
+        episode.t = state["t"]
+        episode.custom_data = copy.deepcopy(state["custom_data"])
+        episode._duration_s = state["duration_s"]
+        return episode
+
+    def __repr__(self) -> str:
+        ended = "terminated" if self.is_terminated else "truncated" if self.is_truncated else "ongoing"
+        return (
+            f"<{type(self).__name__} '{self.id_}': steps {self.t_started} to {self.t}, {ended}, "
+            f"lookback {self.rewards.lookback}>"
+        )
+
+    # Inside
+
+    def _extra(self, key: str) -> LookbackBuffer:
+        try:
+            return self.extra_model_outputs[key]
+        except KeyError:
+            raise KeyError(self._no_such_output(key)) from None
+
+    def _no_such_output(self, key: str) -> str:
+        return f"episode '{self.id_}' has no extra output '{key}'; there are: {sorted(self.extra_model_outputs)}"
+
+    def _buffers(self) -> dict[str, LookbackBuffer]:
+        return {
+            "observations": self.observations,
+            "infos": self.infos,
+            "actions": self.actions,
+            "rewards": self.rewards,
+        }
+
+    def _read(
+        self,
+        buffer: LookbackBuffer,
+        indices: Indices,
+        neg_index_as_lookback: bool,
+        fill: Any,
+        one_hot_discrete: bool = False,
+    ) -> Any:
+        try:
+            return buffer.get(
+                indices, neg_index_as_lookback=neg_index_as_lookback, fill=fill, one_hot_discrete=one_hot_discrete
+            )
+        except RollflowError as error:
+            raise self._located(error) from None
+
+    def _write(self, buffer: LookbackBuffer, new_data: Any, at_indices: Indices, neg_index_as_lookback: bool) -> None:
+        try:
+            buffer.set(new_data, at_indices, neg_index_as_lookback=neg_index_as_lookback)
+        except RollflowError as error:
+            raise self._located(error) from None
+
+    def _located(self, error: RollflowError) -> RollflowError:
+        return type(error)(f"episode '{self.id_}': {error}")
+
+    def _lookback_of(self, rewards: Any, wanted: int | str) -> int:
+        """Number of given steps that are history."""
+        if isinstance(rewards, LookbackBuffer):
+            return rewards.lookback
+        steps = 0 if rewards is None else total_of(rewards, "rewards")
+        if wanted == "auto":
+            return steps
+        if isinstance(wanted, str):
+            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is '{wanted}', expected an int or 'auto'")
+        self._check_lookback(wanted)
+        return min(wanted, steps)
+
+    def _check_lookback(self, wanted: int) -> None:
+        if wanted < 0:
+            raise EpisodeError(f"episode '{self.id_}': len_lookback_buffer is {wanted}, expected >= 0")
+
+    @staticmethod
+    def _step_bound(bound: int | None, default: int, length: int) -> int:
+        if bound is None:
+            return default
+        return min(max(bound + length if bound < 0 else bound, 0), length)

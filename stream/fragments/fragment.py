@@ -1,0 +1,388 @@
+"""A fragment: T vector steps of one lane, in time-major columns; the unit that leaves a rollout.
+
+Rows are counted over the whole column. With a lookback of H rows, N slots and T vector steps:
+
+    row          0 … H-1          H … H+T-1                         H+T
+    obs          the last H of    observation before step           observation after
+                 the fragment     row - H                           the last step
+                 before
+    all others   the same         what step row - H did             (no such row)
+
+A transition is (obs[row], actions[row], rewards[row], obs[row + 1]). Under gymnasium's SAME_STEP and DISABLED modes the
+last observation of an episode is in `finals`: obs[row + 1] is the next episode's first. Under NEXT_STEP the row after
+an end only resets: it is *dead*, no transition.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.loss_ledger import Traced
+from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.episodes.buffer import LookbackBuffer
+from rollflow.stream.episodes.sealed_episode import EndedWindow, InfosWindow, SealedEpisode
+from rollflow.stream.episodes.single_agent import REWARD_SPACE, SingleAgentEpisode
+from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
+from rollflow.stream.fragments.fragment_records import ChunkIndex
+from rollflow.stream.fragments.fragment_records import Final as Final
+from rollflow.stream.fragments.fragment_records import FragmentLayout as FragmentLayout
+from rollflow.stream.fragments.fragment_records import Loss as Loss
+
+RECORDED = (Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS)
+_NO_ROWS = np.empty(0, np.int64)
+
+
+class Fragment(Traced):
+    """T vector steps of one lane. Built by a `Lane`; read-only once it is cut.
+
+    Columns (`N` slots, `H` lookback rows, trees of arrays for nested spaces):
+
+        obs                        space's dtype[H+T+1, N, ...]
+        actions                    space's dtype[H+T, N, ...]   what the module chose
+        rewards                    f32[H+T, N]
+        terminateds, truncateds    bool[H+T, N]
+        policy_version             i64[H+T, N]   weights the action was computed with
+        one per extra output       any[H+T, N, ...]   action_logp, vf_preds, action_dist_inputs, …
+    """
+
+    def __init__(
+        self,
+        layout: FragmentLayout,
+        lane: int,
+        sequence: int,
+        columns: dict[str, Column],
+        *,
+        episode_start: NDArray[np.int64],
+        episode_number: NDArray[np.int64],
+    ) -> None:
+        self.layout = layout
+        self.lane = lane
+        self.sequence = sequence  # number of this fragment in its lane
+        self.columns = columns
+        self.observation_space: gym.Space[Any] | None = None
+        self.num_rows = layout.num_rows
+        self.episode_start = episode_start  # i64[N] row at which the slot's first episode began, may be negative
+        self.episode_number = episode_number  # i64[N]
+        self.finals: list[Final] = []
+        self.losses: list[Loss] = []
+        self.infos: list[Mapping[str, Any]] = [{}] * (layout.lookback + layout.num_rows + 1)
+        self.custom_data: dict[tuple[int, int], dict[Any, Any]] = {}
+
+    @property
+    def first_row(self) -> int:
+        """The row of the first vector step: H."""
+        return self.layout.lookback
+
+    @property
+    def last_row(self) -> int:
+        """The row after the last vector step: H + T."""
+        return self.layout.lookback + self.num_rows
+
+    @property
+    def stops(self) -> NDArray[np.int64]:
+        """i64[N]: the row after the last transition of every slot."""
+        return np.full(self.layout.num_slots, self.last_row)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of transitions, without dead rows and lookback."""
+        return int((self.chunks.stop - self.chunks.start).sum())
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the fragment has no transition."""
+        return not len(self.chunks.slot)
+
+    @property
+    def extra_columns(self) -> tuple[str, ...]:
+        """Names of the extra model outputs, `policy_version` among them."""
+        return tuple(name for name in self.columns if name not in RECORDED and name != Columns.OBS)
+
+    @property
+    def policy_version(self) -> int:
+        """The oldest policy version that an action of this fragment was computed with."""
+        return int(self.column(Columns.POLICY_VERSION).min())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the columns."""
+        return sum(column.nbytes for column in self.columns.values())
+
+    def column(self, name: str) -> Tree:
+        """The T rows of a column, without lookback: a tree of views `any[T, N, ...]`.
+
+        Raises ColumnError for an unknown name.
+        """
+        return self._named(name).rows(self.first_row, self.last_row)
+
+    def gather(self, name: str) -> Tree:
+        """A column's rows, chunk by chunk: a tree of new arrays `any[num_steps, ...]`."""
+        return map_tree(self.in_chunk_order, self.column(name))
+
+    def in_chunk_order(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """The transitions of `rows`, any[T, N, ...], chunk by chunk: a new array any[num_steps, ...]."""
+        order = self.row_order
+        if order is None:
+            return np.array(rows.swapaxes(0, 1), order="C").reshape(-1, *rows.shape[2:])
+        # All indices are valid; the mode "raise" would check each of them first.
+        return rows.reshape(-1, *rows.shape[2:]).take(order, axis=0, mode="clip")
+
+    def last_observations(self) -> Tree:
+        """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
+        chunks = self.chunks
+        observations = map_tree(lambda leaf: leaf[chunks.stop, chunks.slot], self.columns[Columns.OBS].tree)
+        at = {(int(stop), int(slot)): i for i, (stop, slot) in enumerate(zip(chunks.stop, chunks.slot, strict=True))}
+        for final in self.finals:
+            places = [at[final.row + 1, int(slot)] for slot in final.slots]
+            map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
+        return observations
+
+    def last(self, name: str) -> Tree:
+        """A column's value at the last step of every chunk: a tree of new arrays `any[C, ...]`."""
+        chunks = self.chunks
+        return map_tree(lambda leaf: leaf[chunks.stop - 1, chunks.slot], self._named(name).tree)
+
+    def preceding(self, name: str) -> Tree:
+        """A column's value at the step before every chunk: a tree of new arrays `any[C, ...]`.
+
+        Meaningless for chunks without lookback: see `chunks.lookback`.
+        """
+        chunks = self.chunks
+        return map_tree(lambda leaf: leaf[chunks.start - 1, chunks.slot], self._named(name).tree)
+
+    def recent_observations(self, count: int) -> Tree:
+        """The last `count` observations at every step, oldest first: a tree of new arrays `any[num_steps, count, ...]`.
+
+        Steps are in chunk order. Observations before the episode's first, or before the lookback, are zeros.
+        """
+        chunks = self.chunks
+        lengths = chunks.stop - chunks.start
+        earliest, slot = np.repeat(chunks.start - chunks.lookback, lengths), np.repeat(chunks.slot, lengths)
+        row = np.arange(len(slot)) - np.repeat(np.cumsum(lengths) - lengths, lengths) + np.repeat(chunks.start, lengths)
+        rows = row[:, None] + np.arange(1 - count, 1)  # i64[num_steps, count]
+        before = rows < earliest[:, None]
+        rows[before] = 0
+
+        def windows(leaf: NDArray[Any]) -> NDArray[Any]:
+            taken: NDArray[Any] = leaf[rows, slot[:, None]]
+            taken[before] = 0
+            return taken
+
+        return map_tree(windows, self.columns[Columns.OBS].tree)
+
+    @cached_property
+    def chunks(self) -> ChunkIndex:
+        """The positions of the chunks."""
+        first, slots = self.first_row, self.layout.num_slots
+        ended_slot, ended_row, gap = self._ends()
+        if not len(ended_slot):
+            return self._unbroken()
+        # Each slot begins one chunk, and another at every end.
+        per_slot = np.bincount(ended_slot, minlength=slots) + 1
+        slot = np.repeat(np.arange(slots), per_slot)
+        heads = np.cumsum(per_slot) - per_slot
+        closing = np.arange(len(ended_slot)) + ended_slot  # index of the chunk that each end closes
+        start, stop, t_started = np.empty_like(slot), np.empty_like(slot), np.zeros_like(slot)
+        start[heads], start[closing + 1] = np.maximum(self.episode_start, first), ended_row + gap
+        stop[heads + per_slot - 1], stop[closing] = self.stops, ended_row + 1
+        t_started[heads] = np.maximum(first - self.episode_start, 0)
+        number = self.episode_number[slot] + np.arange(len(slot)) - heads[slot]
+        has_ended = np.zeros(len(slot), bool)
+        has_ended[closing] = True
+        keep = start < stop
+        if not keep.all():
+            slot, start, stop, has_ended = slot[keep], start[keep], stop[keep], has_ended[keep]
+            t_started, number = t_started[keep], number[keep]
+        return ChunkIndex(
+            slot=slot,
+            number=number,
+            start=start,
+            stop=stop,
+            t_started=t_started,
+            lookback=np.minimum(t_started, self.layout.lookback),
+            terminated=has_ended & self.columns[Columns.TERMINATEDS].tree[stop - 1, slot],
+            truncated=has_ended & self.columns[Columns.TRUNCATEDS].tree[stop - 1, slot],
+        )
+
+    @cached_property
+    def row_order(self) -> NDArray[np.int64] | None:
+        """i64[num_steps]: `time * N + slot` of each transition, chunk by chunk; None if no row is dead."""
+        chunks, slots = self.chunks, self.layout.num_slots
+        lengths = chunks.stop - chunks.start
+        total = int(lengths.sum())
+        if total == self.num_rows * slots:
+            return None
+        begin = (chunks.start - self.first_row) * slots + chunks.slot
+        before = np.zeros_like(begin)
+        before[1:] = (begin + (lengths - 1) * slots)[:-1]  # last transition of the chunk before
+        order = np.full(total, slots)  # distance to the transition before: one row within a chunk
+        order[np.cumsum(lengths) - lengths] = begin - before
+        return np.cumsum(order, out=order)
+
+    def last_of(self, stop: int, slot: int) -> tuple[Tree, Mapping[str, Any]]:
+        """The observation after a chunk's last step, a tree of arrays `any[...]`, and the vector infos with it.
+
+        stop, slot    of the chunk, as in `chunks`
+        """
+        final = self._final_items.get((stop - 1, slot))
+        if final is not None:
+            return final
+        return map_tree(lambda leaf: leaf[stop, slot], self.columns[Columns.OBS].tree), self.infos[stop]
+
+    def env_slots(self, slot: Any, number: Any) -> Any:
+        """The lane's slots that chunks are from: an int or i64[C], as the arguments are.
+
+        slot, number    of a chunk, or of several, as in `chunks`
+        """
+        return slot
+
+    def episodes(self) -> FragmentEpisodes:
+        """The chunks as a sequence of `SingleAgentEpisode`, made on demand."""
+        return FragmentEpisodes([self])
+
+    def chunk(self, index: int) -> SingleAgentEpisode:
+        """Chunk number `index` of `chunks`, as an episode over views of the columns."""
+        chunks = self.chunks
+        return self._episode(
+            *(int(each[index]) for each in (chunks.slot, chunks.number, chunks.start, chunks.stop, chunks.lookback)),
+            terminated=bool(chunks.terminated[index]),
+            truncated=bool(chunks.truncated[index]),
+            t_started=int(chunks.t_started[index]),
+        )
+
+    def _episode(
+        self, slot: int, number: int, start: int, stop: int, lookback: int, **flags: Any
+    ) -> SingleAgentEpisode:
+        # A chunk without a step has no final: the row before it may have ended another episode.
+        final = self._final_items.get((stop - 1, slot)) if start < stop else None
+        begin = start - lookback
+
+        def buffer(name: str, space: gym.Space[Any] | None = None) -> LookbackBuffer:
+            views = map_tree(lambda leaf: leaf[begin:stop, slot], self.columns[name].tree)
+            return LookbackBuffer(views, lookback, space, name=name)
+
+        episode = SealedEpisode(
+            self.layout.episode_id(slot, number),
+            observations=self._observations(slot, begin, stop, lookback, final),
+            infos=InfosWindow(self.infos[begin : stop + 1], slot, lookback, None if final is None else final[1]),
+            actions=buffer(Columns.ACTIONS, self.layout.action_space),
+            rewards=buffer(Columns.REWARDS, REWARD_SPACE),
+            extra_model_outputs={name: buffer(name) for name in self.extra_columns},
+            **flags,
+        )
+        episode.custom_data.update(self.custom_data.get((slot, number), {}))
+        episode.lane, episode.slot = self.lane, int(self.env_slots(slot, number))
+        return episode
+
+    def _unbroken(self) -> ChunkIndex:
+        """The positions of the chunks if no episode ends: one for each slot that has made a step."""
+        slot, stop, number = np.arange(self.layout.num_slots), self.stops, self.episode_number
+        start = np.maximum(self.episode_start, self.first_row)
+        t_started = start - self.episode_start
+        keep = start < stop
+        if np.count_nonzero(keep) < len(keep):
+            slot, start, stop, t_started, number = (each[keep] for each in (slot, start, stop, t_started, number))
+        has_ended = np.zeros(len(slot), bool)
+        return ChunkIndex(
+            slot=slot,
+            number=number,
+            start=start,
+            stop=stop,
+            t_started=t_started,
+            lookback=np.minimum(t_started, self.layout.lookback),
+            terminated=has_ended,
+            truncated=has_ended,
+        )
+
+    def _ends(self) -> tuple[NDArray[np.int64], NDArray[np.int64], Any]:
+        """The slot, i64[E], and row, i64[E], of every end, slot by slot, and the rows from each to the next episode."""
+        columns, rows = self.columns, slice(self.first_row, self.last_row)
+        done = columns[Columns.TERMINATEDS].tree[rows] | columns[Columns.TRUNCATEDS].tree[rows]
+        # Sorted by slots; `nonzero` of two axes is slower.
+        ended = np.flatnonzero(done.T) if np.count_nonzero(done) else _NO_ROWS
+        if not len(ended) and not self.losses:
+            return ended, ended, 1
+        slot = ended // max(1, self.num_rows)
+        row = ended - slot * self.num_rows + self.first_row
+        gap = 2 if self.layout.resets_next_step else 1
+        return self._with_losses(slot, row, gap) if self.losses else (slot, row, gap)
+
+    def _with_losses(
+        self, slot: NDArray[np.int64], row: NDArray[np.int64], gap: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The result of `_ends` with the ends by loss merged in."""
+        lost_slot = np.concatenate([loss.slots for loss in self.losses])
+        lost_row = np.repeat([loss.row - 1 for loss in self.losses], [len(loss.slots) for loss in self.losses])
+        # A truncation by loss is marked in the column too: it is one end, not two.
+        marked = {(slot, loss.row - 1) for loss in self.losses for slot in loss.cut.tolist()}
+        kept = np.array([end not in marked for end in zip(slot.tolist(), row.tolist(), strict=True)], np.bool_)
+        slot, row = np.concatenate([slot[kept], lost_slot]), np.concatenate([row[kept], lost_row])
+        gaps = np.concatenate([np.full(int(kept.sum()), gap), np.ones(len(lost_slot), np.int64)])
+        order = np.lexsort((row, slot))
+        return slot[order], row[order], gaps[order]
+
+    def begin_after_loss(self, reason: str) -> None:
+        """Record that the environments were lost before this fragment's first step: all open episodes ended."""
+        slots = np.arange(self.layout.num_slots)
+        self.losses.insert(0, Loss(self.first_row, slots, slots[:0], reason))
+        self.episode_number = self.episode_number - 1  # the numbers of the lost episodes
+
+    def end_with_loss(self, reason: str) -> None:
+        """Record that the environments were lost after this fragment's last step, before the fragment is sealed.
+
+        Open episodes end as truncated, with `reason` in their chunks' `custom_data["lost"]`.
+        """
+        chunks, slots = self.chunks, np.arange(self.layout.num_slots)
+        is_open = (chunks.stop == self.last_row) & ~chunks.terminated & ~chunks.truncated
+        cut = chunks.slot[is_open]
+        self.columns[Columns.TRUNCATEDS].tree[self.last_row - 1, cut] = True
+        for slot, number in zip(cut.tolist(), chunks.number[is_open].tolist(), strict=True):
+            self.custom_data[slot, number] = {"lost": reason}
+        self.losses.append(Loss(self.last_row, slots, cut, reason))
+        del self.chunks  # computed again with the loss
+
+    def seal(self, num_rows: int) -> None:
+        """Set the length to the first `num_rows` vector steps, and make every column read-only."""
+        self.num_rows = num_rows
+        del self.infos[self.last_row + 1 :]
+        for column in self.columns.values():
+            column.seal()
+
+    def describe(self) -> str:
+        """A text of the fragment's lane and steps, for errors."""
+        first = self.sequence * self.layout.num_rows
+        return f"lane {self.lane}, vector steps {first} to {first + self.num_rows}"
+
+    def __repr__(self) -> str:
+        size = f"{self.num_rows} vector steps x {self.layout.num_slots} slots"
+        return f"<Fragment {self.sequence} of lane {self.lane}: {size}>"
+
+    def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:
+        obs, space = self.columns[Columns.OBS], self.observation_space
+        if final is not None:
+            views = map_tree(lambda leaf: leaf[begin:stop, slot], obs.tree)
+            return EndedWindow(views, final[0], lookback, space)
+        views = map_tree(lambda leaf: leaf[begin : stop + 1, slot], obs.tree)
+        return LookbackBuffer(views, lookback, space, name="observations")
+
+    def _named(self, name: str) -> Column:
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise ColumnError(f"{self!r} has no column '{name}'; columns: {', '.join(self.columns)}") from None
+
+    @cached_property
+    def _final_items(self) -> dict[tuple[int, int], tuple[Tree, Mapping[str, Any]]]:
+        """(row, slot) of an end -> the episode's last observation, a tree of `any[...]`, and its vector infos."""
+        return {
+            (final.row, int(slot)): (map_tree(lambda leaf, i=i: leaf[i], final.observations), final.infos)
+            for final in self.finals
+            for i, slot in enumerate(final.slots)
+        }

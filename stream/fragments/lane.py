@@ -1,0 +1,374 @@
+"""Lane: slots that step together, and the fragment that they are filling.
+
+One lane is one message in the ring. It always stands at a `row` of its fragment: that row has an observation, and its
+action is yet to be computed. A vector step is
+
+    record_actions(...)    write the module's actions into row `row`
+    record_step(...)       write the environments' answer; `row` moves on by one
+    observations(), …      connector pieces read the new row and may write it back
+    commit()               the row is final; a full fragment may now be cut
+
+Pieces that rewrite observations may change the type of the `obs` column: see `commit`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.column import Column
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ColumnError
+from rollflow.stream.data.infos import copied
+from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.fragments.fragment import Final, Fragment, FragmentLayout, Loss
+from rollflow.stream.fragments.lane_columns import LaneMemory
+from rollflow.stream.fragments.lane_rows import LaneRows
+from rollflow.stream.fragments.live_episode import EndedEpisodes, LaneEpisodes
+
+
+class Lane(LaneRows):
+    """The N slots of one lane and the fragment that they are filling. Constructed as `LaneRows`.
+
+        batch            data between the stages: column name -> tree of arrays `any[N, ...]`, or a part of the
+                         outputs of one forward pass over several lanes
+        shared_data      data between connector pieces, from env-to-module to module-to-env
+        num_steps        transitions recorded since the first reset
+        vector_steps     vector steps since the first reset
+        is_set_aside     whether the environments are gone for good: the lane makes no further step
+
+    Raises ColumnError whenever an array does not fit its column.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        layout: FragmentLayout,
+        observation_space: gym.Space[Any],
+        memory: LaneMemory | None = None,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        super().__init__(index, layout, observation_space, memory, is_shared=is_shared)
+        self.batch: Any = {}
+        self.shared_data: dict[str, Any] = {}
+        self.num_steps = 0
+        self.vector_steps = 0
+        self.is_set_aside = False
+        self.episodes = LaneEpisodes(self)
+        # Spaces that observations may be in after pieces rewrite them, the environment's first.
+        self.observation_spaces: Sequence[gym.Space[Any]] = (observation_space,)
+        self._ended: Final | None = None  # episodes that ended in the last step, with obs[row] the next ones' first
+        self._ended_items: dict[int, Tree] = {}
+        self._latest: Tree = None  # current observations, as the environment or the last piece wrote them
+        self._items: list[Tree] | None = None  # current observations by slot, while pieces write single slots
+        self._settled = False  # whether `_latest` is the column's own row
+        self._rewritten = False
+        self._typing = True  # until the first step the obs column may still take another type
+
+    # Recording
+
+    def reset(self, observations: Tree, infos: Mapping[str, Any]) -> None:
+        """Take the first observations: a tree of arrays `any[N, ...]`, and gymnasium's vector infos."""
+        self.fragment.infos[self.row] = copied(infos)
+        self._take_observations(observations)
+
+    def record_actions(self, outputs: Mapping[str, Tree]) -> None:
+        """Write `actions` and every extra output, trees of arrays `any[N, ...]`, into the current row.
+
+        The first call fixes the names and types of the extra outputs; `policy_version` is added to them.
+        """
+        columns, row = self.fragment.columns, self.row
+        if self._extra is None:
+            self._add_extra_columns(outputs)
+        if len(outputs) != len(self._extra or ()) + 1:
+            self._refuse_outputs(outputs)
+        try:
+            columns[Columns.ACTIONS].write(row, outputs[Columns.ACTIONS])
+            for name in self._extra or ():
+                columns[name].write(row, outputs[name])
+        except KeyError:
+            self._refuse_outputs(outputs)
+        if self.policy_version != self._version_written or row == self._first_row:
+            # Later rows are written too: versions change seldom.
+            columns[Columns.POLICY_VERSION].tree[row:] = self._version_written = self.policy_version
+
+    def record_step(
+        self,
+        observations: Tree,
+        rewards: NDArray[Any],
+        terminateds: NDArray[np.bool_],
+        truncateds: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Write the results of one vector step, and move on to the next row.
+
+        observations               any[N, ...]  a tree; after an end as the autoreset mode defines it
+        rewards                    number[N]
+        terminateds, truncateds    bool[N]
+        infos                      gymnasium's vector form
+        final                      last observations (one per ended slot, in slot order) and their infos,
+                                   where `observations` already has the next episodes' first
+        """
+        row, columns = self.row, self.fragment.columns
+        columns[Columns.REWARDS].write(row, rewards)
+        columns[Columns.TERMINATEDS].write(row, terminateds)
+        columns[Columns.TRUNCATEDS].write(row, truncateds)
+        if final is not None:
+            final = final[0], copied(final[1])
+        self._advance(np.logical_or(terminateds, truncateds), copied(infos) if infos else infos, final)
+        self._take_observations(observations)
+        if self._is_unseen:
+            self.share()
+
+    def take_step(
+        self, infos: Mapping[str, Any], final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
+    ) -> None:
+        """Move on over a vector step whose results another process has written into the columns of `memory`.
+
+        `infos` and `final` are as for `record_step`.
+        """
+        row, columns = self.row, self.fragment.columns
+        done = np.logical_or(columns[Columns.TERMINATEDS].tree[row], columns[Columns.TRUNCATEDS].tree[row])
+        self._advance(done, infos, final)
+        self._take_written_observations()
+
+    def take_reset(self, infos: Mapping[str, Any]) -> None:
+        """Take first observations that another process has written."""
+        self.fragment.infos[self.row] = infos
+        self._take_written_observations()
+
+    def lose(self, reason: str, *, is_under_way: bool = True) -> int:
+        """End every open episode: the environments were lost.
+
+        is_under_way    whether they were making the current row's step
+
+        An episode that has a step in this fragment ends as truncated, with `reason` in its chunk's
+        `custom_data["lost"]`. `fragment.losses` gets an entry. New episodes begin in the current row, whose
+        observations come by `reset`. Returns the number of transitions under way.
+        """
+        row, fragment, slots = self.row, self.fragment, np.arange(self.layout.num_slots)
+        dead = np.zeros(len(slots), np.bool_) if self._dead is None else self._dead
+        cut = np.flatnonzero(~dead & (self.episode_start < row)) if row > self.layout.lookback else slots[:0]
+        fragment.columns[Columns.TRUNCATEDS].tree[row - 1, cut] = True
+        # The first observations of the new episodes will overwrite these.
+        left = np.flatnonzero(dead | np.isin(slots, cut)) if row > self.layout.lookback else cut
+        if len(left):
+            last = map_tree(lambda leaf: leaf[row, left].copy(), self._column.tree)
+            fragment.finals.append(Final(row - 1, left, last, fragment.infos[row]))
+        for slot in cut.tolist():
+            key = slot, int(self.episode_number[slot])
+            self.custom_data.setdefault(key, {})["lost"] = reason
+        fragment.losses.append(Loss(row, slots, cut, reason))
+        self._begin_episodes(slots, row)
+        self.episode_number[dead] += 1  # of the episode that was about to begin
+        self._dead = None
+        return len(slots) - int(np.count_nonzero(dead)) if is_under_way else 0
+
+    def _advance(
+        self,
+        done: NDArray[np.bool_],
+        infos: Mapping[str, Any],
+        final: tuple[Sequence[Tree], Mapping[str, Any]] | None,
+    ) -> None:
+        fragment, row = self.fragment, self.row
+        self.num_steps += self.layout.num_slots
+        self.vector_steps += 1
+        self.row = row + 1
+        self._typing = False
+        fragment.infos[row + 1] = infos
+        if self._dead is not None:
+            self._wake(self._dead, done, row)
+        if np.count_nonzero(done):
+            if final is None:
+                self._dead = done
+            else:
+                slots = np.flatnonzero(done)
+                self._ended_items = dict(zip(slots.tolist(), final[0], strict=True))
+                self._ended = Final(row, slots, None, final[1])
+
+    # Reading and writing by connector pieces
+
+    def observations(self) -> Tree:
+        """The current observation of every slot: a tree of views `any[N, ...]`, not to be written to."""
+        if self._items is not None:
+            self._latest, self._items = self._stacked(), None
+        if not self._settled:
+            self._settle()
+        return self._latest
+
+    def set_observations(self, observations: Tree) -> None:
+        """Replace the current observation of every slot by a tree of arrays `any[N, ...]`."""
+        self._latest, self._items, self._settled = observations, None, False
+        self._rewritten = True
+
+    def observation(self, slot: int) -> Tree:
+        """The current observation of one slot, any[...]; if its episode has just ended, the last one."""
+        if self._ended is not None and slot in self._ended_items:
+            return self._ended_items[slot]
+        if self._items is not None:
+            return self._items[slot]
+        return map_tree(lambda leaf: leaf[slot], self._latest)
+
+    def set_observation(self, slot: int, observation: Tree) -> None:
+        """Replace the current observation of one slot, any[...]; if its episode has just ended, the last one."""
+        self._rewritten = True
+        if self._ended is not None and slot in self._ended_items:
+            self._ended_items[slot] = observation
+            return
+        if self._items is None:
+            if self._settled and not self._typing and self._column.try_write_slot(self.row, slot, observation):
+                return
+            latest = self._latest
+            self._items = [map_tree(lambda leaf, i=i: leaf[i], latest) for i in range(self.layout.num_slots)]
+            self._settled = False
+        self._items[slot] = observation
+
+    def is_settled(self, slot: int) -> bool:
+        """True if the slot's current observation is in the column."""
+        return self._settled and not (self._ended is not None and slot in self._ended_items)
+
+    def has_ended(self, slot: int) -> bool:
+        """True if the episode that the slot shows ended with the last step."""
+        return (self._ended is not None and slot in self._ended_items) or (
+            self._dead is not None and bool(self._dead[slot])
+        )
+
+    def infos_at(self, row: int, slot: int) -> Mapping[str, Any]:
+        """The vector infos that go with an observation of the episode that the slot shows."""
+        if self._ended is not None and row == self.row and slot in self._ended_items:
+            return self._ended.infos
+        return self.fragment.infos[row]
+
+    def commit(self) -> None:
+        """End the connector pieces' turn: the current row is final.
+
+        In the first row this fixes the type of the `obs` column. It becomes that of the observations after the pieces,
+        with the matching space of `observation_spaces`. Later rows must fit it.
+        """
+        if self._items is not None or not self._settled:
+            self.observations()
+        if not self._settled:
+            try:
+                self._column.write(self.row, self._column.whole(self._latest))
+            except ColumnError as error:
+                error.add_note(
+                    "connector pieces wrote these observations into the episodes; a piece that changes their shape or "
+                    "dtype says so by recompute_output_observation_space"
+                )
+                raise
+        self.fragment.observation_space = self._space
+
+    @property
+    def ended(self) -> EndedEpisodes | None:
+        """The episodes that ended in the last step, while pieces have not seen their last observations; else None.
+
+        Always None under NEXT_STEP, where the last observation is a row of its own.
+        """
+        return None if self._ended is None else EndedEpisodes(self, self._ended.slots.tolist())
+
+    def commit_ended(self) -> None:
+        """End the connector pieces' turn on the episodes that ended in the last step."""
+        ended = self._ended
+        if ended is None:
+            return
+        items = self._column.whole(stack_trees(list(self._ended_items.values())))
+        observations = self._column.cast(items, len(ended.slots))
+        self.fragment.finals.append(Final(ended.row, ended.slots, observations, ended.infos))
+        self._begin_episodes(ended.slots, self.row)
+        self._ended = None
+        self._ended_items = {}
+
+    # Fragments
+
+    def cut(self) -> Fragment:
+        """Return the fragment, read-only, and begin the next one with the last H rows as its lookback."""
+        old = self._turn_over(are_written=self._space is self.observation_spaces[0])
+        self._latest = self._column.row(self.row)
+        return old
+
+    def share(self) -> None:
+        """Move the first fragment to shared memory, as all others are; to be called after its first step."""
+        self._move_to_shared()
+        if self._settled:
+            self._latest = self._column.row(self.row)
+
+    def leave(self) -> Fragment:
+        """Return the last fragment, and release all memory: no more steps are made."""
+        last = self.cut()
+        self.fragment.columns.clear()
+        self._latest = self._items = None
+        return last
+
+    # Inside
+
+    @property
+    def _column(self) -> Column:
+        return self.fragment.columns[Columns.OBS]
+
+    def _take_written_observations(self) -> None:
+        assert self.memory is not None
+        self._items = None
+        if self._space is self.observation_spaces[0]:
+            self._latest, self._settled = self._column.row(self.row), True
+        else:
+            self._latest, self._settled = self.memory.observations(self.row), False
+
+    def _take_observations(self, observations: Tree) -> None:
+        self._items = None
+        column = self._column
+        if self._space is self.observation_spaces[0]:
+            column.write(self.row, observations)
+            self._latest, self._settled = column.row(self.row), True
+        else:
+            self._latest, self._settled = observations, False
+
+    def _settle(self) -> None:
+        """Write `_latest` into the column if it fits; before the first step, first give the column a type that fits."""
+        latest = self._latest
+        if self._typing:
+            space = self._matching_space(latest)
+            if space is not None and space is not self._space:
+                self._space = space
+                self.fragment.columns[Columns.OBS] = self._columns.observations(space)
+        column = self._column
+        if column.fits_row(latest):
+            column.write(self.row, latest)
+            self._latest, self._settled = column.row(self.row), True
+
+    def _matching_space(self, observations: Tree) -> gym.Space[Any] | None:
+        """The last of `observation_spaces` that the observations fit; only the first counts if no piece wrote any."""
+        spaces = self.observation_spaces if self._rewritten else self.observation_spaces[:1]
+        fitting = [space for space in spaces if self._columns.observations(space).fits_row(observations)]
+        return fitting[-1] if fitting else None
+
+    def _stacked(self) -> Tree:
+        items = self._items or []
+        try:
+            return stack_trees(items)
+        except ValueError:
+            shapes = {str(map_tree(np.shape, item)): slot for slot, item in reversed(list(enumerate(items)))}
+            text = ", ".join(f"{shape} (slot {slot})" for shape, slot in shapes.items())
+            raise ColumnError(
+                f"lane {self.index}, column 'obs': connector pieces left observations of different shapes: {text}"
+            ).see("piece") from None
+
+    def _wake(self, dead: NDArray[np.bool_], done: NDArray[np.bool_], row: int) -> None:
+        """Take `row` as a mere reset of the slots `dead`, bool[N]: no transition, and no end in `done`, bool[N]."""
+        if np.count_nonzero(dead & done):
+            ends = dead & done
+            for name in (Columns.TERMINATEDS, Columns.TRUNCATEDS):
+                self.fragment.columns[name].tree[row, ends] = False
+            done[ends] = False
+        slots = dead.nonzero()[0]
+        self.num_steps -= len(slots)
+        self.episode_start[slots] = row + 1
+        self.episode_number += dead
+        self._dead = None
+
+    def _begin_episodes(self, slots: NDArray[np.int64], row: int) -> None:
+        self.episode_start[slots] = row
+        self.episode_number[slots] += 1

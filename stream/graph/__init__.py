@@ -1,0 +1,1 @@
+"""Graphs: nodes, ports, edges, chains, channels, running, meters and the report."""

@@ -1,0 +1,166 @@
+"""Background nodes, which work in other threads, processes or hosts, and the two ways to wait for them.
+
+`Waiter` blocks a thread without an event loop. `BackgroundWatch` wakes a chain that is a task of an event loop.
+"""
+
+import select
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import anyio
+import anyio.abc
+
+from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.wakeup import Wakeup
+
+
+class Background(Protocol):
+    """A synchronous node that takes items and gives its outputs later.
+
+    A call with an item returns None. The outputs come from `completed()`. The node may have a method `hasten()`, called
+    when no more items will be asked for: unfinished work may then come back as it is.
+
+    All methods are called in the thread that the graph runs in. The descriptor says that another thread or process has
+    completed something.
+    """
+
+    @property
+    def in_flight(self) -> int:
+        """Number of items that were taken and have no output yet."""
+        ...
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which `completed` is to be called even if the descriptor is silent; None: never."""
+        ...
+
+    def fileno(self) -> int:
+        """A descriptor that is readable once something is completed; -1: `completed` never has to be waited for."""
+        ...
+
+    def completed(self) -> Iterable[Any]:
+        """The outputs since the last call, without waiting for more. Raises the error of a failed item."""
+        ...
+
+
+def is_background(node: Any) -> bool:
+    """True if a node is a `Background` node."""
+    return hasattr(node, "completed") and hasattr(node, "in_flight")
+
+
+class AtWork:
+    """Block in which this thread only waits for background nodes: the time counts as busy for their meters."""
+
+    __slots__ = ("_meters",)
+
+    def __init__(self, meters: Sequence[NodeMeter]) -> None:
+        self._meters = meters
+
+    def __enter__(self) -> None:
+        now = clock()
+        for meter in self._meters:
+            meter.begin_work(now)
+
+    def __exit__(self, *error: object) -> None:
+        now = clock()
+        for meter in self._meters:
+            meter.end_work(now)
+
+
+class Waiter:
+    """Blocks a thread until a background node has completed something.
+
+    nodes    nodes and their meters; the time counts for nodes with items in flight
+    bells    also end a wait, and are then silenced
+    """
+
+    def __init__(self, nodes: Sequence[tuple[Background, NodeMeter]], *bells: Wakeup) -> None:
+        self._nodes = nodes
+        self._bells = {bell.fileno(): bell for bell in bells}
+        self._poll = select.poll()
+        self._listens = {node.fileno(): False for node, _ in nodes if node.fileno() >= 0}
+        for fd in self._bells:
+            self._poll.register(fd, select.POLLIN)
+
+    def wait(self) -> None:
+        """Block until a node has completed something, its patience is over, or a bell rings."""
+        # Nodes without items in flight are not polled: nobody reads their descriptors now, so every wait would end.
+        for node, _ in self._nodes:
+            self._listen(node.fileno(), bool(node.in_flight))
+        awaited = [(node, meter) for node, meter in self._nodes if node.in_flight]
+        patience = [node.patience for node, _ in awaited]
+        least = min((seconds for seconds in patience if seconds is not None), default=None)
+        with AtWork([meter for _, meter in awaited]):
+            try:
+                interrupts.lets_through = True  # no item can be lost here
+                ready = self._poll.poll(None if least is None else least * 1e3)
+            finally:
+                interrupts.lets_through = False
+        for fd, _ in ready:
+            if fd in self._bells:
+                self._bells[fd].silence()
+
+    def _listen(self, fd: int, listens: bool) -> None:
+        if self._listens.get(fd, listens) == listens:
+            return
+        self._listens[fd] = listens
+        if listens:
+            self._poll.register(fd, select.POLLIN)
+        else:
+            self._poll.unregister(fd)
+
+
+class ChainWakeup:
+    """An event that a chain in an event loop waits on while it can't go on; `wait` resets it."""
+
+    def __init__(self) -> None:
+        self._event: anyio.Event | None = None
+        self._is_set = False
+
+    def set(self) -> None:
+        """Let the chain go on, now or when it next waits."""
+        self._is_set = True
+        if self._event is not None:
+            self._event.set()
+
+    async def wait(self) -> None:
+        """Wait until `set` has been called since the last wait."""
+        if not self._is_set:
+            self._event = anyio.Event()
+            await self._event.wait()
+            self._event = None
+        self._is_set = False
+
+
+class BackgroundWatch:
+    """Wakes a chain in an event loop when one of its background nodes has completed something."""
+
+    def __init__(self, nodes: Sequence[Background], wake: ChainWakeup, tasks: anyio.abc.TaskGroup | None) -> None:
+        assert tasks is not None
+        self._wake = wake
+        self._scopes: list[anyio.CancelScope] = []
+        self._begins: list[ChainWakeup] = []
+        for node in nodes:
+            if node.fileno() >= 0:
+                self._scopes.append(anyio.CancelScope())
+                self._begins.append(ChainWakeup())
+                tasks.start_soon(self._watch, node, self._scopes[-1], self._begins[-1])
+
+    def begin(self) -> None:
+        """Watch every node until it has woken the chain once."""
+        for begin in self._begins:
+            begin.set()
+
+    def end(self) -> None:
+        """Stop watching."""
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def _watch(self, node: Background, scope: anyio.CancelScope, begin: ChainWakeup) -> None:
+        with scope:
+            while True:
+                await begin.wait()
+                with anyio.move_on_after(node.patience):
+                    await anyio.wait_readable(node.fileno())
+                self._wake.set()

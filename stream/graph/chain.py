@@ -1,0 +1,388 @@
+"""Chain: synchronous nodes that run as one task, each called with the output of the one before.
+
+A chain needs no event loop. It carries an item depth-first through the nodes, until each of its descendants
+
+    has left the chain             and is `pending`
+    has reached a feedback edge    and is `runnable` again
+    was refused by a gate          and is `parked`
+
+The driver of the chain delivers pending items before it pumps on. So a full channel holds the whole chain back.
+
+Time is read once after each call: the engine's own time between two calls counts for the later one. `CallMark` has the
+node that is being called, and since when.
+
+Ctrl-C may break a call off. A node that can go on after that has a method `broken_off(item)`, which is called at once.
+It returns the function that is called in place of the node when the run goes on.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rollflow.stream.data.errors import RunError
+from rollflow.stream.graph.background import Background, is_background
+from rollflow.stream.graph.edge import Edge, Port
+from rollflow.stream.graph.gate import Gate
+from rollflow.stream.graph.interrupts import interrupts, raise_held
+from rollflow.stream.graph.meter import NodeMeter, clock
+
+if TYPE_CHECKING:
+    from rollflow.stream.graph.graph import Graph
+
+Deliver = Callable[[Any], None]
+
+_BETWEEN = "between nodes"  # value of `spoilt` while an item is with no node
+
+
+class CallMark(Protocol):
+    """Two integers: the time at which the last call ended, in ns, and the number of the node called now (-1: none)."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, value: int, /) -> None: ...
+
+
+class Chain:
+    """The chained nodes `names` of a graph, in the order of the flow.
+
+    mark        record of the call under way, with nodes numbered as in `meters`; None: the chain makes one
+
+    runnable    (function to call, item) of items that can go on
+    pending     (edge, item, meter of the sender) of items that have left the chain and are to be delivered
+    parked      (gate, function to call, item) of items that a gate refused
+    background  background nodes of the chain, with their meters
+    reopened    whether a gate has said, since the last `unpark`, that it might admit parked items
+    on_gate     called when a gate says so
+    spoilt      name of the node whose interrupted call keeps the chain from going on; None: the chain can go on
+    """
+
+    def __init__(
+        self, graph: "Graph", names: Sequence[str], meters: dict[str, NodeMeter], mark: CallMark | None = None
+    ) -> None:
+        self.names = list(names)
+        self.runnable: deque[tuple[Deliver, Any]] = deque()
+        self.pending: deque[tuple[Edge, Any, NodeMeter]] = deque()
+        self.parked: list[tuple[Gate, Deliver, Any]] = []
+        self.reopened = False
+        self.on_gate: Callable[[], None] = _nothing
+        self._graph = graph
+        self._nodes = [graph.nodes[name].node for name in names]
+        self._meters = meters
+        self._raised_on: list[Any] = []  # items whose call raised
+        # In the order of the flow: later nodes may then take the outputs of earlier ones in the same `collect`.
+        self.background: list[tuple[Background, NodeMeter]] = [
+            (graph.nodes[name].node, meters[name]) for name in self.names if is_background(graph.nodes[name].node)
+        ]
+        self._mark: CallMark = [0, -1] if mark is None else mark
+        self._mark[1] = -1
+        self._numbers = {name: number for number, name in enumerate(meters)}
+        self.spoilt: str | None = None
+        self._broken_off: tuple[str, Any, Any] | None = None  # node's name, its item, function to call instead
+        self._collected: deque[tuple[str, Any]] = deque()  # (name of a node, its output)
+        self._steps: dict[str, Deliver] = {}
+        self._routes: dict[str, Deliver] = {}
+        for name in reversed(self.names):
+            self._routes[name] = self._route(name)
+            self._steps[name] = self._step(name)
+        for edge in graph.edges:
+            if edge.gate is not None and edge.source[0] in self.names:
+                edge.gate.watch(self._reopen)
+
+    def entry(self, port: Port) -> Deliver:
+        """The function that `carry` calls with an item that arrives at an inlet."""
+        return self._steps[port[0]]
+
+    @property
+    def can_start(self) -> bool:
+        """True if a node has a `start()`, which sends the first items."""
+        return any(hasattr(node, "start") for node in self._nodes)
+
+    @property
+    def is_done(self) -> bool:
+        """True if a node's `done` says that it wants no more items."""
+        return any(getattr(node, "done", False) for node in self._nodes)
+
+    def start(self) -> Iterator[None]:
+        """Carry the outputs of the nodes' `start()` through the chain, one at each step of the iterator."""
+        return self._carry_all("start")
+
+    def pump(self) -> None:
+        """Carry the oldest runnable item through the chain. Raises what a node raises, with the node's name noted."""
+        self.carry(*self.runnable.popleft())
+
+    def pump_on(self) -> None:
+        """Pump until something is pending, a gate has reopened, or nothing is runnable."""
+        runnable, pending, mark = self.runnable, self.pending, self._mark
+        try:
+            while runnable and not pending and not self.reopened:
+                if interrupts.held:
+                    raise_held()
+                self.spoilt = _BETWEEN
+                deliver, item = runnable.popleft()
+                mark[0] = clock()
+                deliver(item)
+                self.spoilt = None
+        finally:
+            mark[1] = -1
+
+    def carry(self, deliver: Deliver, item: Any) -> None:
+        """Carry one item through the chain, starting with the call `deliver(item)`."""
+        self._mark[0] = clock()
+        self._call(deliver, item)
+
+    def _call(self, deliver: Deliver, item: Any) -> None:
+        self.spoilt = _BETWEEN
+        try:
+            deliver(item)
+        finally:
+            self._mark[1] = -1
+        self.spoilt = None
+
+    @property
+    def under_way(self) -> tuple[str, int]:
+        """Name of the node that is being called ("": none), and nanoseconds since the call began. Thread-safe."""
+        number, since = self._mark[1], self._mark[0]
+        return ("", 0) if number < 0 else (list(self._numbers)[number], max(clock() - since, 0))
+
+    def resume(self) -> None:
+        """Make a call that was broken off runnable again. Raises RunError if the chain can't go on."""
+        if self.spoilt is not None:
+            where = "between two nodes" if self.spoilt == _BETWEEN else f"in node '{self.spoilt}'"
+            raise RunError(
+                f"graph '{self._graph.name}' can't go on: it was interrupted {where}, in the middle of something that "
+                "can't be done again; expected another one to be made"
+            ).see("interrupted")
+        if self._broken_off is not None:
+            name, item, call = self._broken_off
+            self._broken_off = None
+            self._raised_on.clear()
+            self.runnable.appendleft((self._step(name, call), item))
+
+    @property
+    def in_flight(self) -> int:
+        """Number of items with background nodes."""
+        return len(self._collected) + sum(node.in_flight for node, _ in self.background)
+
+    def collect(self) -> bool:
+        """Carry the outputs of background nodes through the chain; return True if there were any."""
+        found = False
+        for node, meter in self.background:
+            if node.in_flight:
+                self._complete(node, meter)
+            found = self._route_collected() or found
+        return found
+
+    def _complete(self, node: Background, meter: NodeMeter) -> None:
+        mark, collected, name = self._mark, self._collected, meter.name
+        mark[0], mark[1] = clock(), self._numbers[name]
+        self.spoilt = None if hasattr(node, "completes_again") else name
+        try:
+            for output in node.completed():
+                collected.append((name, output))
+        except Exception as error:
+            note_node(error, name)
+            raise
+        finally:
+            mark[1] = -1
+        self.spoilt = None
+        now = clock()
+        meter.busy_ns += now - mark[0]
+        mark[0] = now
+
+    def _route_collected(self) -> bool:
+        """Carry collected outputs through the chain; return True if there were any."""
+        collected, found = self._collected, bool(self._collected)
+        while collected:
+            if interrupts.held:
+                raise_held()
+            self.spoilt = _BETWEEN
+            name, output = collected.popleft()
+            self._call(self._routes[name], output)
+        return found
+
+    @property
+    def holder(self) -> str | None:
+        """The name of the first gate holder that parked items wait for; None: no gate names one."""
+        return next((name for gate, _, _ in self.parked if (name := getattr(gate, "holder", None)) is not None), None)
+
+    def hasten(self) -> None:
+        """Tell background nodes to return unfinished work as it is: no more items will be asked for."""
+        for node, _ in self.background:
+            if hasattr(node, "hasten"):
+                node.hasten()
+
+    def unpark(self) -> bool:
+        """Make parked items runnable that their gates admit now; return True if there were any."""
+        self.reopened = False
+        parked, self.parked = self.parked, []
+        for gate, deliver, item in parked:
+            if gate.admits(item):
+                self.runnable.append((deliver, item))
+            else:
+                self.parked.append((gate, deliver, item))
+        return len(self.parked) < len(parked)
+
+    def finish(self) -> Iterator[None]:
+        """Discard runnable and parked items, then carry the outputs of the nodes' `finish()`, one at each step."""
+        self.give_up()
+        yield from self._carry_all("finish")
+        self.give_up()
+
+    def held(self) -> list[Any]:
+        """The items that are to be delivered, and those whose call raised."""
+        return [*(item for _, item, _ in self.pending), *self._raised_on]
+
+    def give_up(self) -> None:
+        """Discard runnable and parked items."""
+        self.runnable.clear()
+        self.parked.clear()
+
+    def _reopen(self) -> None:
+        self.reopened = True
+        self.on_gate()
+
+    def _carry_all(self, method: str) -> Iterator[None]:
+        for name, node in zip(self.names, self._nodes, strict=True):
+            function = getattr(node, method, None)
+            if function is not None:
+                for output in self._outputs_of(name, function):
+                    self._call(self._routes[name], output)
+                    yield
+
+    def _outputs_of(self, name: str, function: Callable[[], Iterable[Any] | None]) -> Iterator[Any]:
+        """The outputs of a node's `start` or `finish`; the time counts for the node."""
+        mark, meter, number = self._mark, self._meters[name], self._numbers[name]
+        mark[0], mark[1] = clock(), number
+        self.spoilt = name
+        try:
+            for output in function() or ():
+                now = clock()
+                mark[1], self.spoilt = -1, None
+                meter.busy_ns += now - mark[0]
+                mark[0] = now
+                yield output
+                self.spoilt = name
+                mark[0], mark[1] = clock(), number
+        except Exception as error:
+            note_node(error, name)
+            raise
+        finally:
+            mark[1] = -1
+        self.spoilt = None
+        meter.busy_ns += clock() - mark[0]
+
+    def _step(self, name: str, in_place: Callable[[Any], Any] | None = None) -> Deliver:
+        """A function that calls a node, or `in_place` of it, with an item, and routes the output on."""
+        call: Callable[[Any], Any] = self._graph.nodes[name].node if in_place is None else in_place
+        meter, mark, route, number = self._meters[name], self._mark, self._routes[name], self._numbers[name]
+
+        def step(item: Any) -> None:
+            mark[1] = number
+            try:
+                output = call(item)
+            except BaseException as error:
+                self._raised_on.append(item)
+                if isinstance(error, Exception):
+                    note_node(error, name)
+                else:
+                    self._break_off(name, item, in_place)
+                raise
+            now = clock()
+            meter.items += 1
+            meter.busy_ns += now - mark[0]
+            mark[0] = now
+            if output is not None:
+                route(output)
+
+        return step
+
+    def _break_off(self, name: str, item: Any, in_place: Callable[[Any], Any] | None) -> None:
+        """Remember a call that was broken off; the chain is spoilt unless the node has `broken_off`."""
+        self.spoilt, node = name, self._graph.nodes[name].node
+        if in_place is None and hasattr(node, "broken_off") and not is_background(node):
+            in_place = node.broken_off(item)
+        if in_place is not None:
+            self._broken_off = name, item, in_place
+            self.spoilt = None
+
+    def _route(self, name: str) -> Deliver:
+        """A function that delivers a node's output to its outlets' edges."""
+        spec = self._graph.nodes[name]
+        all_edges = (*self._graph.edges, *self._graph.outputs.values())
+        by_port = [
+            self._deliver_all([edge for edge in all_edges if edge.source == (name, port)], self._meters[name])
+            for port in spec.outlets
+        ]
+        if not by_port:
+            return _nothing
+        if not spec.has_fields:
+            return by_port[0]
+        if len(by_port) == 2:
+            return _route_two(*by_port)
+
+        def route(output: Any) -> None:
+            for deliver, value in zip(by_port, output, strict=True):
+                if value is not None:
+                    deliver(value)
+
+        return route
+
+    def _deliver_all(self, edges: Sequence[Edge], meter: NodeMeter) -> Deliver:
+        delivers = [self._deliver(edge, meter) for edge in edges]
+
+        def deliver(item: Any) -> None:
+            for each in delivers:
+                each(item)
+
+        return delivers[0] if len(delivers) == 1 else deliver
+
+    def _deliver(self, edge: Edge, meter: NodeMeter) -> Deliver:
+        if not self._graph.is_chained(edge):
+            pending = self.pending
+            return lambda item: pending.append((edge, item, meter))
+        target = edge.target[0]
+        if edge.gate is not None:
+            return self._deliver_gated(edge.gate, target)
+        if edge.feedback:
+            steps, runnable = self._steps, self.runnable
+            return lambda item: runnable.append((steps[target], item))
+        return self._steps[target]
+
+    def _deliver_gated(self, gate: Gate, target: str) -> Deliver:
+        step = self._steps[target]
+
+        def deliver(item: Any) -> None:
+            if gate.admits(item):
+                step(item)
+            else:
+                self.parked.append((gate, step, item))
+
+        return deliver
+
+
+def note_node(error: BaseException, name: str) -> None:
+    """Add the note "in node ..." to an error that has none yet.
+
+    Raises RuntimeError in place of a StopIteration, which would silently end the iterators that it passes through.
+    """
+    if isinstance(error, StopIteration):
+        replacement = RuntimeError("a node raised StopIteration")
+        replacement.add_note(f"in node '{name}'")
+        raise replacement from error
+    if not any(note.startswith("in node ") for note in getattr(error, "__notes__", ())):
+        error.add_note(f"in node '{name}'")
+
+
+def _route_two(first: Deliver, second: Deliver) -> Deliver:
+    def route(output: Any) -> None:
+        one, two = output
+        if two is not None:
+            second(two)
+        if one is not None:
+            first(one)
+
+    return route
+
+
+def _nothing(*outputs: Any) -> None:
+    """Do nothing: the default of `on_gate`, and the route of a sink, which has no output."""

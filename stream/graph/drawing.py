@@ -1,0 +1,72 @@
+"""Drawings of a graph as text: an explanation of how it will run, and a Mermaid flowchart."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollflow.stream.graph.edge import Edge
+    from rollflow.stream.graph.graph import Graph
+
+
+def explain(graph: "Graph") -> str:
+    """One line for each task, then one for each edge that is a channel."""
+    lines = [_task_line(graph, group) for group in graph.groups()]
+    shown = [edge for edge in (*graph.edges, *graph.outputs.values()) if not graph.is_chained(edge)]
+    lines += [_edge_line(graph, edge) for edge in shown]
+    lines += [f"{edge.name}   passes a gate" for edge in graph.edges if edge.gate is not None]
+    return "\n".join(lines)
+
+
+def mermaid(graph: "Graph") -> str:
+    """`flowchart LR`: a box for each node, a frame around each chain, dashed arrows for feedback."""
+    ids = {name: f"n{index}" for index, name in enumerate(graph.nodes)}
+    lines = ["flowchart LR"]
+    for number, group in enumerate(graph.groups()):
+        boxes = [f'{ids[name]}["{_quoted(name)}"]' for name in group]
+        if len(group) == 1:
+            lines.append(f"    {boxes[0]}")
+        else:
+            lines += [f'    subgraph g{number}["one task"]', *(f"        {box}" for box in boxes), "    end"]
+    for index, edge in enumerate((*graph.edges, *graph.outputs.values())):
+        source, port = edge.source
+        target = f"out{index}" if edge.is_output else ids[edge.target[0]]
+        if edge.is_output:
+            lines.append(f'    {target}(["{_quoted(edge.target[1])}"])')
+        label = port if graph.is_chained(edge) else f"{port}, {_bound(edge)}"
+        arrow = "-." if edge.feedback else "--"
+        lines.append(f'    {ids[source]} {arrow} "{label}" {arrow[::-1] if edge.feedback else "--"}> {target}')
+    return "\n".join(lines)
+
+
+def _task_line(graph: "Graph", group: list[str]) -> str:
+    members, within = set(group), [edge for edge in graph.edges if graph.is_chained(edge)]
+    loops = any(edge.feedback for edge in within if edge.source[0] in members)
+    prefix = _common_prefix(group)
+    names = " → ".join(name.removeprefix(prefix) for name in group)
+    shown = f"[{names}{' ↺' if loops else ''}]" if len(group) > 1 or loops else names
+    where = "worker thread" if graph.nodes[group[0]].where == "thread" else "inline"
+    nodes = [graph.nodes[name].node for name in group]
+    details = [text for node in nodes if hasattr(node, "describe") and (text := node.describe())]
+    return f"{prefix.rstrip('/') + '   ' if prefix else ''}{shown}   {', '.join(['one task', *details, where])}"
+
+
+def _edge_line(graph: "Graph", edge: "Edge") -> str:
+    target = edge.target[0]
+    if edge.is_output:
+        return f"{'.'.join(edge.source)} ──({_bound(edge)})──▶ output '{edge.target[1]}'"
+    thread = "   worker thread" if graph.nodes[target].where == "thread" else ""
+    feedback = "   feedback" if edge.feedback else ""
+    return f"{'.'.join(edge.source)} ──({_bound(edge)})──▶ {'.'.join(edge.target)}{thread}{feedback}"
+
+
+def _bound(edge: "Edge") -> str:
+    return f"capacity {edge.capacity or 1}, {edge.overflow}"
+
+
+def _quoted(name: str) -> str:
+    return name.replace('"', "#quot;")
+
+
+def _common_prefix(group: list[str]) -> str:
+    """`rollout/` where every name of the group begins so."""
+    prefix = group[0].rpartition("/")[0] + "/"
+    return prefix if prefix != "/" and all(name.startswith(prefix) for name in group) else ""

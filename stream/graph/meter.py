@@ -1,0 +1,173 @@
+"""Meters of nodes and edges: plain integer counters, which are always on."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter_ns
+from typing import Final
+
+clock: Final = perf_counter_ns
+
+
+@dataclass(slots=True, eq=False)
+class NodeMeter:
+    """One node's counters.
+
+        items         items taken, or for a source sent
+        busy_ns       time in the node's own work
+        blocked_ns    time in which an outlet of the node waited for room
+
+    The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
+    adds up its calls. An asynchronous one lives from `begin_life` to `end_life`, and is busy whenever it neither waits
+    nor is blocked. Waits of several tasks at once count as one, from the first to the last. Background work that a
+    thread waits for counts from `begin_work` to `end_work`.
+    """
+
+    name: str
+    items: int = 0
+    busy_ns: int = 0
+    blocked_ns: int = 0
+    _lives_since: int | None = None
+    _waits_since: int | None = None
+    _blocked_since: int | None = None
+    _works_since: int | None = None
+    _waiting: int = 0
+    _blocked: int = 0
+
+    def begin_work(self, now: int) -> None:
+        """Begin to count background work that the thread now waits for."""
+        self._works_since = now
+
+    def end_work(self, now: int) -> None:
+        """End the count of background work."""
+        since, self._works_since = self._works_since, None
+        if since is not None:
+            self.busy_ns += now - since
+
+    def begin_life(self) -> None:
+        """Begin to count the time between waits as busy; a second call changes nothing."""
+        if self._lives_since is None:
+            self._lives_since = clock()
+            if self._waiting:
+                self._waits_since = self._lives_since
+
+    def end_life(self) -> None:
+        """End the node's life: it is no longer busy."""
+        self.busy_ns, self.blocked_ns = self.read()
+        self._lives_since = self._waits_since = self._blocked_since = None
+
+    def begin_wait(self) -> None:
+        """Begin a wait for an item."""
+        if not self._waiting:
+            self._waits_since = clock()
+        self._waiting += 1
+
+    def end_wait(self) -> None:
+        """End a wait for an item."""
+        self._waiting -= 1
+        if not self._waiting:
+            if self._waits_since is not None and self._lives_since is not None:
+                self.busy_ns -= clock() - self._waits_since
+            self._waits_since = None
+
+    def begin_block(self) -> None:
+        """Begin a wait for room."""
+        if not self._blocked:
+            self._blocked_since = clock()
+        self._blocked += 1
+
+    def end_block(self) -> None:
+        """End a wait for room."""
+        self._blocked -= 1
+        if not self._blocked and self._blocked_since is not None:
+            blocked = clock() - self._blocked_since
+            self.blocked_ns += blocked
+            if self._lives_since is not None:
+                self.busy_ns -= blocked
+            self._blocked_since = None
+
+    def read(self) -> tuple[int, int]:
+        """busy_ns and blocked_ns as of now, with the spans under way."""
+        now, busy, blocked = clock(), self.busy_ns, self.blocked_ns
+        lives, waits, blocks = self._lives_since, self._waits_since, self._blocked_since
+        works = self._works_since
+        if works is not None:
+            busy += now - works
+        if blocks is not None:
+            blocked += now - blocks
+        if lives is not None:
+            busy += now - lives
+            busy -= 0 if waits is None else now - waits
+            busy -= 0 if blocks is None else now - blocks
+        return max(busy, 0), blocked
+
+
+class WaitAttribution:
+    """Meters of the holders of gates: the time in which chains only waited for them.
+
+    meters    by the holder's name; an item is a wait, and simultaneous waits of several chains count as one
+    """
+
+    def __init__(self) -> None:
+        self.meters: dict[str, NodeMeter] = {}
+        self._waiting: Counter[str] = Counter()
+
+    @contextmanager
+    def awaited(self, name: str | None) -> Iterator[None]:
+        """Block in which a chain waits for the holder `name`; None: no holder is known, and nothing is counted."""
+        if name is None:
+            yield
+            return
+        meter = self.meters.setdefault(name, NodeMeter(name))
+        meter.items += 1
+        meter.begin_life()
+        self._waiting[name] += 1
+        try:
+            yield
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                meter.end_life()
+
+
+@dataclass(slots=True, eq=False)
+class EdgeMeter:
+    """One channel's counters.
+
+    items            items taken
+    dropped          items dropped
+    peak             most items held at a time
+    blocked_count    number of sends that had to wait
+    full_ns          time in which the channel was full
+    item_ns          integral of the items held over time
+    held             items held now
+    """
+
+    name: str
+    capacity: int
+    items: int = 0
+    dropped: int = 0
+    peak: int = 0
+    blocked_count: int = 0
+    full_ns: int = 0
+    item_ns: int = 0
+    held: int = 0
+    _since: int = field(default_factory=clock)
+
+    def holds(self, count: int) -> None:
+        """Record that the channel now holds `count` items."""
+        now = clock()
+        held, self.held = self.held, count
+        elapsed = now - self._since
+        self._since = now
+        self.item_ns += held * elapsed
+        if held >= self.capacity:
+            self.full_ns += elapsed
+        if count > self.peak:
+            self.peak = count
+
+    def read(self) -> tuple[int, int]:
+        """item_ns and full_ns as of now."""
+        held, elapsed = self.held, clock() - self._since
+        return self.item_ns + held * elapsed, self.full_ns + (elapsed if held >= self.capacity else 0)

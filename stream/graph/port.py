@@ -1,0 +1,219 @@
+"""Node specifications: a node's kind, inlets and outlets, read from its signature."""
+
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from rollflow.stream.data.errors import GraphError
+from rollflow.stream.graph.channel import Inlet, Outlet
+
+Where = Literal["inline", "thread"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSpec:
+    """A node and its ports.
+
+    inlets, outlets    name -> type of the items
+    has_fields         whether a synchronous node returns a NamedTuple, one field per outlet
+    generator          parameter of an asynchronous node that takes a random generator; None: there is none
+    """
+
+    name: str
+    node: Any
+    is_async: bool
+    where: Where
+    inlets: Mapping[str, Any]
+    outlets: Mapping[str, Any]
+    has_fields: bool
+    generator: str | None = None
+
+    @property
+    def starts(self) -> bool:
+        """True if the node can send items before it has got any."""
+        return self.is_async or not self.inlets or hasattr(self.node, "start")
+
+
+def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
+    """Read a node's signature. Raises GraphError for an object that is no node.
+
+    A synchronous node is a callable of one parameter, its inlet. Its return annotation gives its outlets: the fields of
+    a NamedTuple, none for None, else one called `out`. An asynchronous node is an `async def`, or has a method `async
+    def run`, with parameters annotated `Inlet[...]` and `Outlet[...]`. A parameter annotated `numpy.random.Generator`
+    gets a generator that follows from the run's seed and the node's name.
+
+    A synchronous node may have
+
+        start()     its outputs are sent before any item has come
+        finish()    its outputs are sent after the last item
+        done        True when a source of a ring wants no more items
+        where       "inline" or "thread"
+
+    Any node may have
+
+        close()               called once when the run is over
+        take_failure(error)   called before `close`, in an event loop, if a node has raised
+        take_drain()          called when the run is drained
+        take_ending(cause)    called with "closed" or "failed" when the run has ended
+        describe()            text for `Graph.explain`
+        held()                items taken and not passed on: their fragments count as lost when the run ends
+        origins_of(batch)     of a node that makes batches: the origins of the fragments in one
+        take_sources(sources, *, drops, is_all)
+                              called with the nodes that lead to it (`Graph.sources_of`), and whether an edge
+                              between may drop items: after each new edge before it and, with `is_all`, at
+                              validation. Returns the composite nodes that are to be expanded again by `graph()`
+    """
+    run = node if inspect.iscoroutinefunction(node) else getattr(node, "run", None)
+    if inspect.iscoroutinefunction(run):
+        if where == "thread":
+            raise GraphError(f"node '{name}' is asynchronous and can't be placed in a thread; expected where='inline'")
+        return _async_spec(name, node, run)
+    if not callable(node) or _gives_no_items(_annotated(node)):
+        raise GraphError(
+            f"node '{name}' is {node!r}, expected a callable of one parameter, an object with 'async def run', "
+            "or a Graph"
+        ).see("node")
+    return _sync_spec(name, node, where)
+
+
+def outlet_method(end: Any) -> tuple[Any, str]:
+    """The node and outlet that `end` stands for: a node's method without an item parameter names its outlet."""
+    if not inspect.ismethod(end):
+        return end, ""
+    kinds = {parameter.kind for parameter in inspect.signature(end).parameters.values()}
+    return (end.__self__, end.__name__) if kinds <= {inspect.Parameter.KEYWORD_ONLY} else (end, "")
+
+
+def is_same_method(one: Any, other: Any) -> bool:
+    """True if both are the same method of the same object."""
+    return inspect.ismethod(one) and inspect.ismethod(other) and one == other
+
+
+def own_name(node: Any) -> str:
+    """The default name of a node: its class's or function's name in snake case."""
+    name: str = getattr(node, "__name__", type(node).__name__)
+    if not name.isidentifier():
+        raise GraphError(f"{node!r} has no name of its own, expected it to be added under one: graph.add(name=...)")
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def meet(sent: Any, taken: Any) -> bool:
+    """True if items of the type `sent` may go where `taken` is expected, or if that can't be decided."""
+    if sent is Any or taken is Any or isinstance(sent, typing.TypeVar) or isinstance(taken, typing.TypeVar):
+        return True
+    for ours in _alternatives(sent):
+        for theirs in _alternatives(taken):
+            ours_class, theirs_class = typing.get_origin(ours) or ours, typing.get_origin(theirs) or theirs
+            if not (isinstance(ours_class, type) and isinstance(theirs_class, type)):
+                return True
+            if issubclass(ours_class, theirs_class) or (ours_class, theirs_class) == (int, float):
+                return True
+    return False
+
+
+def type_name(port_type: Any) -> str:
+    """A type as it is written in code."""
+    return port_type.__name__ if isinstance(port_type, type) else str(port_type).replace("typing.", "")
+
+
+def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
+    inlets: dict[str, Any] = {}
+    outlets: dict[str, Any] = {}
+    generator = None
+    hints = _hints(_annotated(run))
+    for parameter in inspect.signature(run).parameters.values():
+        hint = hints.get(parameter.name, Any)
+        end = typing.get_origin(hint) or hint
+        item = next(iter(typing.get_args(hint)), Any)
+        if end is Inlet:
+            inlets[parameter.name] = item
+        elif end is Outlet:
+            outlets[parameter.name] = item
+        elif end is np.random.Generator:
+            generator = parameter.name
+        elif parameter.default is inspect.Parameter.empty:
+            raise GraphError(
+                f"node '{name}': parameter '{parameter.name}' of run is annotated {type_name(hint)}, expected "
+                "Inlet[...], Outlet[...] or numpy.random.Generator"
+            )
+    return NodeSpec(name, node, True, "inline", inlets, outlets, False, generator)
+
+
+def _sync_spec(name: str, node: Any, where: Where | None) -> NodeSpec:
+    try:
+        signature = inspect.signature(node)
+    except ValueError:
+        raise GraphError(
+            f"node '{name}': {node!r} has no signature to be read, expected a callable of one parameter; wrap it in a "
+            "function"
+        ) from None
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    if len(parameters) != 1:
+        raise GraphError(
+            f"node '{name}' is called with {len(parameters)} items, expected a callable of one parameter: its inlet"
+        )
+    hints = _hints(_annotated(node))
+    result = hints.get("return", Any)
+    if result is not type(None):
+        result = _without_none(result)
+    has_fields = isinstance(result, type) and issubclass(result, tuple) and hasattr(result, "_fields")
+    if has_fields:
+        fields = _hints(result)
+        outlets = {field: _without_none(fields.get(field, Any)) for field in result._fields}
+    elif result is type(None):
+        outlets = {}
+    else:
+        outlets = {"out": result}
+    placed: Any = getattr(node, "where", "inline") if where is None else where
+    if placed not in ("inline", "thread"):
+        raise GraphError(f"node '{name}': where is {placed!r}, expected 'inline' or 'thread'")
+    inlets = {parameters[0].name: hints.get(parameters[0].name, Any)}
+    return NodeSpec(name, node, False, placed, inlets, outlets, has_fields)
+
+
+def _gives_no_items(call: Any) -> bool:
+    """True if a call returns a coroutine or an asynchronous generator rather than an item."""
+    return inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call)
+
+
+def _annotated(call: Any) -> Any:
+    """The function or method that has a callable's annotations."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return call if inspect.isroutine(call) else type(call).__call__
+
+
+def _hints(annotated: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(annotated)
+    except (NameError, TypeError):  # a name that only the type checker sees: the port takes anything
+        return {}
+
+
+def _alternatives(port_type: Any) -> tuple[Any, ...]:
+    if typing.get_origin(port_type) in (typing.Union, types.UnionType):
+        return typing.get_args(port_type)
+    return (port_type,)
+
+
+def _without_none(port_type: Any) -> Any:
+    rest = [each for each in _alternatives(port_type) if each is not type(None)]
+    return rest[0] if len(rest) == 1 else typing.Union[tuple(rest)] if rest else Any  # noqa: UP007
+
+
+def gives_nothing(spec: NodeSpec) -> str:
+    """Advice for the outlet of a callable without a return annotation; "" for any other node."""
+    is_stated = spec.is_async or spec.has_fields or tuple(spec.outlets) != ("out",) or spec.outlets["out"] is not Any
+    return "" if is_stated else "; a callable that gives nothing says so by its annotation: def sink(item) -> None"

@@ -1,0 +1,373 @@
+"""Run: a graph that runs as tasks of an event loop.
+
+`RunHandle` opens one task group. Every chain, every asynchronous node and every node in a thread is one of its tasks.
+Nothing outlives the group. A task closes its channels only if its node ends without an error; otherwise its neighbours
+are cancelled.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.abc
+import anyio.lowlevel
+import anyio.to_thread
+
+from rollflow.stream.data.errors import GraphError, RunError
+from rollflow.stream.data.loss_ledger import FragmentHolder, Losses
+from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup
+from rollflow.stream.graph.chain import Chain, Deliver, note_node
+from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
+from rollflow.stream.graph.edge import Edge, Port, is_only_way
+from rollflow.stream.graph.meter import NodeMeter, WaitAttribution, clock
+from rollflow.stream.graph.port import NodeSpec
+from rollflow.stream.graph.report import CALLER, Report, report_of
+from rollflow.stream.graph.seeding import fresh_seed, generator_for
+
+if TYPE_CHECKING:
+    from rollflow.stream.graph.graph import Graph
+
+_Entry = tuple[Channel[Any], Deliver]  # a channel into a chain, and the function that takes its items
+
+
+class Run:
+    """A graph that is running. Made by `async with graph.run() as run`.
+
+    `run["name"]` is an async iterator over an output. Leaving the block cancels the tasks that still run. `drain()`
+    stops the sources, and lets all items reach their sinks.
+    """
+
+    def __init__(self, graph: "Graph", seed: int | None = None) -> None:
+        self.graph = graph
+        self.seed = fresh_seed() if seed is None else seed
+        self._began = clock()
+        self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self._holders = WaitAttribution()
+        self._caller = NodeMeter(CALLER)
+        self._losses = Losses(spec.node for spec in graph.nodes.values())
+        self._chains: list[Chain] = []
+        self._channels: dict[Edge, Channel[Any]] = {
+            edge: Channel(edge.name, edge.capacity or 1, edge.overflow, self._lose_at(edge))
+            for edge in (*graph.edges, *graph.outputs.values())
+            if not graph.is_chained(edge)
+        }
+        self._outputs = {name: Output(self._channels[edge], self._caller) for name, edge in graph.outputs.items()}
+        self._draining = False
+        self._stops: list[Callable[[], None]] = []
+        self._holding: list[FragmentHolder] = [*self._channels.values()]  # parts that may hold items
+        self._ended = anyio.Event()
+        self._ended_at: int | None = None
+        self._tasks: anyio.abc.TaskGroup | None = None
+        self._tasks_left = 0
+        self._error: Exception | None = None  # that ended the run early
+
+    def __getitem__(self, output: str) -> Output[Any]:
+        """The output of this name. Raises GraphError where there is none."""
+        try:
+            return self._outputs[output]
+        except KeyError:
+            there = ", ".join(self._outputs) or "none"
+            raise GraphError(f"graph '{self.graph.name}' has no output '{output}'; outputs: {there}") from None
+
+    def report(self) -> Report:
+        """A report of the counts so far. May be called at any time."""
+        holders = self._holders.meters.copy()
+        nodes = [*self._meters.values(), *holders.values(), *([self._caller] if self._outputs else [])]
+        channels = [channel.meter for channel in self._channels.values()]
+        elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
+        under_way = dict(chain.under_way for chain in self._chains)
+        return report_of(elapsed, nodes, channels, self.graph.harmless(), frozenset(holders), under_way)
+
+    async def wait(self) -> None:
+        """Wait until every node has ended by itself. Raises a node's error; RunError if the run is left first."""
+        await self._ended.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def drain(self) -> None:
+        """Stop the sources, and wait until all items have reached the sinks and outputs.
+
+        Another task must read the outputs meanwhile. Items that go round in a cycle are dropped once the cycle's nodes
+        have been asked to `finish()`. After a cancelled call the sources have stopped all the same.
+        """
+        self.stop()
+        await self.wait()
+
+    def stop(self) -> None:
+        """Stop the sources without waiting: the outputs give the items under way, and then end."""
+        self._draining = True
+        for stop in self._stops:
+            stop()
+        for spec in self.graph.nodes.values():
+            if hasattr(spec.node, "take_drain"):
+                spec.node.take_drain()
+
+    def start(self, tasks: anyio.abc.TaskGroup) -> None:
+        """Start one task for every chain and every other node."""
+        work: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+        for names in self.graph.groups():
+            spec = self.graph.nodes[names[0]]
+            if spec.is_async:
+                work.append((names[0], partial(self._run_async, spec)))
+            elif spec.where == "thread":
+                work.append((names[0], partial(self._run_in_thread, spec)))
+            else:
+                self._chains.append(Chain(self.graph, names, self._meters))
+                work.append((names[0], partial(self._run_chain, self._chains[-1])))
+        self._tasks, self._tasks_left = tasks, len(work)
+        for name, function in work:
+            tasks.start_soon(self._counted, function, name=f"{self.graph.name}/{name}")
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run for tasks that still wait on it, count held items as lost, and call every node's `close()`.
+
+        error    the error that has ended the run; None: there was none
+        """
+        failure = self._error
+        self._losses.declare(self._holding, error or failure)
+        self._holding.clear()
+        self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
+        self._caller.end_life()
+        self._ended_at = clock()
+        if failure is not None:
+            for spec in self.graph.nodes.values():
+                if hasattr(spec.node, "take_failure"):
+                    spec.node.take_failure(failure)
+        close_nodes(self.graph)
+
+    def _end(self, error: Exception | None) -> None:
+        if self._ended.is_set():
+            return
+        self._error = error
+        if error is not None:
+            for edge in self.graph.outputs.values():
+                self._channels[edge].fail(error)
+        self._ended.set()
+
+    async def _counted(self, function: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await function()
+        except Exception as error:
+            # A task that waits on the run may resume before its cancellation: it must see the error, not an end.
+            self._end(error)
+            raise
+        self._tasks_left -= 1
+        if not self._tasks_left:
+            self._end(None)
+
+    # Tasks
+
+    async def _run_chain(self, chain: Chain) -> None:
+        wake = ChainWakeup()
+        entries = [
+            (self._channels[edge], chain.entry(edge.target))
+            for edge in self.graph.edges
+            if edge.target[0] in chain.names and not self.graph.is_chained(edge)
+        ]
+        for channel, _ in entries:
+            channel.on_item = wake.set
+        chain.on_gate = wake.set
+        self._holding.append(chain)
+        watch = BackgroundWatch([node for node, _ in chain.background], wake, self._tasks) if chain.background else None
+        if chain.can_start:
+            await self._start_chain(chain, wake)
+        await self._drive(chain, entries, wake, watch)
+        if watch is not None:
+            watch.end()
+        for _ in chain.finish():
+            await self._deliver_all(chain)
+        for channel, _ in entries:
+            channel.abandon()
+        for name in chain.names:
+            self._close_outlets(name)
+
+    async def _start_chain(self, chain: Chain, wake: ChainWakeup) -> None:
+        """Carry the outputs of the nodes' `start`."""
+        self._on_stop(partial(self._give_up_cycles, chain.names))
+        self._on_stop(chain.hasten)
+        self._on_stop(wake.set)
+        for _ in chain.start():
+            await self._deliver_all(chain)
+            if self._draining:
+                break
+
+    async def _drive(
+        self, chain: Chain, entries: list[_Entry], wake: ChainWakeup, watch: BackgroundWatch | None
+    ) -> None:
+        """Carry items that arrive, go round, or come from background nodes, until there are no more."""
+        is_source, next_checkpoint, turn = chain.can_start, clock() + CHECKPOINT_NS, 0
+        while True:
+            while chain.pending:
+                await self._deliver(chain)
+            if self._draining and is_source:
+                chain.give_up()
+            if chain.reopened:
+                chain.unpark()
+            # Entries and items that go round take turns, so that none of them piles up.
+            turn += 1
+            ready = (
+                next((index for index, (channel, _) in enumerate(entries) if len(channel)), None) if entries else None
+            )
+            if ready is not None and (turn % 2 or not chain.runnable):
+                entry = entries.pop(ready)
+                entries.append(entry)
+                chain.carry(entry[1], entry[0].take())
+            elif chain.runnable:
+                chain.pump()
+            elif chain.background and chain.collect():
+                continue
+            elif chain.parked and chain.unpark():
+                continue
+            elif not chain.in_flight and (
+                (is_source and chain.is_done) or (not chain.parked and all(channel.closed for channel, _ in entries))
+            ):
+                break
+            else:
+                await self._idle(chain, wake, watch)
+                next_checkpoint = clock() + CHECKPOINT_NS
+            if clock() >= next_checkpoint:
+                await anyio.lowlevel.checkpoint()
+                next_checkpoint = clock() + CHECKPOINT_NS
+
+    async def _idle(self, chain: Chain, wake: ChainWakeup, watch: BackgroundWatch | None) -> None:
+        if watch is None or not chain.in_flight:
+            if chain.parked:
+                with self._holders.awaited(chain.holder):
+                    await wake.wait()
+            else:
+                await wake.wait()
+            return
+        watch.begin()
+        with AtWork([meter for node, meter in chain.background if node.in_flight]):
+            await wake.wait()
+
+    async def _deliver_all(self, chain: Chain) -> None:
+        while chain.pending:
+            await self._deliver(chain)
+        await anyio.lowlevel.checkpoint()
+
+    async def _deliver(self, chain: Chain) -> None:
+        edge, item, meter = chain.pending[0]
+        channel = self._channels[edge]
+        if not channel.offer(item):
+            meter.begin_block()
+            try:
+                await channel.send(item)
+            finally:
+                meter.end_block()
+        chain.pending.popleft()
+
+    async def _run_async(self, spec: NodeSpec) -> None:
+        meter = self._meters[spec.name]
+        ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
+        for port in spec.inlets:
+            ends[port] = Inlet(self._channels_into((spec.name, port)), meter)
+        run = spec.node if not hasattr(spec.node, "run") else spec.node.run
+        randomness = {} if spec.generator is None else {spec.generator: generator_for(self.seed, spec.name)}
+        self._holding += ends.values()
+        with anyio.CancelScope() as scope:
+            stop = None if spec.inlets else SourceStop(scope)
+            for port in spec.outlets:
+                ends[port] = outlet = Outlet(self._channels_from((spec.name, port)), meter, stop)
+                self._holding.append(outlet)
+            if stop is not None:
+                self._on_stop(stop.request)
+                await anyio.lowlevel.checkpoint_if_cancelled()
+            meter.begin_life()
+            try:
+                await run(**ends, **randomness)
+            except Exception as error:
+                note_node(error, spec.name)
+                raise
+            finally:
+                meter.end_life()
+        self._close_ends(spec)
+
+    async def _run_in_thread(self, spec: NodeSpec) -> None:
+        meter, inlet_name = self._meters[spec.name], next(iter(spec.inlets))
+        inlet: Inlet[Any] = Inlet(self._channels_into((spec.name, inlet_name)), meter)
+        outlets = [Outlet(self._channels_from((spec.name, port)), meter) for port in spec.outlets]
+        unsent = Unsent(outlets, has_fields=spec.has_fields)
+        self._holding += [inlet, unsent]
+        limiter = anyio.CapacityLimiter(1)
+
+        async def call(function: Callable[..., Any], *args: Any) -> Any:
+            meter.begin_life()
+            try:
+                return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
+            except Exception as error:
+                note_node(error, spec.name)
+                raise
+            finally:
+                meter.end_life()
+
+        async def carry(method: str) -> None:
+            function = getattr(spec.node, method, None)
+            if function is not None:
+                await unsent.send(await call(lambda: list(function() or ())))
+
+        await carry("start")
+        if hasattr(spec.node, "start"):
+            self._on_stop(partial(self._give_up_cycles, [spec.name]))
+        async for item in inlet:
+            output = await call(spec.node, item)
+            if output is not None:
+                await unsent.send([output])
+        await carry("finish")
+        self._close_ends(spec)
+
+    # Channels
+
+    def _channels_into(self, port: Port) -> list[Channel[Any]]:
+        return [channel for edge, channel in self._channels.items() if edge.target == port and not edge.is_output]
+
+    def _channels_from(self, port: Port) -> list[Channel[Any]]:
+        return [channel for edge, channel in self._channels.items() if edge.source == port]
+
+    def _lose_at(self, edge: Edge) -> Callable[[Any], None] | None:
+        """The function that counts items dropped by an edge; None: no node counts, or the items also go elsewhere."""
+        is_counted = self._losses.are_counted and is_only_way(edge, (*self.graph.edges, *self.graph.outputs.values()))
+        return self._losses.drop if is_counted else None
+
+    def _on_stop(self, stop: Callable[[], None]) -> None:
+        self._stops.append(stop)
+        if self._draining:
+            stop()
+
+    def _give_up_cycles(self, names: Sequence[str]) -> None:
+        """End the channels into the nodes `names` that close a cycle; the items in them are dropped."""
+        after = self.graph.reached_from(names)
+        for edge, channel in self._channels.items():
+            if edge.target[0] in names and edge.source[0] in after and not edge.is_output and not channel.abandoned:
+                channel.abandon()
+                channel.close()
+
+    def _close_ends(self, spec: NodeSpec) -> None:
+        for port in spec.inlets:
+            for channel in self._channels_into((spec.name, port)):
+                channel.abandon()
+        self._close_outlets(spec.name)
+
+    def _close_outlets(self, name: str) -> None:
+        for port in self.graph.nodes[name].outlets:
+            for channel in self._channels_from((name, port)):
+                channel.close()
+
+
+def close_nodes(graph: "Graph") -> None:
+    """Call `close()` of every node that has it, even if one raises; then raise the error, or a group of several."""
+    errors: list[Exception] = []
+    for name, spec in graph.nodes.items():
+        close = getattr(spec.node, "close", None)
+        if close is None:
+            continue
+        try:
+            close()
+        except Exception as error:
+            note_node(error, name)
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(f"closing graph '{graph.name}'", errors)

@@ -1,0 +1,187 @@
+"""Episodes of environments with several agents, assembled from the columns of a lane or of a fragment."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import numpy as np
+
+from rollflow.stream.data.errors import EpisodeError
+from rollflow.stream.episodes.agent_roster import AgentRoster
+from rollflow.stream.episodes.agent_timeline import AgentTimeline
+from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+
+if TYPE_CHECKING:
+    from rollflow.stream.multi_agent.agent_fragment import AgentFragment
+    from rollflow.stream.multi_agent.agent_lane import AgentLane
+    from rollflow.stream.multi_agent.agent_part import AgentPart
+    from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
+    from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+
+E = TypeVar("E", bound=MultiAgentEpisode)
+
+
+class SealedMultiAgentEpisode(MultiAgentEpisode):
+    """A chunk of a fragment, read-only: to change it, copy it by `MultiAgentEpisode.from_state(chunk.get_state())`."""
+
+
+class LiveMultiAgentEpisode(MultiAgentEpisode):
+    """The ongoing episode of an environment: reading it reads the lane's columns, `set_…` writes them.
+
+    Its agents are those that live, and those that the last step has ended. To keep the data, copy them:
+    `MultiAgentEpisode.from_state(episode.get_state())`. Only the environment adds steps.
+    """
+
+    def add_env_reset(self, **kwargs: Any) -> NoReturn:
+        """Raise EpisodeError."""
+        self._refuse()
+
+    def add_env_step(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise EpisodeError."""
+        self._refuse()
+
+    def concat_episode(self, other: MultiAgentEpisode) -> NoReturn:
+        """Raise EpisodeError."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise EpisodeError(f"episode '{self.id_}' is a rollout's: only its environment adds to it")
+
+
+def sealed_episode(fragment: "MultiAgentFragment", env: int, nth: int) -> SealedMultiAgentEpisode:
+    """The chunk of the `nth` episode of an environment in a fragment."""
+    clock = fragment.clock
+    started, end = clock.start(env, nth), clock.end_of(env, nth)
+    stop = clock.first + fragment.num_rows if end is None else end[0]
+    key = env, int(clock.numbers[env]) + nth
+    timelines = {
+        agent: timeline
+        for part in fragment.parts
+        for agent, timeline in _sealed_timelines(fragment, part, env, nth, started, stop)
+    }
+    parts = [part.part for part in fragment.parts]
+    episode = SealedMultiAgentEpisode(fragment.episode_id(*key), **_options(parts, timelines))
+    episode.custom_data.update(fragment.custom_data.get(key, {}))
+    episode.lane = fragment.lane
+    return _placed(episode, clock, env, nth, stop, timelines)
+
+
+def live_episode(lane: "MultiAgentLane", env: int, *, has_ended: bool) -> LiveMultiAgentEpisode:
+    """The episode of an environment: the one that the last step has ended, or the one that goes on."""
+    clock, now = lane.clock, lane.vector_steps
+    nth = clock.count(env) - 1 - has_ended
+    started, key = clock.start(env, nth), (env, int(clock.numbers[env]) + nth)
+    timelines = {
+        agent: timeline
+        for part in lane.parts
+        for agent, timeline in _live_timelines(part, env, started, now, has_ended=has_ended)
+    }
+    parts = [part.part for part in lane.parts]
+    episode = LiveMultiAgentEpisode(lane.episode_ids(*key), **_options(parts, timelines))
+    episode.custom_data = lane.custom_data.setdefault(key, {})
+    episode.lane = lane.index
+    return _placed(episode, clock, env, nth, now, timelines)
+
+
+def _options(parts: Sequence["AgentPart"], timelines: Mapping[Any, AgentTimeline]) -> dict[str, Any]:
+    """Arguments of an episode's constructor: spaces, episode ids and module ids by agents."""
+    return {
+        "observation_space": {agent: part.observation_space for part in parts for agent in part.agents},
+        "action_space": {agent: part.recorded_space for part in parts for agent in part.agents},
+        "agent_episode_ids": {agent: timeline.episode.id_ for agent, timeline in timelines.items()},
+        "agent_module_ids": {agent: timeline.episode.module_id for agent, timeline in timelines.items()},
+    }
+
+
+def _placed(episode: E, clock: "EnvClock", env: int, nth: int, stop: int, timelines: dict[Any, AgentTimeline]) -> E:
+    """Give an episode its agents, its place on the clock of env steps, and its end; return it.
+
+    stop    vector step at which it ends
+    """
+    started = clock.start(env, nth)
+    begin = max(clock.first, started) - started
+    oldest = min((timeline.observed_at[0] for timeline in timelines.values()), default=begin)
+    episode._roster = AgentRoster(begin, stop - started, max(0, begin - oldest), timelines)
+    episode._is_reset = True
+    episode.slot = env
+    end = clock.end_of(env, nth)
+    if end is not None:
+        episode.is_truncated, episode.is_terminated = end[1], not end[1]
+    for timeline in timelines.values():
+        timeline.episode.multi_agent_episode_id = episode.id_
+    return episode
+
+
+# Timelines of a lane's agents
+
+
+def _live_timelines(
+    part: "AgentLane", env: int, started: int, now: int, *, has_ended: bool
+) -> Iterator[tuple[Any, AgentTimeline]]:
+    """The agents of one part that live or have just ended, with their timelines."""
+    first = env * len(part.part.agents)
+    for place, agent in enumerate(part.part.agents):
+        slot = first + place
+        ends = part.ended is not None and part.ended.has(slot)
+        if not ends and (has_ended or not part.lives[slot]):
+            continue
+        episode, row = part.live[slot], int(part.at[slot])
+        starts = part.ended.starts if ends and part.ended is not None else part.episode_start
+        observed_at = (part.fragment.clock[max(0, int(starts[slot])) : row + 1, slot] - started).tolist()
+        if ends:
+            observed_at[-1] = now - started
+        timeline = AgentTimeline(episode, observed_at)
+        if not ends and part.waits(slot):
+            timeline.pending = part.fragment_for(int(part.module[slot])).action_in(row, slot)
+            timeline.received = {now - started - 1: part.received(slot)}
+        yield agent, timeline
+
+
+# Timelines of a fragment's agents
+
+
+def _sealed_timelines(
+    fragment: "MultiAgentFragment", part: "AgentFragment", env: int, nth: int, started: int, stop: int
+) -> Iterator[tuple[Any, AgentTimeline]]:
+    """The agents of one part that were in an episode, with their timelines."""
+    first_slot = env * len(part.part.agents)
+    chunks, clock = part.chunks, fragment.clock
+    low, high = np.searchsorted(chunks.slot, [first_slot, first_slot + len(part.part.agents)])
+    with_steps = set()
+    for index in range(int(low), int(high)):
+        slot, start = int(chunks.slot[index]), int(chunks.start[index])
+        if clock.nth(env, int(part.clock[start, slot])) != nth:
+            continue
+        module_id = part.module_ids[int(part.chunk_modules[index])]
+        timeline = _timeline(part, part.of_module(module_id).chunk_at(start, slot), slot, int(chunks.stop[index]))
+        with_steps.add(slot)
+        yield _on_episode_clock(part, slot, module_id, timeline, started, stop)
+    for slot in range(first_slot, first_slot + len(part.part.agents)):
+        row = int(part.stops[slot])
+        if slot in with_steps or not (part.waits[slot] or part.acts[slot]):
+            continue
+        if clock.nth(env, int(part.clock[row, slot])) == nth:
+            timeline = _timeline(part, part.rest_of(slot), slot, row)
+            yield _on_episode_clock(part, slot, part.module_ids[int(part.serves[slot])], timeline, started, stop)
+
+
+def _timeline(part: "AgentFragment", episode: SingleAgentEpisode, slot: int, stop: int) -> AgentTimeline:
+    """An agent's chunk with the vector steps of its observations."""
+    begin = stop - episode.rewards.total()
+    observed_at = part.clock[begin : stop + 1, slot].tolist()
+    if episode.is_done:
+        observed_at[-1] = part.ends[stop - 1, slot]
+    return AgentTimeline(episode, observed_at)
+
+
+def _on_episode_clock(
+    part: "AgentFragment", slot: int, module_id: Any, timeline: AgentTimeline, started: int, stop: int
+) -> tuple[Any, AgentTimeline]:
+    """The agent's id, and its timeline on the episode's own clock, with the action that waits for an observation."""
+    agent = part.part.agents[slot % len(part.part.agents)]
+    timeline.observed_at = [step - started for step in timeline.observed_at]
+    timeline.episode.agent_id, timeline.episode.module_id = agent, module_id
+    if part.waits[slot] and not timeline.episode.is_done:
+        timeline.pending = part.of_module(module_id).action_in(int(part.stops[slot]), slot)
+        timeline.received = {stop - started - 1: np.float32(part.received[slot])}
+    return agent, timeline

@@ -1,0 +1,75 @@
+"""Waiting: pauses before another attempt, limits, and times of log lines about something awaited."""
+
+from time import monotonic
+
+FIRST_S = 0.1
+FIRST_WORD_S = 5.0
+_LONGEST_SILENCE_S = 300.0
+_MOST_DOUBLINGS = 16  # 2 ** failures must stay a float
+
+
+def pause_s(failures: int, longest_s: float) -> float:
+    """Seconds to wait after so many failures in a row: twice as long each time, up to `longest_s`."""
+    return min(FIRST_S * 2.0 ** min(failures - 1, _MOST_DOUBLINGS), longest_s)
+
+
+class Reminder:
+    """Times at which a log line about something awaited is due, at intervals that double.
+
+    since    when the waiting began
+    """
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self._interval_s = FIRST_WORD_S
+        self._due = since + FIRST_WORD_S
+
+    def is_due(self, now: float) -> bool:
+        """True where the line is to be written now; the next one is due after twice as long."""
+        if now < self._due:
+            return False
+        self._interval_s = min(2 * self._interval_s, _LONGEST_SILENCE_S)
+        self._due = now + self._interval_s
+        return True
+
+    def left_s(self, now: float) -> float:
+        """Seconds until the next line is due."""
+        return max(0.0, self._due - now)
+
+
+class WaitReminder:
+    """Wait for something, for a limited time, with log lines while it lasts.
+
+    limit    seconds; None: for ever
+    """
+
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
+        self._since = monotonic()
+        self._reminder = Reminder(self._since)
+
+    def restart(self) -> None:
+        """Begin the limit anew."""
+        self._since = monotonic()
+
+    @property
+    def is_long(self) -> bool:
+        """True where a log line about the wait is due, at intervals that double."""
+        return self._reminder.is_due(monotonic())
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the wait began first."""
+        return monotonic() - self._reminder.since
+
+    @property
+    def is_over(self) -> bool:
+        """True once the limit is reached."""
+        return self.limit is not None and monotonic() - self._since >= self.limit
+
+    @property
+    def left(self) -> float:
+        """Seconds until it is over, or a line is due."""
+        now = monotonic()
+        left = self._reminder.left_s(now)
+        return max(0.01, left if self.limit is None else min(left, self._since + self.limit - now))

@@ -1,0 +1,190 @@
+"""Loop that owns the sockets of one end of a wire: it accepts, dials, reads, writes and keeps time."""
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from time import monotonic
+from typing import Any, Generic, Protocol, TypeVar
+
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net.dialler import Dialled, Dialler, SocketPoll
+from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet
+from rollflow.stream.wire import Address, ConnectionBroken, Event, Message
+
+P = TypeVar("P", bound=Peer[Any])
+Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
+Greeted = TypeVar("Greeted", bound=Peer[Any], covariant=True)
+
+
+class SocketHandler(Protocol[Handled]):
+    """Decisions of a protocol, for the loop that owns its sockets."""
+
+    def handle(self, peer: Handled, event: Message, now: float) -> None:
+        """Take what a connection has come to; where it broke, `fail` does."""
+        ...
+
+    def fail(self, peer: Handled, error: Exception, now: float) -> None:
+        """Take the error that a connection broke with, or that `handle` raised; the peer is dropped next.
+
+        What it raises ends the loop's method.
+        """
+        ...
+
+
+class Greeter(Protocol[Greeted]):
+    """Maker of peers, for a loop that accepts or dials."""
+
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> Greeted:
+        """Peer for a socket that was accepted, or that has been dialled."""
+        ...
+
+
+class SocketLoop(Generic[P]):
+    """Sockets, their connections, and what there is to wait for; `send`, a wait, `serve` and `tick` make one round.
+
+    handler          takes what happens
+    epoll            waits for descriptors, where others wait for the owner by it; None: a poll object does
+    max_strangers    connections that have not proved themselves; where one more comes, the oldest is refused
+
+    lock      of connections and sockets; the loop's owner may hold it around any method
+    wakeup    ends a wait, from any thread
+    peers     connections that there are
+    dialler   of the addresses that `dial` was given
+    """
+
+    def __init__(self, handler: SocketHandler[P], *, epoll: select.epoll | None = None, max_strangers: int = 1) -> None:
+        self.lock = threading.RLock()
+        self.wakeup = Wakeup()
+        self._handler = handler
+        self._poll: SocketPoll = select.poll() if epoll is None else epoll
+        self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
+        self._poll.register(self.wakeup.fileno(), select.POLLIN)
+        self._max_strangers = max_strangers
+        self._greeter: Greeter[P] | None = None
+        self.peers: PeerSet[P] = PeerSet(self._poll)
+        self._acceptor = Acceptor([], self._poll)
+        self.dialler = Dialler([], self._poll)
+
+    def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
+        """Accept by sockets that are listened on."""
+        self._acceptor, self._greeter = Acceptor(sockets, self._poll), greeter
+
+    def stop_listening(self) -> None:
+        """Accept no more; the sockets are others' to close."""
+        self._acceptor.close()
+        self._acceptor = Acceptor([], self._poll)
+
+    def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
+        """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
+        self.dialler, self._greeter = Dialler(addresses, self._poll), greeter
+
+    def add(self, peer: P) -> None:
+        """Take a peer, and begin with what there is to send."""
+        with self.lock:
+            self.peers.add(peer)
+
+    def drop(self, peer: P, until: float | None = None) -> None:
+        """Send what may be a last word, and close, as `Transport.close` does; again does nothing."""
+        with self.lock:
+            if self.peers.drop(peer, until) and peer.dialled is not None:
+                self.dialler.lost(peer.dialled)
+
+    def fail(self, peer: P, error: Exception, now: float) -> None:
+        """Give an error to the handler, and drop the peer."""
+        try:
+            self._handler.fail(peer, error, now)
+            self.drop(peer)
+        finally:
+            error.__traceback__ = None  # its frames hold the peer, and what was lent through it
+
+    def send(self, tell: Callable[[P], None]) -> None:
+        """Tell every open connection what is new, and send what there is to send; where `tell` raises, it fails."""
+        with self.lock:
+            for peer in self.peers:
+                try:
+                    if peer.connection.is_open:
+                        tell(peer)
+                except Exception as error:
+                    self.fail(peer, error, monotonic())
+                self.peers.write(peer)
+
+    def wait(self, timeout_s: float | None) -> list[tuple[int, int]]:
+        """Wait until there is something to do, None: however long; what `serve` takes."""
+        return self._poll.poll(None if timeout_s is None else timeout_s * self._units)
+
+    def wait_until(self, *times: float | None) -> list[tuple[int, int]]:
+        """`wait` until the first of these times, on the clock `monotonic`, and until `tick` is due at the latest."""
+        with self.lock:
+            deadlines = [peer.connection.next_deadline() for peer in self.peers]
+        due = min((time for time in (*times, *deadlines, self._acceptor.due) if time is not None), default=None)
+        return self.wait(None if due is None else max(0.0, due - monotonic()))
+
+    def serve(self, ready: Iterable[tuple[int, int]], now: float) -> None:
+        """Accept, read, and write, by descriptors that a wait gave, each with its events, in their order."""
+        for fd, mask in ready:
+            peer = self.peers.at(fd)
+            if peer is not None:
+                if mask & ~select.POLLOUT:
+                    with self.lock:
+                        events = peer.transport.read(now)
+                    self._take(peer, events, now)
+                with self.lock:
+                    self.peers.write(peer)
+            elif fd == self.wakeup.fileno():
+                self.wakeup.silence()
+            elif fd in self._acceptor:
+                self._accept(fd, now)
+            elif fd in self.dialler and (reached := self.dialler.serve(fd, now)) is not None:
+                sock, dialled = reached
+                self._greet(sock, str(dialled.address), now, dialled)
+
+    def tick(self, now: float) -> None:
+        """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling."""
+        for peer in self.peers:
+            deadline = peer.connection.next_deadline()
+            if deadline is None or deadline <= now:
+                with self.lock:
+                    events = peer.connection.tick(now)
+                self._take(peer, events, now)
+                with self.lock:
+                    self.peers.write(peer)
+        self._acceptor.listen_again(now)
+        self.dialler.tick(now)
+
+    def close(self) -> None:
+        """Close all sockets but those that are listened on, whatever there is still to send."""
+        self.peers.close()
+        self.dialler.close()
+        self.wakeup.close()
+
+    def _take(self, peer: P, events: Iterable[Event], now: float) -> None:
+        """Give the handler events of a connection, and its error where it is broken."""
+        try:
+            for event in events:
+                if isinstance(event, ConnectionBroken):
+                    raise event.error
+                self._handler.handle(peer, event, now)
+            if peer.connection.is_open or self.peers.of(peer.connection) is None:
+                return
+            if peer.connection.error is not None:  # it broke while something was sent
+                raise peer.connection.error
+        except Exception as error:
+            self.fail(peer, error, now)
+        else:
+            self.drop(peer)
+
+    def _accept(self, fd: int, now: float) -> None:
+        accepted = self._acceptor.accept(fd, now)
+        if accepted is None:
+            return
+        with self.lock:
+            crowded_out = self.peers.crowd_out(self._max_strangers)
+        if crowded_out is not None:
+            assert crowded_out.connection.error is not None
+            self.fail(crowded_out, crowded_out.connection.error, now)
+        self._greet(*accepted, now, None)
+
+    def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
+        assert self._greeter is not None
+        self.add(self._greeter.greet(sock, where, now, dialled))

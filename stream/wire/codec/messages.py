@@ -1,0 +1,388 @@
+"""Messages of a running connection, after the handshake."""
+
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.tree import Tree
+from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots
+from rollflow.stream.wire.codec.frame import ScatterBytes
+from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
+from rollflow.stream.wire.codec.limits import MAX_HEADER
+
+BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
+MOST_SERIES = 1024  # fragments in one message
+BlockNumbers = Annotated[tuple[int, ...], field.list_of(field.whole(0, MOST_NUMBER), 4096)]
+ShortText = Annotated[str, field.text(4096)]
+_MOST_TEXT = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reset:
+    """Gateway to host: reset all environments of a lane.
+
+    lane, number    the lane, and the request's number: 1, 2, … for each lane
+    seeds           one for each slot; None: keep the random generators
+    options         gymnasium's reset options; None: none
+    """
+
+    kind: ClassVar[str] = "reset"
+    lane: LaneId
+    number: Number
+    seeds: Annotated[tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, (1 << 64) - 1), MOST_SLOTS))]
+    options: Annotated[Mapping[str, Any] | None, field.nullable(field.mapping)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """Gateway to host: step all environments of a lane.
+
+    actions        tree of arrays `any[slots, ...]` in the action space; for several agents: one tree `any[K, ...]` for
+                   each part, with the actions of its K agents that act
+    agent_slots    for several agents: i64[K] ascending for each part, the agent slots that act; None: all
+    """
+
+    kind: ClassVar[str] = "step"
+    lane: LaneId
+    number: Number
+    actions: Annotated[Tree, field.tree]
+    agent_slots: Annotated[
+        AgentSlots | None, field.nullable(field.list_of(field.nullable(field.numbers("<i8")), MOST_AGENTS))
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Host to gateway: results of the Reset or Step with this number.
+
+    obs                     tree of arrays `any[slots, ...]` in the observation space
+    rewards                 f64[slots]; None after a Reset, as the two below
+    terminateds,            bool[slots]
+    truncateds
+    final_slots             slots whose episode ended in this step, with the next episode's first observation in
+                            `obs`; ascending; none under NEXT_STEP
+    final_obs               their last observations, tree of arrays `any[len(final_slots), ...]`; None: none
+    infos, final_infos      infos of `obs`, and of the ended episodes: gymnasium's vector form, or SlotInfos
+    """
+
+    kind: ClassVar[str] = "rows"
+    lane: LaneId
+    number: Number
+    obs: Annotated[Tree, field.tree]
+    rewards: Annotated[NDArray[np.float64] | None, field.nullable(field.numbers("<f8"))]
+    terminateds: Annotated[NDArray[np.bool_] | None, field.nullable(field.numbers("|b1"))]
+    truncateds: Annotated[NDArray[np.bool_] | None, field.nullable(field.numbers("|b1"))]
+    final_slots: Annotated[tuple[int, ...], field.list_of(field.whole(0, MOST_SLOTS - 1), MOST_SLOTS)]
+    final_obs: Annotated[Tree | None, field.nullable(field.tree)]
+    infos: Annotated[Mapping[str, Any], field.infos]
+    final_infos: Annotated[Mapping[str, Any], field.infos]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failed:
+    """Host to gateway: the request with this number raised; a lane of environments must be reset next.
+
+    type, text    type and text of the exception
+    notes         notes of the exception: the slot, the step
+    traceback     for people
+    """
+
+    kind: ClassVar[str] = "failed"
+    lane: LaneId
+    number: Number
+    type: Annotated[str, field.text(256)]
+    text: Annotated[str, field.text(_MOST_TEXT)]
+    notes: Annotated[tuple[str, ...], field.list_of(field.text(4096), 64)]
+    traceback: Annotated[str, field.text(_MOST_TEXT)]
+
+    @classmethod
+    def of(cls, request: "Request", error: Exception) -> "Failed":
+        """The answer to a request that raised `error`; long texts are cut."""
+        notes = getattr(error, "__notes__", [])
+        return cls(
+            request.lane,
+            request.number,
+            type(error).__name__[:256],
+            _plain(str(error)[:_MOST_TEXT]),
+            tuple(_plain(str(note)[:4096]) for note in notes[:64]),
+            _plain("".join(traceback.format_exception(error))[-_MOST_TEXT:]),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """Gateway to a rollout host: the next fragment of a lane is wanted."""
+
+    kind: ClassVar[str] = "turn"
+    lane: LaneId
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Gateway to a rollout host: the Turn with this number is to end now, with the rows of its Fragment so far.
+
+    It has no answer of its own: the Turn is answered with fewer rows, or was answered already.
+    """
+
+    kind: ClassVar[str] = "cut"
+    lane: LaneId
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fragment:
+    """Rollout host to gateway: the result of the Turn with this number. Source to trainer: the next fragment.
+
+    number     number of the Turn; or of the fragment in the stream, whatever its lane: 1, 2, …
+    columns    name -> tree of arrays `any[rows, slots, ...]`
+    rest       other data of the fragment, in the form of the rollout's software
+    """
+
+    kind: ClassVar[str] = "fragment"
+    lane: LaneId
+    number: Number
+    columns: Annotated[Mapping[str, Tree], field.map_of(field.tree)]
+    rest: Annotated[Mapping[str, Any], field.mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Source to trainer: a block of memory that is shared from now on. Its descriptor comes before this message.
+
+    number    number of the block, new in this connection
+    size      bytes of the block
+    """
+
+    kind: ClassVar[str] = "block"
+    number: BlockNumber
+    size: Annotated[int, field.whole(1, 1 << 40)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Forget:
+    """Source to trainer: nothing more will be lent in these blocks."""
+
+    kind: ClassVar[str] = "forget"
+    blocks: BlockNumbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lent:
+    """Source to trainer: a Fragment whose arrays lie in blocks.
+
+    blocks     numbers of these blocks, each of which this lends once
+    columns    the columns, packed: see `lent_columns`
+    """
+
+    kind: ClassVar[str] = "lent"
+    lane: LaneId
+    number: Number
+    blocks: BlockNumbers
+    columns: Annotated[bytes, field.raw_up_to(MAX_HEADER)]
+    rest: Annotated[Mapping[str, Any], field.mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """Source to trainer: several Fragments that differ only in their numbers, values of arrays, and `each`.
+
+    lane       lane of fragments without their own in `each`
+    number     number of the first fragment
+    count      number of fragments
+    blocks     numbers of the blocks of their arrays, each of which this lends once; none: the arrays are in `data`
+    stride     bytes from one fragment's arrays to the next one's; 0: each has an equal share of the `blocks`
+    columns    columns of the first fragment, packed: see `lent_columns`
+    rest       rest of all fragments; an entry `each` has one map for each of them, with its own entries
+    data       u8[n], or `ScatterBytes` at the sender; None: there are blocks
+    """
+
+    kind: ClassVar[str] = "series"
+    lane: LaneId
+    number: Number
+    count: Annotated[int, field.whole(1, MOST_SERIES)]
+    blocks: BlockNumbers
+    stride: Annotated[int, field.whole(0, MOST_NUMBER)]
+    columns: Annotated[bytes, field.raw_up_to(MAX_HEADER)]
+    rest: Annotated[Mapping[str, Any], field.mapping]
+    data: Annotated[NDArray[np.uint8] | ScatterBytes | None, field.nullable(field.octets)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlocksReleased:
+    """Trainer to source: it has stopped reading from these blocks; each mention ends one lending."""
+
+    kind: ClassVar[str] = "free"
+    blocks: BlockNumbers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settings:
+    """Gateway to rollout host, after every Welcome: settings of the rollout, the same throughout a session.
+
+    The host lets an earlier Turn wait for them. Trainer to source: settings of the stream.
+    """
+
+    kind: ClassVar[str] = "settings"
+    settings: Annotated[Mapping[str, Any], field.mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Weights:
+    """Gateway to rollout host, trainer to source: a module's parameters.
+
+    They apply from the next forward pass, or at the latest from the next Turn. Only the newest version counts.
+
+    version    policy version, growing
+    tensors    name -> array any[...]
+    dtypes     name -> dtype of a tensor's bits if numpy has no such dtype: "bfloat16"
+    others     values that are no tensors
+    module     id of the module, where there are several, each with versions of its own
+    """
+
+    kind: ClassVar[str] = "weights"
+    version: Annotated[int, field.whole(0, MOST_NUMBER)]
+    tensors: Annotated[Mapping[str, NDArray[Any]], field.map_of(field.array)]
+    dtypes: Annotated[Mapping[str, str], field.map_of(field.text(64))]
+    others: Annotated[Mapping[str, Any], field.mapping]
+    module: Annotated[str | None, field.nullable(field.text(256))] = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Done:
+    """Trainer to source: its progress.
+
+    number    the trainer has moved on from the fragments up to this one
+    kept      it never wants the fragments up to this one again: the source may forget them
+    """
+
+    kind: ClassVar[str] = "done"
+    number: Annotated[int, field.whole(0, MOST_NUMBER)]
+    kept: Annotated[int, field.whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finished:
+    """Source to trainer: the fragment with this number is the last one; 0: there is none at all."""
+
+    kind: ClassVar[str] = "finished"
+    number: Annotated[int, field.whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneJoined:
+    """Source to trainer: a lane has joined, and is about to begin its first fragment."""
+
+    kind: ClassVar[str] = "come"
+    lane: LaneId
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneLeft:
+    """Source to trainer: a lane is gone; fragments after the one with this number are not from it.
+
+    number    0: the lane had no fragment
+    """
+
+    kind: ClassVar[str] = "aside"
+    lane: LaneId
+    number: Annotated[int, field.whole(0, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Receipt:
+    """Source to trainer: weights are in use.
+
+    node       the rollout's forward node that uses them
+    version    policy version
+    digest     32 bytes, the digest of the weights that arrived: see the protocol's documentation
+    """
+
+    kind: ClassVar[str] = "receipt"
+    node: Annotated[str, field.text(256)]
+    version: Annotated[int, field.whole(0, MOST_NUMBER)]
+    digest: Annotated[bytes, field.raw(32)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class States:
+    """Gateway to rollout host: states of connectors by their names, which apply from the next Turn."""
+
+    kind: ClassVar[str] = "states"
+    states: Annotated[Mapping[str, Any], field.mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metrics:
+    """Rollout host to gateway, unrequested: its progress. Uses up one credit."""
+
+    kind: ClassVar[str] = "metrics"
+    metrics: Annotated[Mapping[str, Any], field.mapping]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Credit:
+    """Gateway to host: it may send `count` more unrequested messages."""
+
+    kind: ClassVar[str] = "credit"
+    count: Annotated[int, field.whole(1, MOST_NUMBER)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ping:
+    """Either side: a heartbeat, answered by a Pong with the same number."""
+
+    kind: ClassVar[str] = "ping"
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pong:
+    """Either side: the answer to a Ping."""
+
+    kind: ClassVar[str] = "pong"
+    number: Number
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Goodbye:
+    """Either side: its last message if all is well; the receiver closes the connection."""
+
+    kind: ClassVar[str] = "goodbye"
+    reason: ShortText
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Refused:
+    """Either side: its last message if something is wrong.
+
+    code    the reason in one word: see the protocol's documentation
+    text    the place, the fault, and what was expected
+    """
+
+    kind: ClassVar[str] = "refused"
+    code: Annotated[str, field.text(64)]
+    text: ShortText
+
+    @classmethod
+    def of(cls, error: WireError) -> "Refused":
+        """The refusal for an error; a long text is cut."""
+        return cls(_plain(error.code[:64]), _plain(str(error)[:4096]))
+
+
+Request = Reset | Step | Turn
+Answer = Rows | AgentRows | Failed | Fragment
+_News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
+_Memory = Block | Lent | Series | Forget | BlocksReleased
+Running = Request | Answer | _News | _Memory | Credit | Ping | Pong | Goodbye | Refused
+
+
+def _plain(value: str) -> str:
+    """A text with characters that UTF-8 can't encode replaced."""
+    return value.encode(errors="replace").decode()

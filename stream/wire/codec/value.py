@@ -1,0 +1,216 @@
+"""Encoding of a header: msgpack as by `stream.data.packing`, with arrays in the frame's body.
+
+An array is [dtype, [shape…], offset into the body]; dtypes are little-endian.
+"""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import msgpack
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.packing import NUMBER, OBJECTS, SLOT_INFOS, TUPLE, UNPACKABLE, Packer, refusal
+from rollflow.stream.wire.codec.frame import ScatterBytes
+from rollflow.stream.wire.codec.scan import ARRAY, SHORT, scan
+
+_MOST_DIMENSIONS = 32
+
+DTYPES = {
+    name: np.dtype(name)
+    for name in ("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16")
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def encode_value(value: Any, name: str) -> tuple[bytes, list[NDArray[np.uint8]]]:
+    """Encode a value as a header and the bytes of its arrays, u8[n] each, in the order of the body.
+
+    The value is made of None, bool, numbers, str, bytes, list, tuple, dict, SlotInfos, numpy arrays and numbers. Arrays
+    any[...] in C order and little-endian are not copied. Raises ColumnError for anything else, with the path to it
+    from `name`, and WireError for a value beyond the limits of a header.
+    """
+    writer = _Writer()
+    try:
+        header = writer.packed(value)
+    except UNPACKABLE as error:
+        arrays = "numpy arrays of bool, int, uint, float, complex or objects"
+        raise refusal(value, name, "sent", arrays, _Writer) from error
+    scan(header)
+    return header, writer.arrays
+
+
+def decode_value(header: bytes, body: NDArray[np.uint8]) -> Any:
+    """The value of a header; arrays any[...] are views of the body, u8[n]. Raises WireError for invalid bytes."""
+    scan(header)
+    reader = _Reader(body)
+    try:
+        return msgpack.unpackb(header, ext_hook=reader.restored, strict_map_key=False)
+    except WireError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:  # no UTF-8, a tuple with a list in it as a key, …
+        raise WireError(f"header: {error}", "frame") from error
+
+
+class _Writer(Packer):
+    """Packs a value, and collects its arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: list[NDArray[np.uint8]] = []
+        self._offset = 0
+
+    def _other(self, value: Any) -> Any:
+        return self._joined(value) if isinstance(value, ScatterBytes) else super()._other(value)
+
+    def _number(self, number: Any) -> Any:
+        if isinstance(number, np.str_ | np.bytes_):
+            return number.item()
+        little = number.astype(number.dtype.newbyteorder("<"))
+        return msgpack.ExtType(NUMBER, self.packed([_name_of(little.dtype), little.tobytes()]))
+
+    def _array(self, array: NDArray[Any]) -> Any:
+        if array.dtype.kind in "OUS":
+            return self._objects(array)
+        plain = array
+        if array.dtype not in _NAMES or not array.flags.c_contiguous:
+            plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        description = _description(_name_of(plain.dtype), array.shape, self._offset)
+        self.arrays.append(plain.reshape(-1).view(np.uint8))
+        self._offset += plain.nbytes + -plain.nbytes % 8
+        return msgpack.ExtType(ARRAY, description)
+
+    def _joined(self, joined: ScatterBytes) -> Any:
+        description = _description("|u1", (joined.nbytes,), self._offset)
+        self.arrays += joined.parts
+        self._offset += joined.nbytes
+        return msgpack.ExtType(ARRAY, description)
+
+
+class _Reader:
+    """Restores ext values, with arrays as views of a frame's body."""
+
+    def __init__(self, body: NDArray[np.uint8]) -> None:
+        self._body = body
+        self._read = 0
+
+    def restored(self, code: int, data: bytes) -> Any:
+        if code == ARRAY:
+            return self._array(data)
+        value = msgpack.unpackb(data, ext_hook=self.restored, strict_map_key=False)
+        return _KINDS[code](self, _list_of(value, code))
+
+    def _array(self, description: bytes) -> NDArray[Any]:
+        place_of = _place_of if len(description) <= SHORT else _place_of.__wrapped__
+        dtype, shape, offset = place_of(description)
+        size = math.prod(shape) * dtype.itemsize
+        if offset + size > len(self._body):
+            raise WireError(
+                f"array {_NAMES[dtype]}{list(shape)} of {size} bytes at {offset}, expected no end behind the body's "
+                f"{len(self._body)} bytes",
+                "frame",
+            )
+        self._read += size
+        if self._read > len(self._body):
+            raise WireError(f"arrays of more than the body's {len(self._body)} bytes in all", "frame")
+        return _viewed(self._body[offset : offset + size], dtype, shape)
+
+    def _number(self, value: list[Any]) -> Any:
+        name, data = _exactly(value, 2, "[dtype, bytes]")
+        dtype = dtype_of(name)
+        if type(data) is not bytes or len(data) != dtype.itemsize:
+            raise WireError(f"number {name} of {data!r:.40}, expected {dtype.itemsize} bytes", "frame")
+        return _viewed(np.frombuffer(data, np.uint8), dtype, (1,))[0]
+
+    def _objects(self, value: list[Any]) -> NDArray[Any]:
+        shape, items = _exactly(value, 2, "[shape, values]")
+        if count_of(shape) != len(_list_of(items, OBJECTS)):
+            raise WireError(f"object array {shape} of {len(items)} values", "frame")
+        array = np.empty(len(items), object)
+        for index, item in enumerate(items):
+            array[index] = item
+        return array.reshape(shape)
+
+    def _slot_infos(self, value: list[Any]) -> SlotInfos:
+        for slot, info in enumerate(value):
+            if type(info) is not dict:
+                raise WireError(f"infos of slot {slot}: a {type(info).__name__}, expected a map", "frame")
+        return SlotInfos(value)
+
+
+_KINDS: dict[int, Callable[[_Reader, list[Any]], Any]] = {
+    NUMBER: _Reader._number,
+    TUPLE: lambda _, value: tuple(value),
+    OBJECTS: _Reader._objects,
+    SLOT_INFOS: _Reader._slot_infos,
+}
+
+
+@lru_cache
+def _description(name: str, shape: tuple[int, ...], offset: int) -> bytes:
+    """An array's description, packed; cached, since it is the same in every step."""
+    packed: bytes = msgpack.packb([name, list(shape), offset])
+    return packed
+
+
+@lru_cache
+def _place_of(description: bytes) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    """The dtype, shape and offset in an array's description."""
+    value = msgpack.unpackb(description, ext_hook=_no_ext, strict_map_key=False)
+    name, shape, offset = _exactly(_list_of(value, ARRAY), 3, "[dtype, shape, offset]")
+    dtype, _ = dtype_of(name), count_of(shape)
+    if type(offset) is not int or offset < 0 or offset % 8:
+        raise WireError(f"array at {offset!r:.40}, expected a multiple of 8", "frame")
+    return dtype, tuple(shape), offset
+
+
+def _no_ext(code: int, _: bytes) -> Any:
+    raise WireError(f"array described with ext value {code}, expected [dtype, shape, offset]", "frame")
+
+
+def _viewed(data: NDArray[np.uint8], dtype: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    if dtype.kind == "b" and data.size and data.max() > 1:
+        raise WireError(f"array |b1{list(shape)} has a byte {data.max()}, expected 0 or 1", "frame")
+    return data.view(dtype).reshape(shape)
+
+
+def _name_of(dtype: np.dtype[Any]) -> str:
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        raise TypeError(f"dtype {dtype} has no packed form") from None
+
+
+def dtype_of(name: Any) -> np.dtype[Any]:
+    """The dtype of a name. Raises WireError for an unknown name."""
+    dtype = DTYPES.get(name) if type(name) is str else None
+    if dtype is None:
+        raise WireError(f"dtype {name!r:.40}, expected one of {', '.join(DTYPES)}", "frame")
+    return dtype
+
+
+def count_of(shape: Any) -> int:
+    """Number of items in an array of this shape. Raises WireError for an invalid or too large one, also of 0 items."""
+    if type(shape) is not list or len(shape) > _MOST_DIMENSIONS:
+        raise WireError(f"shape {shape!r:.100}, expected a list of at most {_MOST_DIMENSIONS} numbers", "frame")
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise WireError(f"shape {shape!r:.100}, expected numbers of 0 or more", "frame")
+    if math.prod(size or 1 for size in shape) >= 1 << 40:
+        raise WireError(f"shape {shape!r:.100}, expected fewer than 2**40 items", "frame")
+    return math.prod(shape)
+
+
+def _list_of(value: Any, code: int) -> list[Any]:
+    if type(value) is not list:
+        raise WireError(f"ext value {code} of a {type(value).__name__}, expected a list", "frame")
+    return value
+
+
+def _exactly(value: list[Any], count: int, expected: str) -> list[Any]:
+    if len(value) != count:
+        raise WireError(f"a list of {len(value)} values, expected {expected}", "frame")
+    return value

@@ -1,0 +1,61 @@
+"""`rollflow policy`: saved policies are shown, checked and compared."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from drawn_policies import logged_rollout
+
+from rollflow.cli.main import main
+from rollflow.policy import Policy
+
+
+def save(path: Path, pieces: str = "filter", seed: int = 1, space: str = "box") -> Policy:
+    """Save a policy of a rollout over random environments."""
+    _, rollout = logged_rollout(space, "discrete", pieces, slots=1, seed=seed, model_config={"fcnet_hiddens": (8,)})
+    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+    policy.trained_on = {"policy_version": seed}
+    policy.save(path)
+    return policy
+
+
+def test_show_says_what_a_policy_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "p")
+    assert main(["policy", "show", str(tmp_path / "p")]) == 0
+    shown = capsys.readouterr().out
+    assert "observations  Box(-2.0, 2.0, (3,), float32)\nactions       Discrete(4)\n" in shown
+    assert "module        rollflow.DefaultModule\n" in shown
+    assert "env_to_module MeanStdFilter → AddObservationsFromEpisodesToBatch → " in shown
+    assert "trained_on    policy_version 1\n" in shown
+
+
+def test_check_loads_a_policy_or_says_why_it_can_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "p.zip", "listed")
+    assert main(["policy", "check", str(tmp_path / "p.zip")]) == 1
+    assert "'drawn_policies:shifted' is not allowed to be imported" in capsys.readouterr().err
+    assert main(["policy", "check", str(tmp_path / "p.zip"), "--allow", "drawn_policies"]) == 0
+    assert "does what it did when it was saved" in capsys.readouterr().out
+
+
+def test_diff_names_each_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "same")
+    assert main(["policy", "diff", str(tmp_path / "a"), str(tmp_path / "same")]) == 0
+    assert capsys.readouterr().out == "the policies are the same\n"
+    save(tmp_path / "b", "frames", seed=2)
+    assert main(["policy", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "~ trained_on.policy_version: 1 → 2" in lines
+    assert "- env_to_module.pieces[MeanStdFilter].name: rollflow.MeanStdFilter" in lines
+    assert "+ env_to_module.pieces[FrameStacking].config.num_frames: 4" in lines
+    assert any(line.startswith("~ module.safetensors: encoder.") and "[8, 3] → " in line for line in lines)
+
+
+def test_diff_names_parts_of_a_space_that_came_and_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "a", "flat", space="nested")
+    save(tmp_path / "b", "none", space="masked")
+    assert main(["policy", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "~ observation_space.spaces (order): kind, pair → action_mask, place" in lines
+    assert "- observation_space.spaces[kind].type: Discrete" in lines
+    assert "+ observation_space.spaces[place].type: Box" in lines

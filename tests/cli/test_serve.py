@@ -1,0 +1,88 @@
+"""The command `rollflow serve`: a saved policy answers, takes what is saved anew, and ends when it is told to."""
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from served_policies import Echo, Sums, policy_of
+
+from rollflow.cli.main import main
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
+    """The command in a process of its own, and the address at which it listens."""
+    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
+    command = [
+        sys.executable,
+        "-c",
+        program,
+        "serve",
+        *arguments,
+        "--http",
+        "127.0.0.1:0",
+        "--allow",
+        "served_policies",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"serving .* at (http://\S+)", line):
+                yield process, found[1]
+                return
+        raise AssertionError("".join(lines))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def act(url: str, name: str, **fields: Any) -> Any:
+    """What the server answers to a request."""
+    return httpx.post(f"{url}/v1/policies/{name}/act", json=fields).json()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_saved_policies_are_served_until_a_signal(tmp_path: Path, number: signal.Signals) -> None:
+    policy_of(Echo, 1.0).save(tmp_path / "echo")
+    policy_of(Sums, 2.0).save(tmp_path / "sums.zip")
+    with serving(str(tmp_path / "echo"), f"adds={tmp_path / 'sums.zip'}") as (process, url):
+        assert act(url, "echo", observation=[3, 0])["action"] == [3.0, 1.0]
+        for expected, begins in [(3.0, True), (6.0, False)]:
+            assert act(url, "adds", observation=[3, 0], session=1, begins=begins)["action"] == [expected, 2.0]
+        policy_of(Echo, 5.0).save(tmp_path / "echo")
+        while act(url, "echo", observation=[3, 0])["action"] != [3.0, 5.0]:  # pytest's limit of time ends it
+            pass
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "nowhere"),
+        (["=x"], "policy '=x', expected PATH or NAME=PATH"),
+        (["{echo}", "--openpi", "other"], "no policy 'other' is served; served: echo"),
+        (["{echo}", "--canary", "echo={echo}"], "expected NAME=PATH:SHARE"),
+        (["{echo}", "--http", "0.0.0.0:0"], "without a secret, expected one"),
+        (["{echo}", "--http", "here"], "expected a port behind it"),
+    ],
+)
+def test_what_can_not_be_served_is_said_in_a_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy_of(Echo).save(tmp_path / "echo")
+    named = [argument.replace("{echo}", str(tmp_path / "echo")) for argument in arguments]
+    assert main(["serve", *named, "--allow", "served_policies"]) == 1
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

@@ -1,0 +1,158 @@
+"""The programs on README and the documentation's pages run, and print what the pages say.
+
+Fences on a page, by their first words:
+
+    python                the next part of the page's program, which runs as one process in an empty folder
+    python file=NAME      a file in that folder
+    python with=PACKAGE   a program of another engine, which `tests/oracle` runs
+    text output           what the part before prints; `...` stands for anything
+    console               commands, after `$ `, that run in that folder, and what they print
+
+A comment `<!-- together: A B -->` runs files at the same time; each has to end without an error. `bash`, `text` and
+others are only shown.
+"""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+LONGEST_S = 300
+_FENCE = re.compile(r"^```(\S+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_TOGETHER = re.compile(r"<!-- together: (.+?) -->")
+ENVIRONMENT = os.environ | {
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+}  # with the command `rollflow`
+_MARK = "\N{NULL}next part"
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    language: str
+    rest: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """A page's fenced blocks, in order."""
+    return [Block(kind, rest.strip(), text) for kind, rest, text in _FENCE.findall(page.read_text())]
+
+
+def run(command: list[str], folder: Path) -> str:
+    """Run a command that must end without an error, and return what it prints."""
+    done = subprocess.run(
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=LONGEST_S, check=False
+    )
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def check_printed(expected: str, printed: str) -> None:
+    """Hold what was printed against what the page shows."""
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert doctest.OutputChecker().check_output(expected, printed, flags), f"expected:\n{expected}\ngot:\n{printed}"
+
+
+def check_program(blocks: list[Block], folder: Path) -> None:
+    """Run the page's program, and hold what each of its parts prints against the page."""
+    parts, expected, is_ours = list[str](), dict[int, str](), True
+    for block in blocks:
+        if block.language == "python":
+            is_ours = not block.rest.startswith("with=")
+        if (block.language, block.rest) == ("python", ""):
+            parts.append(block.text)
+        elif (block.language, block.rest) == ("text", "output") and is_ours:
+            expected[len(parts) - 1] = block.text
+    if parts:
+        (folder / "page.py").write_text(f"\nprint({_MARK!r}, flush=True)\n".join(parts))
+        printed = run([sys.executable, "page.py"], folder).split(f"{_MARK}\n")
+        assert len(printed) == len(parts)
+        for number, text in expected.items():
+            check_printed(text, printed[number])
+
+
+def check_together(names: list[str], folder: Path) -> None:
+    """Run files at the same time, all of which end by themselves."""
+    running = [
+        subprocess.Popen([sys.executable, name], cwd=folder, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True)
+        for name in names
+    ]
+    try:
+        for name, process in zip(names, running, strict=True):
+            _, errors = process.communicate(timeout=LONGEST_S)
+            assert process.returncode == 0, f"{name} ended with {process.returncode}:\n{errors}"
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+def commands_in(text: str) -> Iterator[tuple[str, str]]:
+    """The commands of a console block, each with what it prints."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, printed = part.partition("\n")
+        yield command, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_a_pages_programs_run_and_print_what_it_says(page: Path, tmp_path: Path) -> None:
+    blocks = blocks_of(page)
+    for block in blocks:
+        if block.rest.startswith("file="):
+            (tmp_path / block.rest.removeprefix("file=")).write_text(block.text)
+    check_program(blocks, tmp_path)
+    for names in _TOGETHER.findall(page.read_text()):
+        check_together(names.split(), tmp_path)
+    for block in blocks:
+        for command, printed in commands_in(block.text) if block.language == "console" else ():
+            check_printed(printed, run(["bash", "-c", command], tmp_path))
+
+
+def test_every_python_block_of_a_page_is_run() -> None:
+    for page in PAGES:
+        named = {block.rest.removeprefix("file=") for block in blocks_of(page) if block.rest.startswith("file=")}
+        text = page.read_text()
+        together = {name for names in _TOGETHER.findall(text) for name in names.split()}
+        assert together <= named, page
+        for name in named - together:
+            assert re.search(rf"^(\$ .*\b|import |from ){re.escape(name.removesuffix('.py'))}\b", text, re.MULTILINE), (
+                f"{page}: {name} is shown and never run"
+            )
+
+
+def links_of(page: Path) -> set[Path]:
+    """Other pages that a page links to."""
+    return {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+\.md)[^)]*\)", page.read_text())}
+
+
+def test_every_page_is_at_most_two_clicks_from_readme() -> None:
+    first = links_of(ROOT / "README.md")
+    assert set(PAGES) <= {ROOT / "README.md"}.union(first, *map(links_of, first))
+
+
+def test_files_that_pages_name_are_there() -> None:
+    for page in PAGES:
+        for path in re.findall(
+            r"`((?:stream|nodes|sinks|cli|examples|benchmarks|tests)/[\w/]+(?:\.\w+)?)`", page.read_text()
+        ):
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)} names {path}, which is not there"
+
+
+@pytest.mark.parametrize(("shown", "is_right"), [("12", True), ("1...", True), ("13", False), ("12\n12", False)])
+def test_a_page_with_another_output_than_its_programs_is_refused(tmp_path: Path, shown: str, is_right: bool) -> None:
+    page = [Block("python", "", "x = 5\n"), Block("python", "", "print(7 + x)\n"), Block("text", "output", shown)]
+    if is_right:
+        check_program(page, tmp_path)
+    else:
+        with pytest.raises(AssertionError, match="expected:"):
+            check_program(page, tmp_path)

@@ -1,0 +1,69 @@
+"""The site's build, by the command of CONTRIBUTING.md, refuses pages that are wrong; and what it makes is whole."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollflow.stream.data.errors import HELP_PAGES
+
+ROOT = Path(__file__).parents[2]
+INDEX = "# Site\n\n```{toctree}\n:glob:\n\n*\n```\n"
+WRONG = {
+    "dead_link": ("[there](missing.md)", "missing.md"),
+    "dead_heading": ("[there](index.md#nothing)", "nothing"),
+    "dead_file": ("![there](missing.png)", "missing.png"),
+    "missing_reference": ("{py:class}`rollflow.stream.Nothing`", "rollflow.stream.Nothing"),
+    "undocumented": ("```{public-names} undocumented\n```", "undocumented.silent has no docstring"),
+    "unknown_directive": ("```{no-directive}\n```", "no-directive"),
+    "broken_picture": ("```{graph-picture} a graph\ngraph = 1 / 0\n```", "division by zero"),
+}
+
+
+def command() -> list[str]:
+    """The program and its options, as CONTRIBUTING.md has them, without the two folders."""
+    section = (ROOT / "CONTRIBUTING.md").read_text().split("<!-- docs -->")[1]
+    [found] = re.findall(r"sphinx-build (.*) docs build/site$", section, re.MULTILINE)
+    return [sys.executable, "-m", "sphinx", *shlex.split(found), "-q"]
+
+
+def build(pages: dict[str, str], folder: Path) -> tuple[int, str]:
+    """Build a site of these pages, by the docs' own settings; the exit status, and what was said."""
+    for name in ("_extensions", "_static"):
+        shutil.copytree(ROOT / "docs" / name, folder / name)
+    shutil.copy(ROOT / "docs" / "conf.py", folder)
+    (folder / "_extensions" / "undocumented.py").write_text('__all__ = ["silent"]\n\n\ndef silent():\n    pass\n')
+    for name, text in pages.items():
+        (folder / f"{name}.md").write_text(f"# Page\n\n{text}\n")
+    (folder / "index.md").write_text(INDEX)
+    return run([str(folder), str(folder / "site")])
+
+
+def run(folders: list[str]) -> tuple[int, str]:
+    """Build one folder into another."""
+    done = subprocess.run([*command(), *folders], capture_output=True, text=True, timeout=600, check=False)
+    return done.returncode, done.stderr
+
+
+def test_every_kind_of_wrong_page_is_named_and_fails_the_build(tmp_path: Path) -> None:
+    status, problems = build({name: text for name, (text, _) in WRONG.items()}, tmp_path)
+    assert status == 1
+    for name, (_, expected) in WRONG.items():
+        assert re.search(rf"/{name}\.md.*{re.escape(expected)}", problems), f"{name}:\n{problems}"
+
+
+def test_a_page_without_a_fault_is_built(tmp_path: Path) -> None:
+    page = "[there](index.md#site) {py:class}`rollflow.stream.Graph`\n\n```{public-names} rollflow.stream\n```"
+    assert build({"right": page}, tmp_path) == (0, "")
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_has_every_page_that_errors_name(tmp_path: Path) -> None:
+    assert run([str(ROOT / "docs"), str(tmp_path)]) == (0, "")
+    for place in HELP_PAGES.values():
+        page, anchor = place.split("#")
+        assert f'id="{anchor}"' in (tmp_path / page).with_suffix(".html").read_text(), place

@@ -1,0 +1,322 @@
+"""Alpha pipelines in rollouts, beside ConnectorV2 pieces: what they see, what is recorded, what is saved and merged."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rollflow.nodes import ConnectorV2, DefaultModelConfig, GeneralAdvantageEstimation, MeanStdFilter, Rollout
+from rollflow.nodes.connectors.alpha import (
+    ActionConnectorDataType,
+    ActionConnectorPipeline,
+    AgentConnector,
+    AgentConnectorDataType,
+    AgentConnectorPipeline,
+    ClipRewardAgentConnector,
+    ConnectorContext,
+    ImmutableActionsConnector,
+    MeanStdObservationFilterAgentConnector,
+    SampleBatch,
+    ViewRequirement,
+    default_agent_connectors,
+    register_lambda_action_connector,
+    register_lambda_agent_connector,
+)
+from rollflow.nodes.connectors.state_watch import fingerprint
+from rollflow.stream.data.errors import ConnectorError, StateError
+
+
+class Doubling(gym.Env[Any, Any]):
+    """The step's number as the observation and 3 times as the reward; the action as an info; 5 steps an episode."""
+
+    observation_space = gym.spaces.Box(-np.inf, np.inf, (1,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return np.full(1, self.t, np.float32), 3.0 * self.t, self.t == 5, False, {"action": int(action)}
+
+
+def pairs(data: Any) -> Any:
+    """Observation and twice that."""
+    data["new_obs"] = np.concatenate([data["new_obs"], 2 * data["new_obs"]])
+    return data
+
+
+Pairs = register_lambda_agent_connector("PairsOfObservations", pairs)
+Ones = register_lambda_action_connector(
+    "OnesForEnv", lambda actions, states, fetches: (0 * actions + 1, states, fetches)
+)
+
+
+def chunks_of(rollout: Rollout, count: int = 1) -> list[Any]:
+    with rollout:
+        return [chunk for _, f in zip(range(count), rollout.fragments(), strict=False) for chunk in f.episodes()]
+
+
+def test_a_pipeline_changes_what_the_module_gets_and_what_is_recorded() -> None:
+    rollout = Rollout(
+        Doubling,
+        num_envs=2,
+        fragment_length=7,
+        seed=0,
+        env_to_module_connector=lambda env: AgentConnectorPipeline(None, [Pairs(), ClipRewardAgentConnector(limit=7)]),
+    )
+    assert rollout.module.observation_space.shape == (2,)
+    chunks = chunks_of(rollout)
+    assert sorted(len(chunk) for chunk in chunks) == [2, 2, 5, 5]
+    for chunk in chunks:
+        t = np.arange(len(chunk) + 1)
+        np.testing.assert_array_equal(chunk.get_observations(), np.stack([t, 2 * t], axis=1))
+        np.testing.assert_array_equal(chunk.get_rewards(), np.minimum(3 * t[1:], 7))
+
+
+def test_the_environments_get_what_action_connectors_leave_and_the_choice_is_recorded() -> None:
+    rollout = Rollout(
+        Doubling,
+        num_envs=3,
+        fragment_length=20,
+        seed=0,
+        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Ones(), ImmutableActionsConnector()]),
+    )
+    chunks = chunks_of(rollout)
+    assert {int(action) for chunk in chunks for action in chunk.get_actions()} == {0, 1, 2}
+    assert {info["action"] for chunk in chunks for info in chunk.get_infos()[1:]} == {1}
+
+
+class Logs(AgentConnector):
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+
+    def reset(self, env_id: str) -> None:
+        self.calls.append(("reset", env_id))
+
+    def on_policy_output(self, output: ActionConnectorDataType) -> None:
+        self.calls.append(("output", output.env_id, int(output.output[0]), sorted(output.output[2])))
+
+    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+        data = ac_data.data
+        self.calls.append(("data", float(data["new_obs"][0]), data["rewards"], data["terminateds"], data["t"]))
+        return ac_data
+
+    def learnt_state(self) -> dict[str, Any]:
+        return {}
+
+
+def test_connectors_are_reset_at_an_episodes_start_and_hear_each_choice_once() -> None:
+    logs = Logs()
+    rollout = Rollout(Doubling, num_envs=1, fragment_length=6, seed=0, env_to_module_connector=lambda env: logs)
+    logs = rollout.env_to_module["Logs"].pipeline.connectors[0]
+    logs.calls.clear()
+    chunks = chunks_of(rollout)
+    actions = [int(action) for chunk in chunks for action in chunk.get_actions()]
+    names = ["action_dist_inputs", "action_logp", "vf_preds"]
+    expected: list[Any] = [("reset", "env_0_0"), ("data", 0.0, 0.0, False, -1)]
+    for t in range(1, 6):
+        expected += [("output", "env_0_0", actions[t - 1], names), ("data", float(t), 3.0 * t, t == 5, t - 1)]
+    expected += [("reset", "env_0_0"), ("data", 0.0, 0.0, False, -1)]
+    expected += [("output", "env_0_0", actions[5], names), ("data", 1.0, 3.0, False, 0)]
+    assert logs.calls == expected
+
+
+def test_the_filter_gives_the_numbers_and_the_statistics_of_mean_std_filter() -> None:
+    made = []
+    for piece in (MeanStdFilter, lambda: AgentConnectorPipeline(None, [MeanStdObservationFilterAgentConnector()])):
+        rollout = Rollout(
+            "CartPole-v1",
+            num_envs=1,
+            fragment_length=40,
+            seed=3,
+            env_to_module_connector=lambda env, piece=piece: piece(),
+        )
+        made.append((chunks_of(rollout), rollout))
+    (one, of_one), (other, of_other) = made
+    assert len(one) == len(other)
+    for mine, theirs in zip(one, other, strict=True):
+        np.testing.assert_array_equal(mine.get_observations(), theirs.get_observations())
+    connector = of_other.env_to_module["AgentConnectorPipeline"].pipeline.connectors[0]
+    np.testing.assert_array_equal(connector.filter.mean, of_one.env_to_module["MeanStdFilter"].mean)
+    assert connector.filter.count == of_one.env_to_module["MeanStdFilter"].count == 41
+
+
+def filtered(env: Any) -> AgentConnectorPipeline:
+    return AgentConnectorPipeline(None, [MeanStdObservationFilterAgentConnector()])
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_a_pipeline_runs_wherever_environments_do_and_its_state_comes_back(where: str) -> None:
+    rollout = Rollout(
+        Doubling,
+        num_envs=4,
+        lanes=2,
+        fragment_length=8,
+        seed=0,
+        where=where,
+        env_to_module_connector=lambda env: [AgentConnectorPipeline(None, [Pairs()]), filtered(env)],
+        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Ones()]),
+    )
+    chunks = chunks_of(rollout, 4)
+    assert {chunk.get_observations().shape[1] for chunk in chunks} == {2}
+    assert sum(map(len, chunks)) == 4 * 8 * 2
+    state = rollout.env_to_module.get_state()
+    fresh = Rollout(
+        Doubling, env_to_module_connector=lambda env: [AgentConnectorPipeline(None, [Pairs()]), filtered(env)]
+    )
+    fresh.env_to_module.set_state(state)
+    (connector,) = fresh.env_to_module["AgentConnectorPipeline_2"].pipeline.connectors
+    assert connector.filter.count >= sum(len(chunk) for chunk in chunks)
+    assert fingerprint(fresh.env_to_module.get_state()) == fingerprint(state)
+
+
+def test_states_of_copies_merge_and_count_each_observation_once() -> None:
+    piece = Rollout("CartPole-v1", env_to_module_connector=filtered).env_to_module["AgentConnectorPipeline"]
+    copies = [MeanStdObservationFilterAgentConnector() for _ in range(2)]
+    rows = np.random.default_rng(0).normal(3, 2, (10, 4)).astype(np.float32)
+    for i, row in enumerate(rows):
+        copies[i % 2]([AgentConnectorDataType("e", "a", {"new_obs": row})])
+    states = [{"MeanStdObservationFilterAgentConnector": each.learnt_state()} for each in copies]
+    for _ in range(2):  # however often
+        piece.set_state(piece.merge_states(states))
+    connector = piece.pipeline.connectors[0]
+    assert connector.filter.count == 10
+    np.testing.assert_allclose(connector.filter.mean, rows.mean(0), rtol=1e-6)
+
+
+class Counts(AgentConnector):
+    """Counts what it sees, and says so only where a subclass does."""
+
+    def __init__(self, ctx: Any = None, seen: int = 0) -> None:
+        super().__init__(ctx)
+        self.seen = seen
+
+    def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+        self.seen += 1
+        return ac_data
+
+
+class SaysWhatItCounts(Counts):
+    """Counts, and has a state."""
+
+    def to_state(self) -> tuple[str, Any]:
+        return "SaysWhatItCounts", {"seen": self.seen}
+
+
+def test_undeclared_state_is_refused_where_it_is_saved() -> None:
+    rollout = Rollout("CartPole-v1", fragment_length=4, env_to_module_connector=lambda env: Counts())
+    chunks_of(rollout)
+    with pytest.raises(StateError, match="Counts changes its attributes while it runs but declares no state"):
+        rollout.env_to_module.get_state()
+
+
+def test_a_connectors_params_are_its_state_and_different_ones_do_not_merge() -> None:
+    rollout = Rollout("CartPole-v1", fragment_length=4, env_to_module_connector=lambda env: SaysWhatItCounts())
+    chunks_of(rollout)
+    piece = rollout.env_to_module["SaysWhatItCounts"]
+    state = piece.get_state()
+    assert state == {"SaysWhatItCounts": {"params": {"seen": piece.pipeline.connectors[0].seen}}}
+    piece.set_state({"SaysWhatItCounts": {"params": {"seen": 70}}})
+    assert piece.pipeline.connectors[0].seen == 70
+    with pytest.raises(StateError, match="SaysWhatItCounts is given 2 different states to merge"):
+        piece.merge_states([state, piece.get_state()])
+
+
+class SeesBatch(ConnectorV2):
+    """Checks that the batch has what connectors made for the policy."""
+
+    changes_episodes = False
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            if "prev_rewards" in batch:
+                (prev,) = batch["prev_rewards"][(episode.id_,)]
+                np.testing.assert_array_equal(prev, episode.get_rewards([-2, -1], fill=0.0)[-2:])
+        return batch
+
+
+def test_columns_for_the_policy_come_into_the_batch() -> None:
+    views = {"obs": ViewRequirement(), "prev_rewards": ViewRequirement("rewards", shift="-2:-1")}
+
+    def pieces(env: Any) -> list[Any]:
+        made = default_agent_connectors(ConnectorContext(view_requirements=views))
+        return [made, SeesBatch()]
+
+    seen: list[Any] = []
+
+    class Module(torch.nn.Module):
+        observation_space, action_space = Doubling.observation_space, Doubling.action_space
+
+        def forward_exploration(self, batch: dict[str, Any]) -> dict[str, Any]:
+            seen.append(batch["prev_rewards"].clone())
+            return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 3)}
+
+        forward_inference = forward_exploration
+
+    rollout = Rollout(Doubling, module=Module(), num_envs=1, fragment_length=4, env_to_module_connector=pieces)
+    chunks_of(rollout)
+    assert [each.tolist() for each in seen[:4]] == [[[0.0, 0.0]], [[0.0, 3.0]], [[3.0, 6.0]], [[6.0, 9.0]]]
+
+
+def test_a_recurrent_module_gets_its_own_states() -> None:
+    rollout = Rollout(
+        "CartPole-v1",
+        num_envs=2,
+        fragment_length=8,
+        seed=0,
+        model_config=DefaultModelConfig(use_lstm=True),
+        env_to_module_connector=lambda env: default_agent_connectors(ConnectorContext()),
+    )
+    plain = Rollout("CartPole-v1", module=rollout.module, num_envs=2, fragment_length=8, seed=0)
+    for mine, theirs in zip(chunks_of(rollout), chunks_of(plain), strict=True):
+        np.testing.assert_array_equal(mine.get_actions(), theirs.get_actions())
+        np.testing.assert_array_equal(mine.get_observations(), theirs.get_observations())
+
+
+def test_a_pipeline_that_leaves_out_an_agent_is_refused() -> None:
+    class Nothing(AgentConnector):
+        def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
+            return acd_list if acd_list[0].env_id == "probe" else []
+
+    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Nothing())
+    with pytest.raises(ConnectorError, match=r"Nothing left data of \[\], expected one item for each agent"):
+        chunks_of(rollout)
+
+
+def test_cartpole_is_trained_with_a_pipeline() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    rollout = Rollout(
+        "CartPole-v1",
+        num_envs=8,
+        fragment_length=32,
+        seed=0,
+        env_to_module_connector=filtered,
+        learner_connector=lambda obs_space, act_space: GeneralAdvantageEstimation(),
+    )
+    returns = []
+    with rollout:
+        optimizer = torch.optim.Adam(rollout.module.parameters(), lr=3e-3)
+        for _, batch in zip(range(40), rollout.batches(), strict=False):
+            advantages = (batch["advantages"] - batch["advantages"].mean()) / (batch["advantages"].std() + 1e-6)
+            for _ in range(4):
+                output = rollout.module.forward_train(batch)
+                logp = torch.distributions.Categorical(logits=output["action_dist_inputs"]).log_prob(batch["actions"])
+                ratio = torch.exp(logp - batch["action_logp"])
+                gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+                loss = 0.01 * (output["vf_preds"] - batch["value_targets"]).square().mean() - gain
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            rollout.publish(rollout.module.state_dict())
+            returns.append(rollout.returns.mean)
+    assert max(returns[-5:]) > 60 > 30 > returns[1]
+    assert SampleBatch.OBS in batch

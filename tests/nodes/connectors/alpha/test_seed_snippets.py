@@ -1,0 +1,160 @@
+"""The programs of the page "Connectors (Alpha)": each does what it means to do."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rollflow.nodes import DefaultModule
+from rollflow.nodes.connectors.alpha import (
+    ActionConnector,
+    ActionConnectorDataType,
+    ActionConnectorPipeline,
+    AgentConnector,
+    AgentConnectorDataType,
+    AgentConnectorPipeline,
+    AgentConnectorsOutput,
+    ClipActionsConnector,
+    ClipRewardAgentConnector,
+    ConnectorContext,
+    ConnectorPolicy,
+    ConvertToNumpyConnector,
+    ImmutableActionsConnector,
+    ObsPreprocessorConnector,
+    SampleBatch,
+    ViewRequirementAgentConnector,
+    default_action_connectors,
+    default_agent_connectors,
+    local_policy_inference,
+    register_lambda_action_connector,
+    register_lambda_agent_connector,
+)
+from rollflow.stream.data.errors import ConnectorError
+
+BOX = gym.spaces.Box(-1.0, 1.0, (3,), np.float32)
+CTX = ConnectorContext(observation_space=BOX, action_space=gym.spaces.Discrete(2))
+
+
+def test_a_list_connector_sees_all_agents_of_a_policy() -> None:
+    class MeanOfAgents(AgentConnector):
+        def __call__(self, acd_list: list[AgentConnectorDataType]) -> list[AgentConnectorDataType]:
+            mean = np.mean([each.data["new_obs"] for each in acd_list], axis=0)
+            return [AgentConnectorDataType(each.env_id, each.agent_id, {"new_obs": mean}) for each in acd_list]
+
+    agents = [AgentConnectorDataType("e", name, {"new_obs": np.full(3, x)}) for name, x in (("a", 1.0), ("b", 3.0))]
+    made = AgentConnectorPipeline(CTX, [MeanOfAgents(CTX)])(agents)
+    assert [(each.agent_id, each.data["new_obs"].tolist()) for each in made] == [("a", [2.0] * 3), ("b", [2.0] * 3)]
+
+
+def test_transform_alone_is_enough_for_an_agent_connector() -> None:
+    class Doubled(AgentConnector):
+        def transform(self, ac_data: AgentConnectorDataType) -> AgentConnectorDataType:
+            ac_data.data["new_obs"] = 2 * ac_data.data["new_obs"]
+            return ac_data
+
+    (made,) = Doubled(CTX)([AgentConnectorDataType("e", "a", {"new_obs": 2.0})])
+    assert made.data["new_obs"] == 4.0
+
+
+@pytest.mark.parametrize("method", ["__call__", "transform"])
+def test_an_action_connector_overrides_either_method(method: str) -> None:
+    def change(self: ActionConnector, ac_data: ActionConnectorDataType) -> ActionConnectorDataType:
+        actions, states, fetches = ac_data.output
+        return ActionConnectorDataType(
+            ac_data.env_id, ac_data.agent_id, ac_data.input_dict, (-actions, states, fetches)
+        )
+
+    made = type("Negated", (ActionConnector,), {method: change})(CTX)
+    assert made(ActionConnectorDataType("e", "a", {}, (3, [], {}))).output == (-3, [], {})
+
+
+def test_a_lambda_agent_connector_filters_the_infos() -> None:
+    def filter(d):  # type: ignore[no-untyped-def]  # as on the page
+        del d.data[SampleBatch.INFOS]
+        return d
+
+    FilterInfosColumnAgentConnector = register_lambda_agent_connector("FilterInfosColumnAgentConnector", filter)
+    connector = FilterInfosColumnAgentConnector(CTX)
+    (made,) = connector([AgentConnectorDataType("e", "a", {"new_obs": 1.0, "infos": {"x": 1}})])
+    assert (made.env_id, made.agent_id, made.data) == ("e", "a", {"new_obs": 1.0})
+    assert type(made.data) is dict
+
+
+def test_a_lambda_action_connector_doubles_actions() -> None:
+    ScaleActionConnector = register_lambda_action_connector(
+        "ScaleActionConnector", lambda actions, states, fetches: (2 * actions, states, fetches)
+    )
+    made = ScaleActionConnector(CTX)(ActionConnectorDataType("e", "a", {}, (3, ["state"], {"logp": 1})))
+    assert made.output == (6, ["state"], {"logp": 1})
+
+
+def test_a_function_that_returns_less_than_three_is_refused() -> None:
+    scale = register_lambda_action_connector("OneValue", lambda actions, states, fetches: 2 * actions)
+    with pytest.raises(ConnectorError, match=r"OneValue returned int, expected a tuple of three.*parentheses"):
+        scale(CTX)(ActionConnectorDataType("e", "a", {}, (3, [], {})))
+
+
+def test_a_pipeline_of_agent_connectors_is_edited() -> None:
+    pipeline = AgentConnectorPipeline(CTX, [ClipRewardAgentConnector(), ViewRequirementAgentConnector()])
+    pipeline.insert_before("ViewRequirementAgentConnector", ObsPreprocessorConnector())
+    assert pipeline.names == [
+        "ClipRewardAgentConnector",
+        "ObsPreprocessorConnector",
+        "ViewRequirementAgentConnector",
+    ]
+    (made,) = pipeline([AgentConnectorDataType("e", "a", {"new_obs": np.ones(3, np.float32), "rewards": 7.0})])
+    assert isinstance(made.data, AgentConnectorsOutput)
+    np.testing.assert_array_equal(made.data.sample_batch["obs"], np.ones((1, 3), np.float32))
+
+
+def test_agent_connectors_in_an_action_pipeline_are_refused_with_the_remedy() -> None:
+    with pytest.raises(
+        ConnectorError, match=r"ClipRewardAgentConnector, expected .* goes into an AgentConnectorPipeline"
+    ):
+        ActionConnectorPipeline(CTX, [ClipRewardAgentConnector(), ViewRequirementAgentConnector()])
+
+
+def test_a_pipeline_of_action_connectors_is_edited() -> None:
+    pipeline = ActionConnectorPipeline(
+        CTX, [ConvertToNumpyConnector(), ClipActionsConnector(), ImmutableActionsConnector()]
+    )
+    pipeline.remove("ImmutableActionsConnector")
+    assert pipeline.names == ["ConvertToNumpyConnector", "ClipActionsConnector"]
+    made = pipeline(ActionConnectorDataType("e", "a", {}, (torch.tensor([1, 0]), [], {})))
+    made.output[0][0] = 5  # it can be written to
+    assert made.output[0].tolist() == [5, 0]
+
+
+def test_for_training_is_empty_in_evaluation() -> None:
+    pipeline = default_agent_connectors(CTX)
+    data = [AgentConnectorDataType("e", "a", {"new_obs": np.ones(3, np.float32)})]
+    assert pipeline.is_training
+    assert pipeline(data)[0].data.for_training["new_obs"].tolist() == [1.0] * 3
+    pipeline.in_eval()
+    data = [AgentConnectorDataType("e", "a", {"new_obs": np.ones(3, np.float32)})]
+    output = pipeline(data)[0].data
+    assert (output.for_training, output.raw_dict["new_obs"].tolist()) == ({}, [1.0] * 3)
+    assert output.for_action is output.sample_batch
+
+
+def test_a_policy_plays_cartpole_without_its_training_code() -> None:
+    env = gym.make("CartPole-v1")
+    torch.manual_seed(0)
+    module = DefaultModule(env.observation_space, env.action_space)
+    ctx = ConnectorContext.from_policy(module)
+    policy = ConnectorPolicy(module, default_agent_connectors(ctx), default_action_connectors(ctx))
+    obs, _ = env.reset(seed=0)
+    terminated = truncated = False
+    steps = 0
+    while not terminated and not truncated:
+        steps += 1
+        policy_outputs = local_policy_inference(policy, "env_1", "agent_1", obs, explore=False)
+        assert len(policy_outputs) == 1
+        action, states, fetches = policy_outputs[0]
+        with torch.inference_mode():
+            logits = module.forward_inference({"obs": torch.as_tensor(obs)[None]})["action_dist_inputs"][0]
+        assert action == int(logits.argmax())
+        assert states == []
+        np.testing.assert_array_equal(fetches["action_dist_inputs"], logits.numpy())
+        obs, _, terminated, truncated, _ = env.step(action)
+    assert steps > 3

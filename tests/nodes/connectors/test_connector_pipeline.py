@@ -1,0 +1,512 @@
+import math
+import pickle
+from time import perf_counter_ns
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.spaces import Box, Discrete
+
+from rollflow.nodes import (
+    ConnectorPipelineV2,
+    ConnectorV2,
+    EnvToModulePipeline,
+    FlattenObservations,
+    FrameStacking,
+    GeneralAdvantageEstimation,
+    GetActions,
+    LambdaConnector,
+    LearnerConnectorPipeline,
+    MeanStdFilter,
+    ModuleToEnvPipeline,
+    NormalizeAndClipActions,
+    Rollout,
+)
+from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+
+class Append(ConnectorV2):
+    """Adds its own name to `calls`, one number to the observation space, and keeps count as its state."""
+
+    def __init__(self, in_obs: Any = None, in_act: Any = None, *, label: str = "", **kwargs: Any) -> None:
+        super().__init__(in_obs, in_act, **kwargs)
+        self.label = label
+        self.count = 0
+
+    def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+        return Box(-1, 1, (in_obs.shape[0] + 1,))
+
+    def __call__(self, *, batch: dict[str, Any], shared_data: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.count += 1
+        batch.setdefault("calls", []).append(self.label)
+        shared_data.setdefault("calls", []).append(self.label)
+        return batch
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"count": self.count} if self.count else {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+    def reset_state(self) -> None:
+        self.count = 0
+
+    def merge_states(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"count": sum(state["count"] for state in states)}
+
+
+class Other(Append):
+    pass
+
+
+def calls(pipeline: ConnectorPipelineV2, **kwargs: Any) -> Any:
+    return pipeline(rl_module=None, batch={}, episodes=[], **kwargs).get("calls", [])
+
+
+def test_pieces_are_called_in_order_and_share_data() -> None:
+    shared: dict[str, Any] = {}
+    pipeline = ConnectorPipelineV2(connectors=[Append(label="a"), Append(label="b")])
+    assert calls(pipeline, shared_data=shared) == ["a", "b"]
+    assert shared["calls"] == ["a", "b"]
+    assert ConnectorPipelineV2()(rl_module=None, batch={"x": 1}, episodes=[]) == {"x": 1}
+
+
+def test_pipelines_nest() -> None:
+    inner = ConnectorPipelineV2(connectors=[Append(label="b"), Append(label="c")])
+    outer = ConnectorPipelineV2(Box(-1, 1, (1,)), Discrete(2), connectors=[Append(label="a"), inner, Append(label="d")])
+    assert calls(outer) == ["a", "b", "c", "d"]
+    assert outer.observation_space == Box(-1, 1, (5,))
+    assert [space.shape for space in outer.observation_spaces] == [(2,), (3,), (4,), (5,)]
+
+
+def test_every_edit_recomputes_the_spaces() -> None:
+    pipeline = ConnectorPipelineV2(Box(-1, 1, (1,)), Discrete(2), connectors=[Append(label="a")])
+    assert pipeline.insert_before("Append", Other(label="b")) is pipeline["Append"]
+    assert pipeline.insert_after(Other, Append(label="c")) is pipeline["Other"]
+    pipeline.prepend(Other(label="d"))
+    pipeline.append(Other(label="e"))
+    assert calls(pipeline) == ["d", "b", "c", "a", "e"]
+    assert [piece.observation_space.shape for piece in pipeline] == [(2,), (3,), (4,), (5,), (6,)]
+    pipeline.remove("Other")
+    pipeline.remove("Append")
+    assert calls(pipeline) == ["b", "a", "e"]
+    assert pipeline.observation_space.shape == (4,)
+    pipeline.input_observation_space = Box(-1, 1, (7,))
+    assert pipeline.observation_space.shape == (10,)
+
+
+def test_an_edit_of_a_nested_pipeline_reaches_the_ones_around_it() -> None:
+    inner = ConnectorPipelineV2()
+    middle = ConnectorPipelineV2(connectors=[inner])
+    outer = ConnectorPipelineV2(Box(-1, 1, (1,)), Discrete(2), connectors=[middle, Append()])
+    assert (middle.columnar, outer.observation_space.shape) == (True, (2,))
+    inner.append(Append())
+    assert (middle.columnar, outer.observation_space.shape) == (False, (3,))
+    assert outer[1].input_observation_space.shape == (2,)
+    inner.remove(Append)
+    assert (middle.columnar, outer.observation_space.shape) == (True, (2,))
+
+
+def test_a_pipeline_without_spaces_leaves_its_pieces_theirs() -> None:
+    own = Append(Box(-1, 1, (4,)), Discrete(2))
+    pipeline = ConnectorPipelineV2(connectors=[own, Append()])
+    assert own.input_observation_space.shape == (4,)
+    assert pipeline.observation_space.shape == (6,)
+    assert pipeline.action_space == Discrete(2)
+    pipeline.input_observation_space = Box(-1, 1, (1,))
+    assert pipeline.observation_space.shape == (3,)
+
+
+class Slots(LaneEpisodes):
+    """Three slots whose observations are 0, 1 and 2."""
+
+    def __init__(self) -> None:
+        self.row = np.arange(3.0)
+        self.listed = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> Any:
+        self.listed += index == 0
+        return [SingleAgentEpisode(str(i), observations=[np.float64(i)], len_lookback_buffer=0) for i in range(3)][
+            index
+        ]
+
+    def observations(self) -> Any:
+        return self.row
+
+
+class Given(ConnectorV2):
+    """Remembers in which form it was given the episodes."""
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        self.form = type(episodes)
+        return batch
+
+
+class GivenColumns(Given):
+    columnar = True
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_piece_gets_columns_where_all_pieces_after_it_take_them(nested: bool) -> None:
+    pieces = [GivenColumns(), Given(), GivenColumns(), Given(), GivenColumns(), GivenColumns()]
+    connectors = [*pieces[:2], ConnectorPipelineV2(connectors=pieces[2:5]), pieces[5]] if nested else pieces
+    episodes = Slots()
+    ConnectorPipelineV2(connectors=connectors)(rl_module=None, batch={}, episodes=episodes)
+    assert [piece.form for piece in pieces] == [list] * 4 + ([list] if nested else [Slots]) + [Slots]
+    assert episodes.listed == 1
+
+
+def test_both_forms_of_episodes_give_one_batch() -> None:
+    by_columns, by_episodes = Slots(), Slots()
+    fast, slow = EnvToModulePipeline.default(), EnvToModulePipeline.default()
+    slow.append(Given())
+    batches = [
+        pipeline(rl_module=object(), episodes=episodes, explore=True)
+        for pipeline, episodes in ((fast, by_columns), (slow, by_episodes))
+    ]
+    assert (by_columns.listed, by_episodes.listed) == (0, 1)
+    assert batches[0]["obs"].dtype == batches[1]["obs"].dtype
+    assert batches[0]["obs"].tolist() == batches[1]["obs"].tolist() == [0.0, 1.0, 2.0]
+
+
+def test_items_of_a_custom_piece_are_batched_beside_columns() -> None:
+    class Doubled(ConnectorV2):
+        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+            for episode in self.single_agent_episode_iterator(episodes):
+                self.add_batch_item(batch, "doubled", 2 * episode.get_observations(-1), episode)
+            return batch
+
+    pipeline = EnvToModulePipeline.default(custom_pieces=[Doubled()])
+    batch = pipeline(rl_module=object(), episodes=Slots(), explore=True)
+    assert batch["obs"].tolist() == [0.0, 1.0, 2.0]
+    assert batch["doubled"].tolist() == [0.0, 2.0, 4.0]
+
+
+def test_sampled_rows_stay_arrays_without_a_piece_that_wants_items() -> None:
+    episodes = Slots()
+    pipeline = ModuleToEnvPipeline.default(None, Discrete(2))
+    batch = pipeline(
+        rl_module=object(), batch={"action_dist_inputs": torch.zeros(3, 2)}, episodes=episodes, explore=True
+    )
+    assert episodes.listed == 0
+    assert (batch["actions"].dtype, batch["actions"].shape) == (np.int64, (3,))
+    assert batch["action_logp"].tolist() == pytest.approx([-0.6931472] * 3)
+
+
+def test_pieces_are_found_by_place_name_and_class() -> None:
+    first, second, other = Append(), Append(), Other()
+    pipeline = ConnectorPipelineV2(connectors=[first, other, second])
+    assert pipeline.names == ["Append", "Other", "Append_2"]
+    assert pipeline[0] is first
+    assert pipeline["Append_2"] is second
+    assert pipeline[Other] == [other]
+    assert pipeline[Append] == [first, other, second]
+    assert (len(pipeline), list(pipeline)) == (3, [first, other, second])
+
+
+def test_the_pieces_can_be_looked_at_but_not_edited_behind_the_pipelines_back() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[first := Append(), other := Other()])
+    assert pipeline.connectors == (first, other)
+    assert pipeline.connectors[0] is first
+    with pytest.raises(AttributeError):
+        pipeline.connectors.append(Append())  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError):
+        pipeline.connectors = (first,)  # type: ignore[misc]
+
+
+def test_a_piece_that_is_not_there_is_named() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Other()])
+    for edit in (pipeline.insert_before, pipeline.insert_after):
+        with pytest.raises(ConnectorError, match="ConnectorPipelineV2 has no piece 'Nope'; pieces: Append, Other"):
+            edit("Nope", Append())
+    with pytest.warns(UserWarning, match="nothing removed: ConnectorPipelineV2 has no piece 'Nope'"):
+        pipeline.remove("Nope")
+    assert len(pipeline) == 2
+
+
+def test_a_class_of_several_pieces_is_refused_as_the_name_of_one() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[first := Append(), other := Other(), second := Append()])
+    told = "ConnectorPipelineV2 has 2 pieces of class 'Append', expected a name that says which: Append, Append_2"
+    for edit in (pipeline.insert_before, pipeline.insert_after):
+        with pytest.raises(ConnectorError, match=told):
+            edit(Append, Append())
+    with pytest.raises(ConnectorError, match=told):
+        pipeline.remove(Append)
+    assert list(pipeline) == [first, other, second]
+    pipeline.remove("Append_2")
+    assert pipeline.insert_after(Append, third := Append()) is first, "the one of that very class, no subclass"
+    assert list(pipeline) == [first, third, other]
+
+
+def test_two_pieces_of_one_name_are_refused() -> None:
+    numbered = type("Append_2", (Append,), {})
+    pipeline = ConnectorPipelineV2(connectors=[Append(), numbered()])
+    with pytest.raises(ConnectorError, match="two pieces called 'Append_2', expected different names; pieces: Append,"):
+        pipeline.append(Append())
+    assert pipeline.names == ["Append", "Append_2"]
+
+
+def test_a_piece_that_is_in_the_pipeline_already_is_refused() -> None:
+    piece = Append()
+    told = "ConnectorPipelineV2: the same Append object twice, expected two objects"
+    with pytest.raises(ConnectorError, match=told):
+        ConnectorPipelineV2(connectors=[piece, piece])
+    pipeline = ConnectorPipelineV2(connectors=[piece])
+    for edit in (pipeline.append, pipeline.prepend, lambda piece: pipeline.insert_before("Append", piece)):
+        with pytest.raises(ConnectorError, match=told):
+            edit(piece)
+    assert list(pipeline) == [piece]
+
+
+def test_what_is_no_piece_is_refused() -> None:
+    with pytest.raises(ConnectorError, match="3 is int, expected a ConnectorV2 piece"):
+        ConnectorPipelineV2(connectors=[3])  # type: ignore[list-item]
+
+
+def test_a_piece_that_returns_no_batch_is_named_with_its_place() -> None:
+    class Forgets(ConnectorV2):
+        def __call__(self, **kwargs: Any) -> Any:
+            kwargs["batch"]["x"] = 1
+
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Forgets()])
+    told = r"connector piece 'Forgets' \(2 of 2 in ConnectorPipelineV2\) returned NoneType, expected the batch, a dict"
+    with pytest.raises(ConnectorError, match=told):
+        calls(pipeline)
+
+
+def test_an_error_in_a_piece_says_in_which() -> None:
+    class Breaks(ConnectorV2):
+        def __call__(self, **kwargs: Any) -> Any:
+            raise ZeroDivisionError("no")
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        calls(ConnectorPipelineV2(connectors=[Breaks()]))
+    assert raised.value.__notes__ == ["in connector piece 'Breaks' (1 of 1 in ConnectorPipelineV2)"]
+
+
+def test_states_go_by_name_also_for_two_pieces_of_one_class() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Other(), Append()])
+    assert pipeline.get_state() == {}
+    pipeline.set_state({"Append": {"count": 3}, "Append_2": {"count": 5}})
+    assert pipeline.get_state() == {"Append": {"count": 3}, "Append_2": {"count": 5}}
+    assert pipeline.get_state("Append_2") == {"Append_2": {"count": 5}}
+    assert pipeline.get_state(not_components=["Append_2"]) == {"Append": {"count": 3}}
+    merged = pipeline.merge_states([{"Append_2": {"count": 1}}, {"Append_2": {"count": 2}, "Append": {"count": 4}}])
+    assert merged == {"Append": {"count": 4}, "Append_2": {"count": 3}}
+    assert [name for name, _ in pipeline.get_checkpointable_components()] == ["Append", "Other", "Append_2"]
+    pipeline.reset_state()
+    assert pipeline.get_state() == {}
+
+
+def test_a_state_for_a_piece_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConnectorError, match=r"a state for \['Nope'\], but the pieces are: Append"):
+        ConnectorPipelineV2(connectors=[Append()]).set_state({"Nope": {}})
+
+
+def test_every_piece_is_timed() -> None:
+    pipeline = ConnectorPipelineV2(connectors=[Append(), Other()])
+    for _ in range(3):
+        calls(pipeline)
+    timers = pipeline.timers()
+    assert [(name, timer.calls) for name, timer in timers.items()] == [("Append", 3), ("Other", 3)]
+    assert all(timer.mean_us > 0 for timer in timers.values())
+    pipeline.append(Append())
+    assert [timer.calls for timer in pipeline.timers().values()] == [3, 3, 0]
+
+
+def test_the_time_of_pieces_called_as_one_is_that_of_all_of_them() -> None:
+    pieces = ("AddObservationsFromEpisodesToBatch", "BatchIndividualItems", "NumpyToTensor")
+    began = perf_counter_ns()
+    with Rollout(
+        "CartPole-v1", fragment_length=5, num_fragments=2, env_to_module_connector=lambda env: GivenColumns()
+    ) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        so_far = rollout.env_to_module.timers()
+        rollout.env_to_module.fuses = False
+        assert len(list(fragments)) == 1
+    took = perf_counter_ns() - began
+    timers = rollout.env_to_module.timers()
+    own = timers.pop("GivenColumns")
+    assert (tuple(timers), own.fused, own.mean_us > 0) == (pieces, (), True)
+    [fused] = timers["NumpyToTensor"].fused
+    assert (fused.pieces, fused.calls) == (pieces, so_far["GivenColumns"].calls)
+    assert fused.mean_us > 0
+    for name, timer in timers.items():
+        assert math.isnan(so_far[name].mean_us)
+        assert (so_far[name].total_ns, so_far[name].fused, timer.fused) == (0, (fused,), (fused,))
+        assert (timer.calls, timer.mean_us > 0) == (own.calls, True)
+    assert own.total_ns + fused.total_ns + sum(timer.total_ns for timer in timers.values()) <= took
+
+
+def test_timers_outlast_edits_and_copies() -> None:
+    rollout = Rollout("CartPole-v1", fragment_length=5, num_fragments=1)
+    with rollout:
+        assert len(list(rollout.fragments())) == 1
+    pipeline = rollout.env_to_module
+    before = pipeline.timers()
+    pipeline.prepend(GivenColumns())
+    assert list(pipeline.timers().values())[1:] == list(before.values())
+    assert pickle.loads(pickle.dumps(pipeline)).timers() == pipeline.timers()
+    pipeline.remove("NumpyToTensor")
+    assert [(timer.calls, timer.fused) for timer in pipeline.timers().values()] == [(0, ())] * 3
+
+
+def test_default_pipelines_have_their_pieces_in_order() -> None:
+    assert EnvToModulePipeline.default(custom_pieces=[Append()]).names == [
+        "Append",
+        "AddObservationsFromEpisodesToBatch",
+        "BatchIndividualItems",
+        "NumpyToTensor",
+    ]
+    assert ModuleToEnvPipeline.default(custom_pieces=[Append()]).names == [
+        "GetActions",
+        "TensorToNumpy",
+        "UnBatchToIndividualItems",
+        "Append",
+        "NormalizeAndClipActions",
+        "ListifyDataForVectorEnv",
+    ]
+    assert LearnerConnectorPipeline.default(custom_pieces=[Append()]).names == [
+        "Append",
+        "AddObservationsFromEpisodesToBatch",
+        "AddColumnsFromEpisodesToTrainBatch",
+        "BatchIndividualItems",
+        "NumpyToTensor",
+    ]
+
+
+def test_a_learner_pipeline_makes_a_batch_of_episodes_built_by_hand() -> None:
+    episodes = []
+    for steps in (2, 3):
+        episode = SingleAgentEpisode()
+        episode.add_env_reset(np.zeros(2))
+        for t in range(steps):
+            episode.add_env_step(np.full(2, t + 1.0), t, 0.5, terminated=t == 2, extra_model_outputs={"v": t})
+        episodes.append(episode)
+    batch = LearnerConnectorPipeline.default()(rl_module=object(), episodes=episodes)
+    assert batch["obs"].tolist() == [[0, 0], [1, 1], [0, 0], [1, 1], [2, 2]]
+    assert batch["actions"].tolist() == batch["v"].tolist() == [0, 1, 0, 1, 2]
+    assert batch["rewards"].tolist() == [0.5] * 5
+    assert batch["terminateds"].tolist() == [False] * 4 + [True]
+    assert not batch["truncateds"].any()
+
+
+@pytest.mark.parametrize(
+    ("normalize", "clip", "expected"),
+    [(False, True, [-1.0, 0.5, 3.0]), (True, False, [-1.0, 2.0, 3.0]), (True, True, [-1.0, 2.0, 3.0])],
+)
+def test_actions_are_brought_into_bounds_in_a_column_of_their_own(
+    normalize: bool, clip: bool, expected: list[float]
+) -> None:
+    space = Box(-1.0, 3.0, (1,), np.float32)
+    piece = NormalizeAndClipActions(None, space, normalize_actions=normalize, clip_actions=clip)
+    actions = np.array([[-7.0], [0.5], [9.0]], np.float32)
+    batch = piece(rl_module=None, batch={"actions": actions}, episodes=[])
+    assert batch["actions_for_env"].ravel().tolist() == expected
+    assert batch["actions"] is actions
+    items = piece(rl_module=None, batch={"actions": {("a",): [actions[0]], ("b",): [actions[1]]}}, episodes=[])
+    assert [x.tolist() for x in items["actions_for_env"][("a",)]] == [[expected[0]]]
+
+
+@pytest.mark.parametrize("space", [Discrete(3), Box(-np.inf, np.inf, (1,))])
+def test_what_has_no_bounds_is_left_alone(space: gym.Space[Any]) -> None:
+    piece = NormalizeAndClipActions(None, space, normalize_actions=True, clip_actions=True)
+    batch = piece(rl_module=None, batch={"actions": (actions := np.zeros(1))}, episodes=[])
+    assert batch == {"actions": actions, "actions_for_env": actions}
+
+
+def test_a_refused_edit_leaves_the_pipeline_as_it_was() -> None:
+    inner = ConnectorPipelineV2(connectors=[LambdaConnector(lambda: None, name="first")])
+    outer = ConnectorPipelineV2(Discrete(3), Discrete(2), connectors=[inner])
+    with pytest.raises(ConnectorError, match="FrameStacking can't stack observations in Discrete") as raised:
+        inner.append(FrameStacking(num_frames=2))
+    assert "in the spaces of connector piece 'FrameStacking' (2 of 2 in ConnectorPipelineV2)" in raised.value.__notes__
+    assert (inner.names, inner.lookback, outer.observation_space) == (["first"], 0, Discrete(3))
+
+
+def test_a_pipeline_is_not_put_into_itself() -> None:
+    inner = ConnectorPipelineV2(connectors=[Append()])
+    outer = ConnectorPipelineV2(connectors=[inner])
+    for holder in (inner, outer):
+        with pytest.raises(ConnectorError, match="ConnectorPipelineV2 was to be put into itself"):
+            inner.append(holder)
+    assert inner.names == ["Append"]
+
+
+def test_a_part_of_the_state_is_asked_for_by_name() -> None:
+    inner = ConnectorPipelineV2(connectors=[Append(), Append()])
+    outer = ConnectorPipelineV2(connectors=[inner, Append()])
+    state = {"ConnectorPipelineV2": {"Append": {"count": 1}, "Append_2": {"count": 2}}, "Append": {"count": 3}}
+    outer.set_state(state)
+    assert outer.get_state() == state
+    assert outer.get_state("ConnectorPipelineV2/Append_2") == {"ConnectorPipelineV2": {"Append_2": {"count": 2}}}
+    assert outer.get_state(not_components=["ConnectorPipelineV2/Append_2", "Append"]) == {
+        "ConnectorPipelineV2": {"Append": {"count": 1}}
+    }
+    for asked in ({"components": "Apend"}, {"not_components": ["ConnectorPipelineV2/Nope"]}):
+        with pytest.raises(ConnectorError, match=r"ConnectorPipelineV2 has no piece '(Apend|Nope)'; pieces: "):
+            outer.get_state(**asked)
+
+
+def test_what_is_no_function_is_no_piece() -> None:
+    for given in (3, dict):
+        with pytest.raises(ConnectorError, match="is no function with arguments of its own, expected such a one"):
+            LambdaConnector(given)  # type: ignore[arg-type]
+
+
+def test_a_class_in_the_place_of_a_piece_is_told_as_such() -> None:
+    with pytest.raises(ConnectorError, match=r"is the class Append, not Append\(\), expected a ConnectorV2 piece"):
+        ConnectorPipelineV2(connectors=[Append])  # type: ignore[list-item]
+
+
+def test_an_error_in_a_state_says_whose() -> None:
+    with pytest.raises(KeyError) as raised:
+        ConnectorPipelineV2(connectors=[Other()]).set_state({"Other": {"n": 3}})
+    assert raised.value.__notes__ == ["in the state of connector piece 'Other' of ConnectorPipelineV2"]
+
+
+# Pieces in a pipeline of another kind
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "piece", "message"),
+    [
+        (
+            EnvToModulePipeline,
+            GetActions,
+            "GetActions is put into the env-to-module pipeline, expected in the module-t",
+        ),
+        (EnvToModulePipeline, GeneralAdvantageEstimation, "env-to-module pipeline, expected in the learner pipeline"),
+        (ModuleToEnvPipeline, FlattenObservations, "expected in the env-to-module or learner pipeline"),
+        (
+            LearnerConnectorPipeline,
+            MeanStdFilter,
+            "MeanStdFilter is put into the learner pipeline, expected in the env",
+        ),
+    ],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_piece_in_a_pipeline_of_another_kind_is_refused(
+    pipeline: Any, piece: Any, message: str, within: bool
+) -> None:
+    made = ConnectorPipelineV2(connectors=[piece()]) if within else piece()
+    with pytest.raises(ConnectorError, match=message):
+        pipeline(connectors=[made])
+    with pytest.raises(ConnectorError, match=message):
+        pipeline().append(made)
+
+
+def test_a_pipeline_of_no_kind_takes_any_piece() -> None:
+    assert len(ConnectorPipelineV2(connectors=[GetActions(), MeanStdFilter(), GeneralAdvantageEstimation()])) == 3
+
+
+def test_a_rollout_refuses_a_piece_in_a_pipeline_of_another_kind() -> None:
+    with pytest.raises(ConnectorError, match="GetActions is put into the env-to-module pipeline"):
+        Rollout("CartPole-v1", num_envs=1, env_to_module_connector=lambda env: GetActions())

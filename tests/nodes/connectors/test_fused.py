@@ -1,0 +1,195 @@
+"""Default pieces called as one give what they give one after the other."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule, logits_of
+from property_examples import examples
+
+from rollflow.nodes import ConnectorV2, DefaultModelConfig, ModuleToEnvPipeline, Rollout
+from rollflow.stream import Columns, ModuleError
+from rollflow.stream.data.tree import map_tree
+
+KINDS = ["plain", "masked", "nested", "half", "brain float", "actions"]
+JOINT = ["plain", "masked", "actions"]
+
+
+class Odd(NumberedModule):
+    """Gives outputs of a kind, of which the fused function leaves some to the pieces: nested, of half precision."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        obs = batch["obs"]
+        at = obs["at"] if isinstance(obs, dict) else obs
+        output = {"action_dist_inputs": logits_of(at.float()), "vf_preds": at[:, 2].float()}
+        if self.kind == "nested":
+            output["more"] = {"at": at, "twice": 2 * at}  # type: ignore[assignment]
+        elif self.kind == "half":
+            output["action_dist_inputs"] = output["action_dist_inputs"].half()
+        elif self.kind == "brain float":
+            output["more"] = at.to(torch.bfloat16)
+        elif self.kind == "masked":
+            is_odd = (at[:, 2:3] % 2 == 1).expand(-1, 3)
+            output["action_dist_inputs"][:, :3].masked_fill_(is_odd, -torch.inf)
+        elif self.kind == "actions":
+            output = {"actions": at[:, 2] % 7}
+        return output
+
+
+class Passing(ConnectorV2):
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+
+def fragments(
+    fuses: bool, nested: bool, kind: str, custom: bool, explore: bool, seed: int, **more: Any
+) -> list[dict[str, Any]]:
+    makers = [partial(NumberedEnv, slot, nested=nested) for slot in range(3)]
+    options: Any = {"fragment_length": 5, "num_fragments": 2, "explore": explore, "seed": seed, **more}
+    if custom:
+        options["env_to_module_connector"] = options["module_to_env_connector"] = lambda env: Passing()
+    with Rollout(makers, module=Odd(kind), **options) as rollout:
+        rollout.env_to_module.fuses = rollout.module_to_env.fuses = fuses
+        made = [{name: fragment.column(name) for name in fragment.columns} for fragment in rollout.fragments()]
+        for pipeline in (rollout.env_to_module, rollout.module_to_env):
+            calls = {timer.calls for timer in pipeline.timers().values()}
+            assert len(calls) == 1
+            assert calls.pop() >= 10
+    return made
+
+
+DRAWN: dict[str, Any] = {
+    "nested": st.booleans(),
+    "kind": st.sampled_from(KINDS),
+    "custom": st.booleans(),
+    "explore": st.booleans(),
+    "seed": st.integers(0, 100),
+}
+
+
+def check_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    for one, other in zip(some, others, strict=True):
+        assert list(one) == list(other)
+        for name in one:
+            map_tree(np.testing.assert_array_equal, one[name], other[name])
+            map_tree(lambda a, b: np.testing.assert_equal(a.dtype, b.dtype), one[name], other[name])
+
+
+@given(**DRAWN)
+@settings(max_examples=examples(40))
+def test_pieces_called_as_one_give_the_same(**drawn: Any) -> None:
+    check_same(fragments(True, **drawn), fragments(False, **drawn))
+
+
+@given(fuses=st.booleans(), lanes=st.integers(2, 3), **DRAWN)
+@settings(max_examples=examples(40))
+def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(lanes: int, **drawn: Any) -> None:
+    with noting_joint_runs() as joint:
+        together = fragments(**drawn, lanes=lanes, max_batch=3)
+    is_joint = drawn["fuses"] and not drawn["custom"]
+    if drawn["kind"] == "actions" or drawn["explore"]:
+        assert joint
+        assert set(joint) == {is_joint and drawn["kind"] in JOINT}
+    check_same(together, fragments(**drawn, lanes=lanes))
+
+
+@contextmanager
+def noting_joint_runs() -> Iterator[list[bool]]:
+    """Note for each pass over several lanes if its actions were made for all of them together."""
+    joint: list[bool] = []
+    run_jointly = ModuleToEnvPipeline.run_jointly
+
+    def noting(self: Any, *given: Any) -> Any:
+        made = run_jointly(self, *given)
+        joint.append(made is not None)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModuleToEnvPipeline, "run_jointly", noting)
+        yield joint
+
+
+def test_lanes_of_a_stateful_module_in_one_pass_give_what_each_lane_gets_by_itself() -> None:
+    def made(**options: Any) -> list[Any]:
+        config = DefaultModelConfig(use_lstm=True, lstm_cell_size=8, fcnet_hiddens=(8,))
+        settings: Any = {"num_envs": 3, "lanes": 3, "fragment_length": 8, "num_fragments": 3, "seed": 3}
+        with Rollout(lambda: gym.make("CartPole-v1"), model_config=config, **settings, **options) as rollout:
+            return list(rollout.fragments())
+
+    for one, other in zip(made(max_batch=3), made(), strict=True):
+        np.testing.assert_array_equal(one.column(Columns.ACTIONS), other.column(Columns.ACTIONS))
+        np.testing.assert_allclose(one.column(Columns.ACTION_LOGP), other.column(Columns.ACTION_LOGP), rtol=1e-5)
+
+
+class Masks(ConnectorV2):
+    """Adds a column to the batches of one lane alone."""
+
+    def __call__(self, *, batch: Any, shared_data: Any, **kwargs: Any) -> Any:
+        if shared_data["lane"] == 1:
+            batch["mask"] = torch.ones(1)
+        return batch
+
+
+def test_lanes_with_other_columns_are_not_put_into_one_pass() -> None:
+    makers = [partial(NumberedEnv, slot) for slot in range(2)]
+    rollout = Rollout(makers, module=NumberedModule(), lanes=2, max_batch=2, seed=0)
+    rollout.env_to_module.append(Masks())
+    told = r"batches of \['mask', 'obs'\]; \['obs'\], expected the same columns"
+    with pytest.raises(ModuleError, match=told) as caught, rollout:
+        next(iter(rollout.fragments()))
+    assert any(note.startswith("lanes 0, 1") for note in caught.value.__notes__)
+
+
+class Wrong(NumberedModule):
+    """Has no sound logits from a certain row of the batch on, once the first steps are done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = 0
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.passes += 1
+        logits = torch.zeros(len(batch["obs"]), 7)
+        if self.passes > 2:
+            logits[-1] = torch.nan
+        return {"action_dist_inputs": logits}
+
+
+def test_of_a_pass_over_several_lanes_the_lane_is_named_that_is_wrong() -> None:
+    makers = [partial(NumberedEnv, slot) for slot in range(3)]
+    with Rollout(makers, module=Wrong(), lanes=3, max_batch=3, seed=0) as rollout:
+        with pytest.raises(ModuleError, match=r"'action_dist_inputs' is NaN in lane 2, vector step 2, slot 0"):
+            next(iter(rollout.fragments()))
+
+
+def test_debugging_calls_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def told(name: str, call: Any) -> Any:
+        def noting(self: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return call(self, **kwargs)
+
+        return noting
+
+    with Rollout("CartPole-v1", debug=True, num_fragments=1, fragment_length=2, seed=0) as rollout:
+        for pipeline in (rollout.env_to_module, rollout.module_to_env):
+            for piece in pipeline:
+                name = type(piece).__name__
+                monkeypatch.setattr(type(piece), "__call__", told(name, type(piece).__call__))
+        names = {
+            type(piece).__name__ for pipeline in (rollout.env_to_module, rollout.module_to_env) for piece in pipeline
+        }
+        list(rollout.fragments())
+    assert set(called) == names

@@ -1,0 +1,215 @@
+"""One meaning: a piece gives the same on columns and on episodes one by one, in rollouts that are otherwise equal."""
+
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv
+from piece_forms import MODES, OneByOne, equal
+
+from rollflow.nodes import (
+    AddObservationsFromEpisodesToBatch,
+    ConnectorV2,
+    FlattenObservations,
+    FrameStacking,
+    MeanStdFilter,
+    OneHotObservations,
+    PrevActionsPrevRewards,
+    RLModule,
+    Rollout,
+    WriteObservationsToEpisodes,
+)
+from rollflow.stream.data.tree import leaves_of, map_tree
+
+Make = Callable[[], list[ConnectorV2]]
+
+
+class Halve(ConnectorV2):
+    """Halves what is in the batch's `obs`, in whatever form."""
+
+    columnar = True
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        batch["obs"] = map_tree(lambda leaf: leaf // 2, batch["obs"])
+        return batch
+
+
+class Sees(RLModule):
+    """Chooses by a number made of all that it sees, and records it."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        parts = [
+            leaf.double().flatten(1) if leaf.ndim > 1 else leaf.double()[:, None] for leaf in leaves_of(batch["obs"])
+        ]
+        seen = torch.cat(parts, 1)
+        weights = torch.arange(1, seen.shape[1] + 1, dtype=torch.float64)
+        number = (seen * weights).sum(1)
+        return {"actions": number.long().remainder(7), "seen": seen}
+
+
+PIECES: dict[str, Make] = {
+    "FrameStacking": lambda: [FrameStacking(num_frames=3)],
+    "FlattenObservations": lambda: [FlattenObservations()],
+    "OneHotObservations": lambda: [OneHotObservations()],
+    "PrevActionsPrevRewards": lambda: [PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=3)],
+    "MeanStdFilter": lambda: [MeanStdFilter()],
+    "WriteObservationsToEpisodes": lambda: [
+        AddObservationsFromEpisodesToBatch(),
+        Halve(),
+        WriteObservationsToEpisodes(),
+    ],
+    "several": lambda: [OneHotObservations(), PrevActionsPrevRewards(), FlattenObservations(), MeanStdFilter()],
+}
+# Stacks of single numbers, which nested observations have, make no sense, and are refused.
+FLAT_ALONE = {"FrameStacking"}
+
+
+def fragments_of(
+    pieces: list[ConnectorV2], *, slots: int, mode: AutoresetMode, nested: bool, **options: Any
+) -> list[Any]:
+    env = SyncVectorEnv(
+        [lambda slot=slot: NumberedEnv(slot, nested=nested) for slot in range(slots)],  # type: ignore[misc]
+        autoreset_mode=mode,
+    )
+    with Rollout(env, module=Sees(), seed=5, env_to_module_connector=lambda env: pieces, **options) as rollout:
+        return list(rollout.fragments())
+
+
+def without_last(make: Make, name: str) -> list[ConnectorV2]:
+    pieces = make()
+    if name == "WriteObservationsToEpisodes":  # its Halve takes arrays: one by one they are made by hand
+        return [OneByOneWrite()]
+    return [*pieces, OneByOne()]
+
+
+class OneByOneWrite(ConnectorV2):
+    """Piece that does episode by episode what `WriteObservationsToEpisodes` does behind `Halve`."""
+
+    def __call__(self, *, rl_module: Any, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in episodes:
+            halved = map_tree(lambda leaf: leaf // 2, episode.get_observations(-1))
+            self.add_batch_item(batch, "obs", halved, episode)
+        return WriteObservationsToEpisodes()(rl_module=rl_module, batch=batch, episodes=episodes)
+
+
+@pytest.mark.parametrize("name", PIECES)
+@given(data=st.data())
+def test_columns_and_episodes_one_by_one_give_the_same(name: str, data: st.DataObject) -> None:
+    options = {
+        "slots": data.draw(st.integers(1, 4)),
+        "mode": data.draw(st.sampled_from(MODES)),
+        "nested": name not in FLAT_ALONE and data.draw(st.booleans()),
+        "fragment_length": data.draw(st.integers(1, 9)),
+        "lookback": data.draw(st.sampled_from([None, 5])),
+        "num_fragments": data.draw(st.integers(1, 3)),
+    }
+    columnar = fragments_of(PIECES[name](), **options)
+    plain = fragments_of(without_last(PIECES[name], name), **options)
+    assert len(columnar) == len(plain) == options["num_fragments"]
+    for one, other in zip(columnar, plain, strict=True):
+        assert one.columns.keys() == other.columns.keys()
+        for column in one.columns:
+            equal(one.column(column), other.column(column))
+        equal(one.last_observations(), other.last_observations())
+
+
+# What they give, worked out by hand
+
+
+class Counting(gym.Env[Any, Any]):
+    """Observations 1, 2, 3, …; rewards ten times the observation before; ends after `length` steps."""
+
+    observation_space = gym.spaces.Box(0, 100, (1,), np.float32)
+    action_space = gym.spaces.Discrete(3)
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        self.at = 1
+        return np.array([1], np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        reward = 10.0 * self.at
+        self.at += 1
+        return np.array([self.at], np.float32), reward, self.at > self.length, False, {}
+
+
+class Cycles(RLModule):
+    """Takes the action that is the newest observation modulo 3, and records all it sees."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        seen = batch["obs"]
+        newest = seen["_orig_obs"] if isinstance(seen, dict) else seen
+        output = {f"seen.{key}": value for key, value in seen.items()} if isinstance(seen, dict) else {"seen": seen}
+        return {"actions": newest[:, -1].long() % 3, **output}
+
+
+def seen_of(piece: ConnectorV2, column: str, steps: int = 5, length: int = 3) -> list[Any]:
+    """Return the module's inputs in each step of one slot, over fragments of two steps."""
+    rollout = Rollout(
+        lambda: Counting(length),
+        num_envs=1,
+        module=Cycles(),
+        fragment_length=2,
+        num_fragments=(steps + 1) // 2,
+        env_to_module_connector=lambda env: piece,
+    )
+    with rollout:
+        rows = [row for fragment in rollout.fragments() for row in fragment.column(column)[:, 0].tolist()]
+    return rows[:steps]
+
+
+def test_a_stack_begins_with_zeros_and_never_reaches_into_the_episode_before() -> None:
+    assert seen_of(FrameStacking(num_frames=3), "seen") == [[0, 0, 1], [0, 1, 2], [1, 2, 3], [0, 0, 1], [0, 1, 2]]
+
+
+def test_previous_rewards_and_actions_begin_with_zeros() -> None:
+    rewards = seen_of(PrevActionsPrevRewards(n_prev_rewards=2), "seen.prev_n_rewards")
+    assert rewards == [[0, 0], [0, 10], [10, 20], [0, 0], [0, 10]]
+    actions = seen_of(PrevActionsPrevRewards(n_prev_actions=2), "seen.prev_n_actions")
+    assert actions[:3] == [[0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 0], [0, 1, 0, 0, 0, 1]]
+    assert actions[3:] == actions[:2]
+
+
+def test_previous_ones_that_are_not_wanted_are_left_out() -> None:
+    assert seen_of(PrevActionsPrevRewards(n_prev_actions=0), "seen.prev_n_rewards", steps=2) == [[0], [10]]
+    with pytest.raises(Exception, match=r"no column 'seen\.prev_n_actions'"):
+        seen_of(PrevActionsPrevRewards(n_prev_actions=0), "seen.prev_n_actions")
+
+
+def test_fragments_keep_as_much_lookback_as_pieces_need() -> None:
+    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: FrameStacking(num_frames=6))
+    assert rollout.environments.lanes[0].layout.lookback == 5
+    assert Rollout("CartPole-v1").environments.lanes[0].layout.lookback == 1
+    with pytest.raises(ValueError, match="lookback is 2, expected at least 5: FrameStacking looks back as far"):
+        Rollout("CartPole-v1", lookback=2, env_to_module_connector=lambda env: FrameStacking(num_frames=6))
+    learner = lambda obs_space, act_space: FrameStacking(num_frames=4, as_learner_connector=True)  # noqa: E731
+    assert Rollout("CartPole-v1", learner_connector=learner).environments.lanes[0].layout.lookback == 3
+
+
+@given(length=st.integers(1, 9), rows=st.integers(1, 7), frames=st.integers(1, 5))
+def test_the_learner_sees_the_stacks_that_the_module_saw(length: int, rows: int, frames: int) -> None:
+    rollout = Rollout(
+        [lambda: Counting(length), lambda: Counting(length + 1)],
+        module=Cycles(),
+        fragment_length=rows,
+        num_fragments=3,
+        env_to_module_connector=lambda env: FrameStacking(num_frames=frames),
+        learner_connector=lambda obs_space, act_space: FrameStacking(num_frames=frames, as_learner_connector=True),
+    )
+    with rollout:
+        for fragment in rollout.fragments():
+            batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
+            assert batch["obs"].tolist() == batch["seen"].tolist()
+            one_by_one = FrameStacking(num_frames=frames, as_learner_connector=True)(
+                rl_module=None, batch={}, episodes=list(fragment.episodes())
+            )
+            items = [item.tolist() for items in one_by_one["obs"].values() for item in items]
+            assert sorted(items) == sorted(batch["obs"].tolist())

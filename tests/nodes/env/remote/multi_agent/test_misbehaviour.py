@@ -1,0 +1,207 @@
+"""Hosts of several agents that break the protocol, or are of another kind: they are told so, and the others go on."""
+
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lost_agents import check_laws
+from numbered_agents import NumberedAgents
+from numbered_env import NumberedEnv
+from remote_agents import Fragments, makers, rollout_over, slots_of
+from remote_hosts import RawHost, hosting, listening
+
+from rollflow.nodes import EnvHost, MultiAgentRollout, RemoteRollouts, Rollout
+from rollflow.stream import EnvError
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.wire import AgentRows, Proof, Reset, Step, encode
+
+MAKER = partial(NumberedAgents, 0, nested=0, agents=4)
+# Two environments of four agents.
+ZEROS = np.zeros(8, np.float32)
+NOBODY = np.zeros(8, bool)
+ALL_END = np.array([True] * 4 + [False] * 4)
+
+
+def rows(request: Any, **changed: Any) -> AgentRows:
+    """An answer in which all agents have an observation of zeros, but for what is changed."""
+    fields: dict[str, Any] = dict.fromkeys(
+        ("rewards", "terminateds", "truncateds", "ended", "ended_truncated", "first_agent_slots", "first_obs")
+    )
+    if isinstance(request, Step):
+        fields |= {"rewards": (ZEROS,), "terminateds": (NOBODY,), "truncateds": (NOBODY,)}
+        fields |= {"ended": np.zeros(0, np.int64), "ended_truncated": np.zeros(0, bool)}
+    seen = {"agent_slots": (None,), "obs": (np.zeros((8, 5), np.int64),), "infos": (), "first_infos": ()}
+    return AgentRows(request.lane, request.number, **fields | seen | changed)
+
+
+def some(*slots: int) -> dict[str, Any]:
+    """Only these agent slots have an observation."""
+    return {"agent_slots": (np.array(slots),), "obs": (np.zeros((len(slots), 5), np.int64),)}
+
+
+def sends(**changed: Any) -> Callable[[RawHost], None]:
+    return lambda raw: raw.send(rows(raw.next_of(Step), **changed))
+
+
+MISBEHAVIOUR: dict[str, tuple[Callable[[RawHost], None], str]] = {
+    "a NaN reward": (
+        sends(rewards=(np.full(8, np.nan, np.float32),)),
+        "step 2 of lane 1: the reward of agent slot 0 of part 0 is nan, expected a finite number",
+    ),
+    "a wrong shape": (sends(obs=(np.zeros((8, 4), np.int64),)), r"step 2 of lane 1: obs\[0\] is .*, expected"),
+    "another dtype": (sends(obs=(np.zeros((8, 5)),)), r"step 2 of lane 1: obs\[0\] is .*, expected"),
+    "agents out of order": (sends(**some(1, 0)), r"step 2 of lane 1: obs\[0\]: its agent slots are \[1, 0\], expected"),
+    "an agent that there is not": (sends(**some(0, 8)), r"are \[0, 8\], expected some of 0 to 7, ascending"),
+    "nobody to act": (
+        sends(**some(0, 1)),
+        "step 2 of lane 1: the episode of slot 1 goes on, but no agent has an observation to act on",
+    ),
+    "an end that is none": (
+        sends(ended=np.array([1]), ended_truncated=np.array([True]), first_agent_slots=(None,), first_obs=(ZEROS,)),
+        r"first_obs\[0\] is .*, expected an array <i8\[8, 5\]",
+    ),
+    "an end that is not told": (
+        sends(terminateds=(ALL_END,)),
+        r"step 2 of lane 1: ended is \[\], expected \[0\], in which no agent is left",
+    ),
+    "infos of nobody": (sends(infos=([[4, {}]], [])), r"infos of agents \[4\], expected each once, of 0 to 3"),
+    "rows of one agent": (
+        lambda raw: raw.send(raw.rows(raw.next_of(Step))),
+        "rows 2 of lane 1, expected agent_rows or failed 2 of lane 1, the answer to step",
+    ),
+    "an answer to nothing": (
+        lambda raw: raw.send(rows(Step(1, 99, None))),
+        "agent_rows 99 of lane 1: nothing above number",
+    ),
+}
+
+
+def asked_beside(raw: RawHost, kind: Any, fragments: Iterator[MultiAgentFragment], taken: Fragments) -> Any:
+    """The next request, while somebody takes fragments, so that the rollout goes on."""
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(raw.next_of, kind)
+        while not asked.done():
+            taken.append(next(fragments))
+        return asked.result()
+
+
+@pytest.mark.parametrize("name", MISBEHAVIOUR)
+def test_a_host_that_breaks_the_protocol_is_told_so_and_leaves(name: str, tmp_path: Path) -> None:
+    misbehave, expected = MISBEHAVIOUR[name]
+    envs = listening()
+    with hosting(envs.addresses[0], makers(tmp_path, 0, 1)), rollout_over(envs, prefetch=2) as rollout:
+        fragments = iter(rollout.fragments())
+        taken = [next(fragments)]
+        raw = RawHost(envs.addresses[0], env=partial(NumberedAgents, nested=0, agents=4))
+        raw.connection.answer(request := asked_beside(raw, Reset, fragments, taken), rows(request))
+        raw.flush()
+        misbehave(raw)
+        with pytest.raises(WireError, match=expected):
+            raise raw.refusal()
+        taken += [next(fragments) for _ in range(5)]
+        rollout.drain()
+        taken += list(fragments)
+        of_others = [fragment for fragment in taken if fragment.lane == 0]
+        assert slots_of(of_others) == {0, 1}
+        steps = sum(fragment.num_steps for fragment in taken if fragment.lane != 0)
+        assert steps == 0
+        check_laws(rollout, of_others, tmp_path, 2)
+
+
+HOSTS: dict[str, tuple[Any, Any, str]] = {
+    "one agent": (NumberedEnv, None, "hello.role is 'env', expected 'agents': here are RemoteEnvs of a MultiAgentRo"),
+    "other agents": (
+        NumberedAgents,
+        {"agents": 3},
+        r"hello.agents is \('agent 0', .*\) in parts .*, expected those of",
+    ),
+    "other spaces": (
+        NumberedAgents,
+        {"agents": 4, "nested": 1},
+        "hello.observation_space is .*, expected that of host",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_host_of_another_kind_is_refused_and_the_others_go_on(name: str, tmp_path: Path) -> None:
+    kind, options, expected = HOSTS[name]
+    envs = listening()
+    with hosting(envs.addresses[0], makers(tmp_path, 0)), rollout_over(envs, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        given = {} if options is None else {"nested": 0, **options}
+        with EnvHost(partial(kind, 5, **given)) as other, pytest.raises(WireError, match=expected) as caught:
+            other.connect(str(envs.addresses[0]))
+        assert caught.value.code == "role" if options is None else "spaces"
+        next(fragments)
+
+
+def test_a_rollout_of_one_agent_refuses_a_host_of_several() -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], partial(NumberedEnv, 0)), Rollout(envs, fragment_length=8, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        told = "hello.role is 'agents', expected 'env': here are RemoteEnvs, .* with environments of one agent"
+        with EnvHost(MAKER) as other, pytest.raises(WireError, match=told):
+            other.connect(str(envs.addresses[0]))
+        next(fragments)
+
+
+def test_agents_that_a_hello_does_not_describe_are_refused(tmp_path: Path) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(tmp_path, 0)), rollout_over(envs, prefetch=1) as rollout:
+        next(iter(rollout.fragments()))
+        with EnvHost(MAKER) as pattern:
+            hello = replace(pattern._hello(), parts=(0, 0, 0, 1))
+        with socket.create_connection((envs.addresses[0].host, envs.addresses[0].port)) as sock:
+            sock.sendall(b"".join([*encode(hello), *encode(Proof(b""))]))
+            assert b"expected 0 to 0, numbered as their first agents come" in b"".join(
+                iter(lambda: sock.recv(4096), b"")
+            )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"where": "processes"}, "where is 'processes', but remote environments are where their hosts are; leave it"),
+        ({"workers": 2}, "workers is 2, but remote environments are where their hosts are; leave it out"),
+        ({"max_batch": 3}, "max_batch is 3, expected at least 4: a lane's slots go together"),
+        ({"num_envs": 3}, "num_envs is 3 and lanes is None, expected neither: hosts say how many"),
+    ],
+)
+def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], MAKER), pytest.raises((ValueError, EnvError), match=told):
+        rollout_over(envs, **options)
+
+
+def test_whole_rollouts_elsewhere_are_for_one_agent() -> None:
+    hosts = listening(RemoteRollouts)
+    with pytest.raises(
+        ValueError, match="env is a RemoteRollouts, but whole rollouts on other hosts are for one agent"
+    ):
+        MultiAgentRollout(hosts)
+    assert all(sock.fileno() < 0 for sock in hosts.sockets)
+
+
+class Enumerated(NumberedAgents):
+    """Its agents are tuples."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.possible_agents = [("a", 1), *self.possible_agents]  # type: ignore[list-item]
+        for spaces in (self.observation_spaces, self.action_spaces):
+            spaces[self.possible_agents[0]] = spaces["agent 1"]
+
+
+def test_ids_that_can_not_be_sent_are_refused_by_the_host() -> None:
+    with pytest.raises(EnvError, match=r"agent \('a', 1\): its id can't be sent to another host; expected a string or"):
+        EnvHost(Enumerated)

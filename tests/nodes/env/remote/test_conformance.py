@@ -1,0 +1,117 @@
+"""One meaning: environments on other hosts give the same fragments as those in this process, over a real socket."""
+
+import ssl
+from pathlib import Path
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import pytest
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from fragment_equality import assert_alike
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from remote_hosts import BrokenWire, dialled_host, hosting, listening
+
+from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow.stream import Fragment
+
+
+@given(drawn=drawn_settings)
+@settings(max_examples=examples(25), phases=[Phase.explicit, Phase.generate])
+def test_a_host_that_dials_in_gives_the_same_fragments(drawn: Setting) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers_of(drawn), lanes=drawn.lanes):
+        ours = fragments_of(envs, drawn)
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
+
+
+@pytest.mark.slow
+@given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 6000), max_size=30))
+@settings(max_examples=examples(15), phases=[Phase.explicit, Phase.generate])
+def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
+    envs = listening()
+    left = list(cuts)
+    wire = BrokenWire(envs.addresses[0], lambda: left.pop() if left else None)
+    try:
+        with hosting(wire.address, makers_of(drawn), lanes=drawn.lanes):
+            ours = fragments_of(envs, drawn)
+    finally:
+        wire.close()
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
+
+
+def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
+    drawn = Setting(4, 2, 8, 1, True, 6, 1, 7)
+    addresses = [f"unix:{tmp_path}/one", f"unix:{tmp_path}/two"]
+    makers = makers_of(drawn)
+    # Both are dialled at once: which one is first is for the wire to say, so both have the same environments.
+    with dialled_host(addresses[0], makers[:2]), dialled_host(addresses[1], makers[:2]):
+        ours = fragments_of(RemoteEnvs.connect(addresses), drawn)
+    assert_alike(ours, fragments_of(makers[:2] * 2, drawn, lanes=2))
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_same_comes_out_of_an_event_loop(backend: str) -> None:
+    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 5}
+    envs = listening()
+
+    async def gathered() -> list[Fragment]:
+        async with Rollout(envs, **options) as rollout:
+            return [fragment async for fragment in rollout.fragments()]
+
+    with hosting(envs.addresses[0], "CartPole-v1", num_envs=4, lanes=2):
+        fragments = anyio.run(gathered, backend=backend)
+    with Rollout("CartPole-v1", num_envs=4, lanes=2, **options) as inline:
+        expected = list(inline.fragments())
+
+    def key(fragment: Fragment) -> tuple[int, int]:
+        return fragment.lane, fragment.sequence
+
+    assert_alike(sorted(fragments, key=key), sorted(expected, key=key))
+
+
+def test_a_secret_and_certificates_on_both_sides(certificates: dict[str, ssl.SSLContext]) -> None:
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "seed": 1}
+    envs = listening(secret="open sesame", tls=certificates["server"])
+    with (
+        hosting(envs.addresses[0], "CartPole-v1", num_envs=2, secret=b"open sesame", tls=certificates["client"]),
+        Rollout(envs, **options) as rollout,
+    ):
+        ours = list(rollout.fragments())
+    with Rollout("CartPole-v1", num_envs=2, **options) as inline:
+        assert_alike(ours, list(inline.fragments()))
+
+
+def test_spaces_of_every_kind_cross_the_wire() -> None:
+    space = gym.spaces.Dict(
+        {
+            "image": gym.spaces.Box(0, 255, (4, 3, 2), np.uint8),
+            "where": gym.spaces.Tuple((gym.spaces.Discrete(5, start=-2), gym.spaces.MultiBinary((2, 3)))),
+            "numbers": gym.spaces.MultiDiscrete([3, 4]),
+        }
+    )
+
+    class Sampled(gym.Env[Any, Any]):
+        observation_space, action_space = (
+            space,
+            gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,)), "b": space["numbers"]}),
+        )
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            space.seed(int(self.np_random.integers(2**31)))
+            return space.sample(), {}
+
+        def step(self, action: Any) -> Any:
+            assert self.action_space.contains(action)
+            return space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, {"seen": action["a"].sum()}
+
+    options: Any = {"fragment_length": 8, "num_fragments": 2, "seed": 1}
+    envs = listening()
+    with hosting(envs.addresses[0], Sampled, num_envs=1), Rollout(envs, **options) as rollout:
+        ours = list(rollout.fragments())
+    with Rollout(Sampled, num_envs=1, **options) as inline:
+        assert_alike(ours, list(inline.fragments()))

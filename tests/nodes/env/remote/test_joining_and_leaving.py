@@ -1,0 +1,283 @@
+"""Hosts that join and leave, rollouts that end, and what can not be begun."""
+
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from remote_hosts import SHORT, BrokenWire, HostProcess, RawHost, hosting, listening
+from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, slots_of, taken_until, told
+
+from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow.stream import EnvError
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire import Goodbye, Limits
+
+
+def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
+    envs = listening(limits=HASTY)
+    host = HostProcess(envs.addresses[0], told(0, 1))
+    try:
+        with rollout_over(envs, step_timeout=None, prefetch=1) as rollout:
+            fragments = iter(rollout.fragments())
+            taken = [next(fragments)]
+            host.signal(signal.SIGSTOP)
+            rollout.drain()
+            taken += list(fragments)
+        check_laws(taken, rollout.lost, slots_lost=2)
+    finally:
+        host.end()
+
+
+def test_a_host_that_leaves_before_the_first_step_is_a_lane_that_has_left() -> None:
+    envs = listening(hosts=2)
+    with hosting(envs.addresses[0], makers(0)):
+        with hosting(envs.addresses[0], makers(1)) as leaving:
+            rollout = rollout_over(envs, num_fragments=2)
+            gateway = rollout.environments.carrier.gateway
+            leaving.stop()
+            while len(gateway.hosts) == 2:
+                time.sleep(0.01)
+        with rollout:
+            taken = list(rollout.fragments())
+    assert [fragment.sequence for fragment in taken] == [0, 1]
+    assert slots_of(taken) == {0}
+
+
+def test_hosts_join_and_leave_while_the_rollout_runs(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening(limits=HASTY)
+    with rollout_over_first(envs, makers(0)) as (rollout, first):
+        fragments = iter(rollout.fragments())
+        taken = [next(fragments)]
+        with hosting(envs.addresses[0], makers(1, 2), lanes=2):
+            taken += taken_until(fragments, lambda more: slots_of(more) >= {0, 1, 2})
+        taken += taken_until(fragments, lambda more: len(more) > 20 and slots_of(more[-5:]) == {0})
+        first.stop()
+        with hosting(envs.addresses[0], makers(3)):  # no host is left, until this one comes
+            taken += taken_until(fragments, lambda more: 3 in slots_of(more))
+            rollout.drain()
+            taken += list(fragments)
+    assert sorted({f.lane for f in taken}) == [0, 1, 2, 3]
+    check_laws(taken, rollout.lost, slots_lost=3)
+    assert "said goodbye: the host was stopped" in caplog.text
+
+
+class rollout_over_first:
+    """A rollout and its first host, which may be stopped while the rollout goes on."""
+
+    def __init__(self, envs: RemoteEnvs, envs_of_host: list[Any]) -> None:
+        self.hosting = hosting(envs.addresses[0], envs_of_host)
+        self.envs = envs
+
+    def __enter__(self) -> tuple[Rollout, EnvHost]:
+        host = self.hosting.__enter__()
+        self.rollout = rollout_over(self.envs)
+        return self.rollout.__enter__(), host
+
+    def __exit__(self, *raised: Any) -> None:
+        self.rollout.__exit__(*raised)
+        self.hosting.__exit__(*raised)
+
+
+def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
+    envs = listening(join_timeout=1.0)
+    with rollout_over_first(envs, makers(0)) as (rollout, host):
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        host.stop()
+        with pytest.raises(EnvError, match=r"every host has left and none came within 1 s: host .*: said goodbye"):
+            list(fragments)
+
+
+def test_a_rollout_without_hosts_says_where_it_waited() -> None:
+    envs = listening(join_timeout=0.5, secret="right")
+    stranger = RawHost(envs.addresses[0], secret=b"wrong")
+    refused = threading.Thread(target=stranger.refusal)
+    refused.start()
+    with pytest.raises(
+        EnvError, match=r"0 of 1 hosts came within 0.5 s, listening on tcp://127.0.0.1:\d+; .*has another secret"
+    ):
+        Rollout(envs)
+    refused.join()
+    with pytest.raises(EnvError, match=r"0 of 1 hosts came within 0.3 s, dialling tcp://127.0.0.1:1; .*refused"):
+        Rollout(RemoteEnvs.connect("tcp://127.0.0.1:1", join_timeout=0.3))
+
+
+def test_a_host_that_finds_no_gateway_gives_up_and_says_so() -> None:
+    with (
+        EnvHost(makers(0)) as host,
+        pytest.raises(WireError, match=r"gateway tcp://127.0.0.1:1 not reached for 0.2 s: "),
+    ):
+        host.connect("tcp://127.0.0.1:1", retry_s=0.2)
+
+
+def test_a_host_whose_gateway_is_gone_behind_a_proxy_gives_up_as_well() -> None:
+    envs = listening()
+    wire = BrokenWire(envs.addresses[0], lambda: None)
+    try:
+        with EnvHost(makers(0)) as host:
+            told: list[BaseException] = []
+
+            def serve() -> None:
+                try:
+                    host.connect(wire.address, retry_s=0.3)
+                except WireError as error:
+                    told.append(error)
+
+            serving = threading.Thread(target=serve)
+            serving.start()
+            rollout = rollout_over(envs)
+            rollout.environments.carrier.gateway._ending()  # as if it had been killed
+            serving.join()
+    finally:
+        wire.close()
+    assert "not reached for 0.3 s" in str(told[0])
+    rollout.environments.close()
+
+
+def test_goodbyes_leave_nothing_behind() -> None:
+    before = set(threading.enumerate())
+    envs = listening()
+    raw: list[RawHost] = []
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        raw.append(RawHost(envs.addresses[0]))
+        reset_of(raw[0], fragments, [])
+        reader = threading.Thread(target=lambda: raw.append(raw[0].next_of(Goodbye)))
+        reader.start()
+    reader.join()
+    raw[0].sock.close()
+    assert raw[1].reason == "the rollout has ended"  # type: ignore[attr-defined]
+    assert set(threading.enumerate()) == before
+
+
+def test_a_rollout_that_is_never_entered_leaves_nothing_behind() -> None:
+    gc.collect()  # of what other tests have left
+    before, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    envs = listening()
+    raw = RawHost(envs.addresses[0])
+
+    def greet_until_hung_up() -> None:
+        while raw.next_event() is not None:
+            pass
+
+    greeting = threading.Thread(target=greet_until_hung_up)
+    greeting.start()
+    rollout = rollout_over(envs)
+    del rollout, envs
+    gc.collect()
+    greeting.join()
+    raw.sock.close()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: RemoteEnvs.listen("tcp://0.0.0.0:0"), "without a secret, expected one, or a loopback address"),
+        (lambda: RemoteEnvs.listen("udp://127.0.0.1:1"), "expected 'tcp://host:port'"),
+        (lambda: RemoteEnvs.listen(), "no address to listen on"),
+        (lambda: RemoteEnvs.connect([]), "no address to dial"),
+        (lambda: RemoteEnvs.listen("tcp://127.0.0.1:0", hosts=0), "hosts is 0"),
+        (lambda: RemoteEnvs.listen("unix:/nowhere/at/all"), "can't listen on unix:/nowhere/at/all: No such file"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: Callable[[], Any], told: str) -> None:
+    with pytest.raises((ValueError, EnvError, WireError), match=told):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"where": "threads"}, "where is 'threads', but remote environments are where their hosts are"),
+        ({"num_envs": 3}, "num_envs is 3 and lanes is None, expected neither: hosts say how many"),
+        ({"max_batch": 1}, "max_batch is 1, expected at least 2"),
+    ],
+)
+def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0, 1)), pytest.raises((ValueError, EnvError), match=told):
+        Rollout(envs, **options)
+
+
+def test_remote_environments_are_for_one_rollout() -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)):
+        with rollout_over(envs, num_fragments=1) as rollout:
+            list(rollout.fragments())
+        with pytest.raises(EnvError, match="have been given to a rollout already"):
+            Rollout(envs)
+
+
+def test_limits_of_hosts_are_kept() -> None:
+    envs = listening(max_hosts=1, limits=SHORT)
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
+        next(iter(rollout.fragments()))
+        with EnvHost(makers(1)) as other, pytest.raises(WireError, match="1 hosts are here already, expected no more"):
+            other.connect(str(envs.addresses[0]), retry_s=0.0)
+
+
+@pytest.mark.parametrize("options", [{"forward_in_thread": True}, {"max_batch": 2}, {"max_batch": 2, "max_wait": 1e-3}])
+def test_a_host_with_many_lanes_that_comes_late_is_room_made_for(options: dict[str, Any]) -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, **options) as rollout:
+        fragments = iter(rollout.fragments())
+        taken = [next(fragments)]
+        with hosting(envs.addresses[0], makers(*range(1, 15)), lanes=12):  # some lanes are larger than max_batch
+            taken += taken_until(fragments, lambda more: slots_of(more) >= set(range(15)))
+            rollout.drain()
+            taken += list(fragments)
+    check_laws(taken, rollout.lost, slots_lost=15)
+
+
+def test_lanes_that_have_left_take_no_memory() -> None:
+    envs = listening()
+    with hosting(envs.addresses[0], makers(0)), rollout_over(envs, prefetch=1) as rollout:
+        fragments = iter(rollout.fragments())
+        for slot in (1, 2):
+            with hosting(envs.addresses[0], makers(slot)):
+                taken_until(fragments, lambda more, slot=slot: slot in slots_of(more))
+            taken_until(fragments, lambda more: len(more) > 4 and slots_of(more[-3:]) == {0})
+        assert [bool(lane.fragment.columns) for lane in rollout.environments.lanes] == [True, False, False]
+        assert rollout.num_steps > 0
+
+
+def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening()
+    space = gym.spaces.Box(-1, 1, (20_000,))
+
+    class Wide(gym.Env[Any, Any]):
+        observation_space, action_space = gym.spaces.Box(-1, 1, (2,)), space
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(2, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(2, np.float32), 0.0, False, False, {}
+
+    with hosting(envs.addresses[0], Wide), Rollout(envs, fragment_length=4, prefetch=1, seed=0) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        with (
+            EnvHost(Wide, limits=Limits(max_frame=1 << 16)) as narrow,
+            ThreadPoolExecutor(1) as pool,
+            pytest.raises(WireError, match=r"frame of \d+ bytes, expected at most 65536"),
+        ):
+            connecting = pool.submit(narrow.connect, str(envs.addresses[0]))
+            while not connecting.done():  # a rollout whose fragments nobody takes asks nobody for more
+                next(fragments)
+            connecting.result()
+        for _ in range(4):
+            next(fragments)
+    assert "takes no more" in caplog.text

@@ -1,0 +1,210 @@
+"""Hosts that are dialled: who is served where several come, and who has to wait."""
+
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from raw_gateway import PATIENT, RawGateway
+from remote_hosts import dialled_host
+from remote_rollouts import makers, rollout_over
+
+from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow.stream import EnvError
+from rollflow.stream.wire import (
+    Goodbye,
+    Limits,
+    Refused,
+    Reset,
+    Rows,
+    Step,
+    encode,
+)
+
+ACTIONS = np.zeros(1, np.int64)
+
+
+@contextmanager
+def listening_host(tmp_path: Path, **options: Any) -> Iterator[str]:
+    address = f"unix:{tmp_path}/host"
+    with dialled_host(address, makers(0), **{"limits": PATIENT, **options}):
+        yield address
+
+
+def rollout_on(address: str, **options: Any) -> Rollout:
+    return rollout_over(RemoteEnvs.connect(address, join_timeout=120.0), num_fragments=2, **options)
+
+
+def test_strangers_who_say_nothing_keep_nobody_out(tmp_path: Path) -> None:
+    with listening_host(tmp_path) as address:
+        strangers = [RawGateway(address) for _ in range(5)]
+        with rollout_on(address) as rollout:
+            assert len(list(rollout.fragments())) == 2
+        for stranger in strangers:
+            stranger.sock.close()
+
+
+def test_the_oldest_of_many_strangers_has_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.nodes.env.remote.host._MOST_STRANGERS", 2)
+    with listening_host(tmp_path) as address:
+        gateway = RawGateway(address)
+        gateway.welcome()
+        assert isinstance(gateway.ask(Reset(0, 1, (1,), None)), Rows)  # so that it is no stranger any more
+        strangers = []
+        for _ in range(3):
+            strangers.append(RawGateway(address))
+            assert strangers[-1].sock.recv(1, socket.MSG_PEEK)  # its hello: it has been let in
+        error = strangers[0].refusal()
+        assert error.code == "busy"
+        assert "2 connections have not proved themselves, expected fewer" in str(error)
+        for stranger in strangers[1:]:
+            assert stranger.hello().busy
+            stranger.sock.close()
+        gateway.ask(Step(0, 2, ACTIONS))
+        gateway.end()
+
+
+def test_a_second_rollout_is_told_that_the_host_is_busy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with listening_host(tmp_path, name="sim") as address:
+        with rollout_on(address) as first:
+            fragments = iter(first.fragments())
+            taken = [next(fragments)]
+            with pytest.raises(EnvError, match=r"0 of 1 hosts came within 2 s.*host 'sim' is busy with another gate"):
+                Rollout(RemoteEnvs.connect(address, join_timeout=2.0))
+            taken += fragments
+        assert len(taken) == 2
+        with rollout_on(address) as second:
+            assert [fragment.lane for fragment in second.fragments()] == [0, 0]
+    [at_host, *_] = [record for record in caplog.records if record.name.endswith("remote.host")]
+    assert "gateway: refuses: host 'sim' is busy with another gateway" in at_host.getMessage().replace("\\", "")
+
+
+def test_a_gateway_that_welcomes_a_busy_host_is_refused_and_the_other_goes_on(tmp_path: Path) -> None:
+    with listening_host(tmp_path) as address:
+        one = RawGateway(address)
+        assert not one.hello().busy
+        one.welcome()
+        rows = one.ask(Reset(0, 1, (1,), None))
+        other = RawGateway(address)
+        assert other.hello().busy
+        other.welcome()
+        error = other.refusal()
+        assert error.code == "busy"
+        assert "the host is busy with another gateway" in str(error)
+        after = one.ask(Step(0, 2, ACTIONS))
+        assert (rows.number, after.number) == (1, 2)
+        one.end()
+
+
+def test_the_newer_connection_of_a_gateway_takes_the_place_of_the_older(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with listening_host(tmp_path) as address:
+        older = RawGateway(address)
+        session = older.welcome()
+        older.ask(Reset(0, 1, (1,), None))
+        older.connection.ask(Step(0, 2, ACTIONS))  # which is never sent
+        newer = RawGateway(address)
+        assert newer.hello().busy
+        newer.welcome(session)
+        assert newer.next_of(Rows).number == 2
+        assert older.sock.recv(1) == b""  # without a word
+        older.sock.close()
+        newer.ask(Step(0, 3, ACTIONS))
+        newer.end()
+    assert "the gateway has come back, the connection from a Unix socket is closed" in caplog.text
+
+
+def test_a_gateway_that_is_gone_makes_room_at_once(tmp_path: Path) -> None:
+    with listening_host(tmp_path) as address:
+        for seed in range(3):
+            gateway = RawGateway(address)
+            assert not gateway.hello().busy
+            gateway.welcome()
+            gateway.ask(Reset(0, 1, (seed,), None))
+            gateway.sock.close()
+
+
+def test_a_gateway_that_is_silent_makes_room_for_one_that_has_waited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with listening_host(tmp_path) as address, ThreadPoolExecutor(1) as pool:
+        silent = RawGateway(address, Limits(heartbeat_s=0.5))
+        silent.welcome()
+        silent.ask(Reset(0, 1, (1,), None))
+        waiting = pool.submit(rollout_on, address)
+        while "is busy with another gateway" not in caplog.text:  # until then it is there: it answers pings
+            silent.connection.receive(silent.sock.recv(1 << 16), 0.0)
+            silent.flush()
+        with waiting.result() as rollout:
+            assert [fragment.lane for fragment in rollout.fragments()] == [0, 0]
+        silent.sock.close()
+
+
+def test_a_gateway_that_is_killed_and_started_again_gets_its_host_back(tmp_path: Path) -> None:
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from numbered_module import NumberedModule\n"
+        "from rollflow.nodes import RemoteEnvs, Rollout\n"
+        f"with Rollout(RemoteEnvs.connect('unix:{tmp_path}/host'), module=NumberedModule()) as rollout:\n"
+        "    for fragment in rollout.fragments():\n"
+        "        print(fragment.sequence, flush=True)\n"
+    )
+    with listening_host(tmp_path) as address:
+        first = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert first.stdout is not None
+        while int(first.stdout.readline()) < 2:
+            pass
+        first.kill()
+        first.communicate()
+        with rollout_on(address) as rollout:
+            assert len(list(rollout.fragments())) == 2
+            assert rollout.lost == {}
+
+
+@pytest.mark.parametrize(
+    "said", [encode(Refused("session", "go away")), encode(Goodbye("it is over")), [b"GET / HTTP/1.1\r\n\r\n"]]
+)
+def test_what_a_stranger_says_changes_nothing(said: list[bytes], tmp_path: Path) -> None:
+    with listening_host(tmp_path) as address:
+        gateway = RawGateway(address)
+        session = gateway.welcome()
+        gateway.ask(Reset(0, 1, (1,), None))
+        stranger = RawGateway(address)
+        stranger.sock.sendall(b"".join(said))
+        while stranger.sock.recv(1 << 16):
+            pass  # until the host has hung up
+        stranger.sock.close()
+        gateway.ask(Step(0, 2, ACTIONS))
+        gateway.sock.close()
+        again = RawGateway(address)
+        assert again.hello().session == session.token
+        again.welcome(session)
+        again.ask(Step(0, 3, ACTIONS))
+        again.end()
+
+
+def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path) -> None:
+    with listening_host(tmp_path) as address:
+        gateway = RawGateway(address)
+        gateway.welcome()
+        gateway.ask(Reset(0, 1, (1,), None))
+        early = RawGateway(address)
+        offered = early.hello().session
+        gateway.end()
+        assert early.refusal().code == "session"
+        late = RawGateway(address)
+        hello = late.hello()
+        assert not hello.busy
+        assert hello.session != offered
+        late.welcome()
+        late.ask(Reset(0, 1, (1,), None))
+        late.end()

@@ -1,0 +1,199 @@
+"""Hosts that die and are replaced: the new host takes the place of the lost one, and the others go on."""
+
+import logging
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import remote_agents
+import remote_rollouts
+from ending_agent_envs import DoomedAgents
+from numbered_module import NumberedEnv, NumberedModule
+from remote_hosts import BrokenWire, HostProcess, hosting, listening
+from wire_messages import hello
+
+from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RolloutHost
+from rollflow.nodes.env.remote.host import Host
+from rollflow.nodes.env.remote.registry import Registry
+from rollflow.nodes.env.remote.remote_host import RemoteHost
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire import Limits
+
+# A lost host is waited for far longer than any of these tests may take.
+PATIENT = Limits(heartbeat_s=5.0, grace_s=3600.0)
+
+
+class Kind(NamedTuple):
+    """Hosts of one kind, and rollouts over them.
+
+    told    arguments for one environment of a slot, which may write into a folder
+    """
+
+    remote: Any
+    host: type[Host]
+    env: Any
+    told: Callable[[Path, int], list[Any]]
+    rollout_over: Callable[..., Any]
+    slots_of: Callable[[Any], set[int]]
+    options: dict[str, Any]
+
+
+def _one_agent(_: Path, slot: int) -> list[Any]:
+    return remote_rollouts.told(slot)
+
+
+ONE_AGENT = (NumberedEnv, _one_agent, remote_rollouts.rollout_over, remote_rollouts.slots_of)
+SEVERAL = (DoomedAgents, remote_agents.told, remote_agents.rollout_over, remote_agents.slots_of)
+KINDS = {
+    "env": Kind(RemoteEnvs, EnvHost, *ONE_AGENT, {}),
+    "rollout": Kind(RemoteRollouts, RolloutHost, *ONE_AGENT, {"module": NumberedModule()}),
+    "agents": Kind(RemoteEnvs, EnvHost, *SEVERAL, {}),
+}
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
+    monkeypatch.setattr("rollflow.nodes.env.remote.registry.OTHER_NAME_S", 0.2)
+    caplog.set_level(logging.INFO)
+
+
+def joining(kind: Kind, address: Any, folder: Path, slot: int, name: str) -> Any:
+    """A host with one environment in a thread, until it is left."""
+    [(args, options)] = kind.told(folder, slot)
+    return hosting(address, [partial(kind.env, *args, **options)], kind=kind.host, name=name, **kind.options)
+
+
+@contextmanager
+def rollout_with_a_dead_host(kind: Kind, folder: Path, **options: Any) -> Iterator[tuple[Any, Any, Iterator[Any]]]:
+    """A rollout over two hosts, 'other' and 'victim', which was killed: address, rollout and its fragments."""
+    envs = listening(kind.remote, hosts=2, limits=PATIENT, **options)
+    address = envs.addresses[0]
+    victim = HostProcess(address, kind.told(folder, 0), name="victim", env=kind.env, kind=kind.host)
+    try:
+        with joining(kind, address, folder, 1, "other"), kind.rollout_over(envs) as rollout:
+            fragments = iter(rollout.fragments())
+            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
+            victim.signal(signal.SIGKILL)
+            yield address, rollout, fragments
+    finally:
+        victim.end()
+
+
+@pytest.mark.parametrize("name", ["victim", "another"])
+def test_a_new_host_takes_the_place_of_a_lost_one(
+    kind: Kind, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        rollout_with_a_dead_host(kind, tmp_path) as (address, rollout, fragments),
+        joining(kind, address, tmp_path, 2, name),
+    ):
+        for _ in range(3):
+            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+        hosts = rollout.environments.carrier.gateway.hosts.values()
+        assert sorted(host.session.hello.name for host in hosts) == sorted(["other", name])
+    assert "has joined with 1 environments" in caplog.text
+    assert re.search(rf"host {name} \(.*\) has joined in place of victim \(.*\), which is lost", caplog.text)
+
+
+def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.env.remote.registry.OTHER_NAME_S", 3600.0)
+    with (
+        rollout_with_a_dead_host(kind, tmp_path, max_hosts=2) as (address, _, fragments),
+        joining(kind, address, tmp_path, 2, "another"),
+    ):
+        remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+
+
+def test_a_host_that_comes_back_after_it_was_replaced_joins_anew(kind: Kind, tmp_path: Path) -> None:
+    envs = listening(kind.remote, hosts=2, limits=PATIENT)
+    address = envs.addresses[0]
+    wire = BrokenWire(address, lambda: None)
+    try:
+        with (
+            joining(kind, address, tmp_path, 1, "other"),
+            joining(kind, wire.address, tmp_path, 0, "victim"),
+            kind.rollout_over(envs) as rollout,
+        ):
+            fragments = iter(rollout.fragments())
+            remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1})
+            wire.go_down()
+            with joining(kind, address, tmp_path, 2, "victim"):
+                remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {1, 2})
+                wire.is_down = False
+                remote_rollouts.taken_until(fragments, lambda taken: kind.slots_of(taken) >= {0, 1, 2})
+                rollout.drain()
+                list(fragments)
+    finally:
+        wire.close()
+
+
+class Hosts:
+    """A registry of hosts without sockets.
+
+    now    the time
+    """
+
+    def __init__(self) -> None:
+        self.registry = Registry("env", max_hosts=8)
+        self.now = 0.0
+
+    def join(self, name: str, **said: Any) -> RemoteHost:
+        """Have a host join now, of which nothing is heard any more."""
+        told = hello(name=name, session=len(self.registry._host_of).to_bytes(16, "big"), **said)
+        connection: Any = SimpleNamespace(heard_at=self.now)
+        host = RemoteHost(name, self.registry.session_for(told), connection, joined_at=self.now)
+        self.registry.join(host)
+        return host
+
+    def lose(self, host: RemoteHost) -> None:
+        """Have a host's loss be noticed now."""
+        self.registry.lose(host, WireError("silent for 30 s or more", "silent"), self.now, 60.0)
+        self.registry.tick(self.now, 60.0)
+
+    @property
+    def present(self) -> list[RemoteHost]:
+        """Hosts that are there or are awaited."""
+        return list(self.registry.hosts.values())
+
+
+def test_a_host_may_be_replaced_before_its_loss_is_noticed() -> None:
+    """As one whose machine has lost its power."""
+    hosts = Hosts()
+    lost = hosts.join("sim")
+    lost.has_place = True
+    hosts.now = 14.0
+    other, again = hosts.join("other"), hosts.join("sim")
+    hosts.now = 30.0
+    hosts.lose(lost)
+    assert hosts.present == [other, again]
+
+
+def test_hosts_that_have_a_place_take_no_other() -> None:
+    hosts = Hosts()
+    first, second = hosts.join("sim"), hosts.join("sim")
+    first.has_place = second.has_place = True
+    hosts.now = 9.0
+    hosts.lose(first)
+    hosts.now = 20.0
+    hosts.registry.tick(hosts.now, 60.0)
+    assert hosts.present == [first, second]
+    third = hosts.join("another")
+    assert hosts.present == [second, third]
+    hosts.lose(second)
+    hosts.now = 40.0
+    hosts.registry.tick(hosts.now, 60.0)
+    assert hosts.present == [second, third]

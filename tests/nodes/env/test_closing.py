@@ -1,0 +1,142 @@
+"""Environments are closed when a rollout can't be made, and all of them, also where one raises in doing so."""
+
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from gymnasium.vector import SyncVectorEnv
+from numbered_agents import NumberedAgents
+from numbered_env import NumberedEnv
+
+from rollflow.nodes import EnvHost, MultiAgentRollout, PrevActionsPrevRewards, RandomModule, Rollout, RolloutHost
+from rollflow.stream.data.errors import EnvError
+
+
+class Stuck:
+    """Mixed into an environment: can't be closed."""
+
+    def close(self) -> None:
+        super().close()  # type: ignore[misc]
+        raise OSError(f"environment {self.slot} is stuck")  # type: ignore[attr-defined]
+
+
+class StuckEnv(Stuck, NumberedEnv):
+    pass
+
+
+class StuckAgents(Stuck, NumberedAgents):
+    pass
+
+
+def of_one(*stuck: int, count: int = 4) -> tuple[list[Any], list[Any]]:
+    return handed_out([(StuckEnv if slot in stuck else NumberedEnv)(slot) for slot in range(count)])
+
+
+def of_several(*stuck: int, count: int = 4) -> tuple[list[Any], list[Any]]:
+    return handed_out([(StuckAgents if slot in stuck else NumberedAgents)(slot, nested=0) for slot in range(count)])
+
+
+def handed_out(envs: list[Any]) -> tuple[list[Any], list[Any]]:
+    return envs, [lambda env=env: env for env in envs]  # type: ignore[misc]
+
+
+KINDS: Any = pytest.mark.parametrize(("kind", "made"), [(Rollout, of_one), (MultiAgentRollout, of_several)])
+
+
+def failing(*args: Any) -> Any:
+    raise ZeroDivisionError("on purpose")
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"module": object()},
+        {"module": failing},
+        {"env_to_module_connector": PrevActionsPrevRewards()},
+        {"env_to_module_connector": failing},
+        {"lanes": 2, "module_to_env_connector": failing},
+    ],
+)
+def test_a_rollout_that_can_not_be_made_closes_its_environments(kind: Any, made: Any, options: Any) -> None:
+    envs, makers = made()
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        kind(makers, **{"module": RandomModule, "seed": 0, **options})
+    assert all(env.closed for env in envs)
+
+
+@KINDS
+def test_an_argument_that_is_refused_makes_no_environment(kind: Any, made: Any) -> None:
+    envs: list[Any] = []
+    with pytest.raises(ValueError, match="on_excess is 'wait'"):
+        kind([lambda: envs.append(made()[1][0]())], module=RandomModule, seed=0, on_excess="wait")
+    assert envs == []
+
+
+@KINDS
+def test_environments_made_before_one_that_can_not_be_made_are_closed(kind: Any, made: Any) -> None:
+    for lanes in (1, 2, 4):
+        envs, makers = made()
+        with pytest.raises(EnvError, match=r"expected to make a .*Env, raised ZeroDivisionError"):
+            kind([*makers[:3], failing], lanes=lanes, module=RandomModule)
+        assert [env.closed for env in envs] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("kind", "made"), [(EnvHost, of_one), (EnvHost, of_several), (RolloutHost, of_one)])
+def test_environments_of_a_host_that_can_not_be_made_are_closed(kind: Any, made: Any) -> None:
+    for lanes in (1, 2, 4):
+        envs, makers = made()
+        with pytest.raises(EnvError, match=r"expected to make a .*Env, raised ZeroDivisionError"):
+            kind([*makers[:3], failing], lanes=lanes)
+        assert [env.closed for env in envs] == [True, True, True, False]
+
+
+@KINDS
+def test_what_closing_raises_does_not_hide_why_a_rollout_could_not_be_made(kind: Any, made: Any) -> None:
+    envs, makers = made(1)
+    with pytest.raises(ZeroDivisionError) as caught:
+        kind(makers, module=failing)
+    assert any("OSError: environment 1 is stuck" in note for note in caught.value.__notes__)
+    assert all(env.closed for env in envs)
+
+
+@KINDS
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+def test_all_environments_are_closed_where_some_raise(kind: Any, made: Any, lanes: int) -> None:
+    envs, makers = made(1, 2)
+    with pytest.raises(OSError, match="environment 1 is stuck") as caught:
+        with kind(makers, lanes=lanes, module=RandomModule, fragment_length=2, seed=0) as rollout:
+            next(iter(rollout.fragments()))
+    assert all(env.closed for env in envs)
+    assert any("environment 2 is stuck" in note for note in caught.value.__notes__)
+    rollout.environments.close()  # nothing is closed twice
+
+
+@KINDS
+def test_environments_are_closed_where_the_rollout_can_not_be_entered(kind: Any, made: Any) -> None:
+    envs, makers = made()
+    rollout = kind(makers, module=RandomModule, lookback=0, seed=0)
+    (rollout.env_to_module if kind is Rollout else rollout.env_to_module[0]).prepend(PrevActionsPrevRewards())
+    with pytest.raises(ValueError, match="lookback is 0, expected at least 1"), rollout:
+        pass
+    assert all(env.closed for env in envs)
+
+
+def test_environments_of_spaces_without_columns_are_closed() -> None:
+    class Told(NumberedEnv):
+        observation_space = gym.spaces.Text(3)  # type: ignore[assignment]
+
+    envs, makers = handed_out([Told(0), Told(1)])
+    for env in envs:
+        env.observation_space = Told.observation_space
+    with pytest.raises(ValueError, match="has no columns"):
+        Rollout(makers, module=RandomModule)
+    assert all(env.closed for env in envs)
+
+
+def test_vector_environments_that_are_given_are_left_open() -> None:
+    envs, makers = of_one(count=2)
+    given = SyncVectorEnv(makers)  # would close them when it is collected
+    with pytest.raises(ZeroDivisionError):
+        Rollout(given, module=failing)
+    assert not any(env.closed for env in envs)

@@ -1,0 +1,270 @@
+"""Environments of our own making, stepped one after the other."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from numbered_module import NumberedEnv, NumberedModule, numbered_envs
+
+from rollflow.nodes import RLModule, Rollout
+from rollflow.stream import EnvError, Fragment
+from rollflow.stream.testing import check
+
+
+class Zeros(RLModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        count = len(next(iter(batch["obs"].values())) if isinstance(batch["obs"], dict) else batch["obs"])
+        return {"actions": torch.zeros(count, dtype=torch.int64)}
+
+
+class Scripted(gym.Env[Any, Any]):
+    """Three steps an episode; always gives the same array and the same info, which it writes over."""
+
+    observation_space: gym.Space[Any] = spaces.Box(-100, 100, (2,), np.float32)
+    action_space: gym.Space[Any] = spaces.Discrete(2)
+
+    def __init__(self) -> None:
+        self.observation, self.info, self.episode = np.zeros(2, np.float32), {"tags": ["none"]}, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.episode, self.t = self.episode + 1, 0
+        return self.shown(), self.info
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.shown(), 1.0, self.t == 3, False, self.info
+
+    def shown(self) -> Any:
+        self.observation[:] = self.episode, self.t
+        self.info["tags"] = [f"{self.episode}/{self.t}"]
+        return self.observation
+
+
+def fragments_of(env: Any, **options: Any) -> list[Fragment]:
+    with Rollout(env, **{"module": Zeros(), "fragment_length": 5, "num_fragments": 2, "seed": 0, **options}) as rollout:
+        return list(rollout.fragments())
+
+
+def test_what_an_environment_writes_over_is_kept() -> None:
+    chunks = [chunk for fragment in fragments_of(Scripted) for chunk in fragment.episodes()]
+    shown = [[tuple(map(int, row)) for row in chunk.get_observations(slice(None))] for chunk in chunks]
+    assert shown == [
+        [(1, 0), (1, 1), (1, 2), (1, 3)],
+        [(2, 0), (2, 1), (2, 2)],
+        [(2, 2), (2, 3)],
+        [(3, 0), (3, 1), (3, 2), (3, 3)],
+        [(4, 0), (4, 1)],
+    ]
+    for chunk, rows in zip(chunks, shown, strict=True):
+        assert [info["tags"] for info in chunk.get_infos(slice(None))] == [[f"{e}/{t}"] for e, t in rows]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_same_comes_out_as_by_gymnasiums_own_stepping(nested: bool) -> None:
+    made = []
+    for ours in (True, False):
+        _, makers = numbered_envs(3, nested=nested)
+        env: Any = makers if ours else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        fragments = fragments_of(env, module=NumberedModule(), num_fragments=4)
+        made.append([chunk.get_state() for fragment in fragments for chunk in fragment.episodes()])
+    assert len(made[0]) > 12
+    for mine, other in zip(*made, strict=True):
+        check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+
+
+def test_an_error_in_an_environment_says_in_which_slot() -> None:
+    class Breaks(Scripted):
+        def step(self, action: Any) -> Any:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        fragments_of([Scripted, Scripted, Breaks])
+    assert raised.value.__notes__[:2] == ["slot 2", "lane 0, vector step 0"]
+
+
+def test_observations_of_different_shapes_are_told_with_their_slots() -> None:
+    class Grows(NumberedEnv):
+        def _observation(self) -> Any:
+            return np.zeros(3 + (self.step_number > 1), np.int64)
+
+    makers = [lambda: NumberedEnv(0, lengths=(9, 9)), lambda: Grows(1, lengths=(9, 9))]
+    with pytest.raises(EnvError, match=r"observations of different shapes: \(3,\) \(slot 0\), \(4,\) \(slot 1\)"):
+        fragments_of(makers, module=NumberedModule())
+
+
+def test_an_environment_that_can_not_be_made_or_reset_says_where() -> None:
+    class Refuses(Scripted):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            raise ZeroDivisionError
+
+    def fails() -> Any:
+        raise OSError("no display")
+
+    told = r"the callable for slot 1, expected to make a gymnasium\.Env, raised OSError: no display"
+    with pytest.raises(EnvError, match=told) as raised:
+        Rollout([Scripted, fails])
+    assert isinstance(raised.value.__cause__, OSError)
+    with pytest.raises(ZeroDivisionError) as refused:
+        fragments_of([Scripted, Refuses])
+    assert refused.value.__notes__[0] == "lane 0, the first reset"
+
+
+class Gives(Scripted):
+    """Each step gives something else than five items."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def step(self, action: Any) -> Any:
+        return self.given
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [((np.zeros(2), 1.0, False, {}), "a tuple of 4"), (None, "a NoneType"), ((1,) * 6, "a tuple of 6")],
+)
+@pytest.mark.parametrize("others", [True, False])
+def test_a_step_that_gives_other_than_five_items_is_refused(given: Any, told: str, *, others: bool) -> None:
+    envs = [Scripted if others else lambda: Gives(given), lambda: Gives(given)]
+    slot = 1 if others else 0
+    expected = f"slot {slot}: step gave {told}, expected a tuple of 5: observation, reward, terminated, truncated, info"
+    with pytest.raises(EnvError) as caught:
+        fragments_of(envs)
+    assert str(caught.value) == expected
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_an_end_that_is_no_single_bool_is_refused(*, others: bool) -> None:
+    given = np.zeros(2), 1.0, np.array([True]), False, {}
+    envs = [Scripted if others else lambda: Gives(given), lambda: Gives(given)]
+    with pytest.raises(EnvError) as caught:
+        fragments_of(envs)
+    assert str(caught.value) == f"slot {1 if others else 0}: terminated has shape [1], expected one bool"
+
+
+def wrappers_of(env: Any) -> list[str]:
+    names = []
+    while isinstance(env, gym.Wrapper):
+        names.append(type(env).__name__)
+        env = env.env
+    return names
+
+
+def test_the_first_environment_of_an_id_is_checked_for_all_of_them() -> None:
+    with Rollout("FrozenLake-v1", module=Zeros(), num_envs=3, seed=0) as rollout:
+        [vector] = rollout.environments.envs
+        assert [wrappers_of(env) for env in vector.envs] == [
+            ["TimeLimit", "OrderEnforcing", "PassiveEnvChecker"],
+            ["TimeLimit"],
+            ["TimeLimit"],
+        ]
+
+
+class Lists(gym.Env[Any, Any]):
+    """Gives lists where its space has arrays, as environments written by hand do."""
+
+    observation_space = spaces.Dict(
+        {
+            "pair": spaces.Tuple([spaces.Box(-99, 99, (3,), np.float32), spaces.Discrete(9)]),
+            "square": spaces.Box(-99, 99, (3, 2), np.float32),
+            "kinds": spaces.MultiDiscrete([40, 40, 40]),
+        }
+    )
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.t = 0
+        return self.seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.t += 1
+        return self.seen(), 1.0, self.t == 3 + self.slot, False, {}
+
+    def seen(self) -> Any:
+        row = [self.slot, self.t, 7]
+        return {"pair": (row, self.t % 9), "square": [row[:2], (5, 6), np.array(row[1:])], "kinds": tuple(row)}
+
+
+class Plain(Lists):
+    """Environment whose observation is one list alone."""
+
+    observation_space = spaces.Box(-99, 99, (3,), np.float32)  # type: ignore[assignment]
+
+    def seen(self) -> Any:
+        return [self.slot, self.t, 7]
+
+
+class Ragged(Plain):
+    """One that gives ever more."""
+
+    def seen(self) -> Any:
+        return [0] * (3 + self.t * self.slot)
+
+
+def test_lists_of_different_lengths_are_told_with_their_slots() -> None:
+    with pytest.raises(EnvError, match=r"observations of different shapes: \(3,\) \(slot 0\), \(4,\) \(slot 1\)"):
+        fragments_of([lambda: Ragged(0), lambda: Ragged(1)])
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "where"),
+    [
+        *((kind, count, "inline") for kind in (Lists, Plain) for count in (2, 3)),
+        (Lists, 3, "threads"),
+        (Lists, 3, "processes"),
+    ],
+)
+def test_lists_are_taken_where_the_space_has_arrays(kind: type[Lists], count: int, where: str) -> None:
+    made = []
+    for ours in (True, False):
+        makers = [lambda slot=slot: kind(slot) for slot in range(count)]
+        env: Any = makers if ours else SyncVectorEnv(makers, autoreset_mode=AutoresetMode.SAME_STEP)
+        place = {"where": where} if ours else {}
+        fragments = fragments_of(env, num_fragments=3, lanes=1, **place)
+        made.append([chunk.get_state() for fragment in fragments for chunk in fragment.episodes()])
+    assert len(made[0]) > 6
+    for mine, other in zip(*made, strict=True):
+        check({**mine, "duration_s": 0}, {**other, "duration_s": 0})
+
+
+def test_a_reset_that_gives_something_else_says_what_was_expected() -> None:
+    class Forgets(Scripted):
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(3)
+
+    with pytest.raises(EnvError, match=r"slot 0: reset gave what is no tuple \(observation, info\)"):
+        fragments_of([Forgets])
+
+
+@pytest.mark.parametrize("missing", ["observation_space", "action_space"])
+@pytest.mark.parametrize("is_vector", [False, True])
+def test_an_environment_without_a_space_is_refused_with_the_name_of_what_is_missing(
+    missing: str, *, is_vector: bool
+) -> None:
+    class Bare(NumberedEnv):
+        def __init__(self) -> None:
+            super().__init__(0)
+            self.closed = False
+            setattr(self, missing, None)
+            made.append(self)
+
+        def close(self) -> None:
+            self.closed = True
+
+    made: list[Bare] = []
+    env: Any = Bare
+    if is_vector:
+        env = SyncVectorEnv([lambda: NumberedEnv(0)])
+        setattr(env, f"single_{missing}", None)
+        missing = f"single_{missing}"
+    with pytest.raises(EnvError, match=f"its {missing} is None, expected a gymnasium.Space"):
+        Rollout(env, module=NumberedModule)
+    assert all(each.closed for each in made)

@@ -1,0 +1,183 @@
+"""Warnings for observations outside their space: once in a run, wherever the environments step."""
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from remote_hosts import hosting, listening
+from sloppy_envs import SPACE, Sloppy, SloppyAgents, Zeros
+
+from rollflow.nodes import MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow.nodes.env.observation_check import CHECKED_STEPS, Deviations, ObservationCheck
+
+DTYPE = "observation['near'] is float64, expected float32 as in its space: it is cast"
+BOUNDS = "observation['near'][1] is 7.0, expected -1.0 to 1.0: it is outside its space"
+
+
+def run(env: Any, *, kind: Any = Rollout, count: int = 3, **options: Any) -> None:
+    with kind(
+        env, **{"module": Zeros(), "fragment_length": 4, "num_fragments": count, "seed": 0, **options}
+    ) as rollout:
+        for _ in rollout.fragments():
+            pass
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the log's lines on observations, those on dtypes first."""
+    name = "rollflow.nodes.env.observation_check"
+    told = [record.getMessage() for record in caplog.records if record.name == name]
+    return sorted(told, key=lambda text: "outside its space" in text)
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_another_dtype_and_what_is_outside_the_space_are_said_once(
+    where: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    run([partial(Sloppy, slot != 0) for slot in range(4)], lanes=2, where=where)
+    dtype, bounds = said(caplog)
+    for told, what in ((dtype, DTYPE), (bounds, BOUNDS)):
+        assert what in told
+        assert "lane 0, slot 1, " in told or "lane 1, slot 0, " in told or "lane 1, slot 1, " in told
+        assert told.endswith("(said once per run)")
+
+
+def test_nothing_is_said_of_observations_in_their_space(caplog: pytest.LogCaptureFixture) -> None:
+    run([partial(Sloppy, False)] * 2)
+    assert said(caplog) == []
+
+
+def test_a_later_step_is_seen_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    run(partial(Sloppy, late=True), lanes=1)
+    _, bounds = said(caplog)
+    assert bounds.startswith(f"lane 0, slot 0, vector step 3: {BOUNDS}")
+    assert 3 in CHECKED_STEPS
+
+
+class OfFloats(gym.vector.VectorWrapper):
+    """A vector environment that gives float64 for float32, in the second slot beyond its space."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observations, infos = self.env.reset(**kwargs)
+        return self._sloppy(observations), infos
+
+    def step(self, actions: Any) -> Any:
+        observations, *others = self.env.step(actions)
+        return self._sloppy(observations), *others
+
+    def _sloppy(self, observations: Any) -> Any:
+        return {"near": observations["near"] + np.array([[0.0], [7.0]]), "door": observations["door"]}
+
+
+class Careless(Sloppy):
+    """Its observations are in their space; its rewards are NaN from a step on, its flags None and its infos, too."""
+
+    def __init__(self, *, since: int = 0, flag: Any = False, info: Any = None) -> None:
+        super().__init__(False)
+        self.steps, self.since, self.flag, self.info = 0, since, flag, info
+
+    def step(self, action: Any) -> Any:
+        observation, reward, terminated, _, info = super().step(action)
+        self.steps += 1
+        late = self.steps > self.since
+        return observation, np.nan if late else reward, terminated, self.flag, info if self.info is None else None
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
+def test_rewards_flags_and_infos_are_said_once_as_well(where: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run([partial(Sloppy, False), partial(Careless, flag=None, info=False)] * 2, lanes=2, where=where)
+    logged = said(caplog)
+    assert len(logged) == 3
+    for text in (
+        "slot 1, vector step 0: reward is nan, expected a finite number: it is recorded as it is (said once per run)",
+        "slot 1, its first step: truncated is None, expected a bool: it is recorded as False (said once per run)",
+        "slot 1, its first step: info is None, expected a dict: it is recorded as an empty one (said once per run)",
+    ):
+        assert any(each.startswith("lane ") and each.endswith(text) for each in logged)
+
+
+def test_a_later_reward_is_seen_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    run(partial(Careless, since=2), lanes=1)
+    [text] = said(caplog)
+    assert text.startswith("lane 0, slot 0, vector step 3: reward is nan, expected a finite number")
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_vector_environment_of_ones_own_is_seen_as_well(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vector = SyncVectorEnv([partial(Sloppy, False)] * 2, autoreset_mode=mode)
+    run(OfFloats(vector))
+    dtype, bounds = said(caplog)
+    assert dtype.startswith(f"lane 0, slot 0, the first reset: {DTYPE}")
+    assert bounds.startswith("lane 0, slot 1, the first reset: observation['near'][0] is 7.0, expected -1.0 to 1.0")
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
+def test_agents_are_named(where: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run(SloppyAgents, kind=MultiAgentRollout, num_envs=2, lanes=2, where=where)
+    dtype, bounds = said(caplog)
+    assert f"reset, agent 'b': {DTYPE}" in dtype
+    assert f"env step 0, agent 'b': {BOUNDS}" in bounds
+    assert all(told.startswith(("environment 0, ", "environment 1, ")) for told in (dtype, bounds))
+
+
+def test_of_hosts_that_step_the_rollout_sees_the_values_and_the_host_the_dtypes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    envs = listening(RemoteEnvs)
+    with hosting(envs.addresses[0], [Sloppy] * 2, lanes=2):
+        run(envs)
+    rollouts = [told for told in said(caplog) if "vector step 0: " in told]
+    assert len(rollouts) == 1
+    assert BOUNDS in rollouts[0]
+    assert sum(DTYPE in told for told in said(caplog)) == 1
+
+
+def test_of_hosts_that_do_rollouts_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening(RemoteRollouts)
+    with hosting(envs.addresses[0], [Sloppy] * 2, kind=RolloutHost, lanes=2, module=Zeros(), name="far away"):
+        run(envs)
+    dtype, bounds = said(caplog)
+    assert DTYPE in dtype
+    assert BOUNDS in bounds
+    assert dtype.startswith("host far away (tcp://127.0.0.1:")
+
+
+def test_of_hosts_with_several_agents_the_values_are_seen_here(caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening(RemoteEnvs)
+    with hosting(envs.addresses[0], [SloppyAgents] * 2, lanes=2):
+        run(envs, kind=MultiAgentRollout)
+    assert sum(f"vector step 0, agent 'b': {BOUNDS}" in told for told in said(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    ("space", "row", "told"),
+    [
+        (spaces.Discrete(3, start=2), np.array([2, 5]), "1: observation is 5, expected 2 to 4"),
+        (spaces.MultiDiscrete([2, 3]), np.array([[1, 2], [2, 0]]), "1: observation[0] is 2, expected 0 to 1"),
+        (spaces.MultiBinary(2), np.array([[0, 1], [0, 2]], np.int8), "1: observation[1] is 2, expected 0 to 1"),
+        (spaces.Box(0, 1, (), np.float32), np.array([0.5, np.nan], np.float32), "1: observation is nan, expected 0.0"),
+        (spaces.Box(-np.inf, np.inf, (1,), np.float32), np.array([[np.inf]], np.float32), ""),
+        (spaces.Box(0, 1, (1,), np.float32), np.array([[1 + 1e-12]]), "0: observation is float64, expected float32"),
+        (spaces.Box(0, 1, (1,), np.float32), np.array([[1]], np.uint8), ""),
+        (spaces.Box(0, 9, (1,), np.float32), np.array([[1]], np.int64), "0: observation is int64, expected float32"),
+        (spaces.Box(0, 1, (1,), np.float32), np.zeros((2, 4), np.float32), ""),
+        (SPACE, np.zeros(2), ""),
+    ],
+)
+def test_what_is_outside_a_space(space: Any, row: Any, told: str) -> None:
+    deviations = Deviations(is_logged=False)
+    ObservationCheck(space, deviations).rows(row, str)
+    texts = [text for _, text in deviations.take()]
+    assert len(texts) == bool(told)
+    assert "".join(texts).startswith(told)
+    assert deviations.take() == []
+
+
+def test_lists_and_numbers_of_python_have_no_dtype_of_their_own() -> None:
+    deviations = Deviations(is_logged=False)
+    check = ObservationCheck(SPACE, deviations)
+    check.items([{"near": [0.5, 0.5, 0.5], "door": 1}, {"near": [0.5, 0.5, 1.5], "door": 1}], str)
+    assert [kind for kind, _ in deviations.take()] == ["bounds"]

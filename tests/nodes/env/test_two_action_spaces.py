@@ -1,0 +1,343 @@
+"""Modules choose actions in one space, and environments get them in another."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from feeding_rollouts import SHORT, trainer
+from gymnasium import spaces
+from remote_hosts import hosting, listening
+
+from rollflow.nodes import (
+    ConnectorV2,
+    DefaultModule,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    RemoteEnvs,
+    RemoteRollouts,
+    RLModule,
+    Rollout,
+    RolloutHost,
+)
+from rollflow.sinks import feed
+from rollflow.stream import ColumnError, ConnectorError, Fragment, ModuleError
+
+OBSERVED = spaces.Box(-1, 1, (3,), np.float32)
+PAIRS = spaces.Dict({"where": spaces.Discrete(3), "how": spaces.Box(-1, 1, (2,), np.float32)})
+CHOSEN = spaces.Discrete(6)
+
+
+class TakesPairs(gym.Env[Any, Any]):
+    """Its action is a Dict; the reward says what it got: `where`, and whether it came with its own `how`."""
+
+    observation_space, action_space = OBSERVED, PAIRS
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.left = 5
+        return self.np_random.random(3, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert action in PAIRS
+        self.left -= 1
+        reward = 10.0 * int(action["where"]) + float(action["how"][0])
+        return self.np_random.random(3, np.float32), reward, self.left == 0, False, {}
+
+
+class Spreads(ConnectorV2):
+    """Makes a pair of a number, by columns."""
+
+    columnar = True
+    changes_episodes = False
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        numbers = np.asarray(batch["actions"])
+        batch["actions_for_env"] = pair_of(numbers)
+        return batch
+
+
+class SpreadsItems(ConnectorV2):
+    """Piece that spreads actions item by item, as on RLlib's pages."""
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        batch["actions_for_env"] = {key: [pair_of(item) for item in items] for key, items in batch["actions"].items()}
+        return batch
+
+
+def pair_of(number: Any) -> dict[str, Any]:
+    how = np.stack([np.asarray(number) % 2, np.zeros_like(number)], -1).astype(np.float32)
+    return {"where": np.asarray(number) // 2, "how": how}
+
+
+class SaysSo(ConnectorV2):
+    """Tells the module, as pieces before it do on RLlib's pages, in which space it is to choose."""
+
+    def recompute_output_action_space(self, in_obs: Any, in_act: Any) -> Any:
+        return CHOSEN
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return batch
+
+
+class Chooses(RLModule):
+    """Built from the environments' spaces, it has a space of its own."""
+
+    def setup(self) -> None:
+        self.action_space = CHOSEN
+        self.head = torch.nn.Linear(3, 6)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"action_dist_inputs": self.head(batch["obs"])}
+
+
+DECLARED: dict[str, dict[str, Any]] = {
+    "by an instance": {"module": DefaultModule(OBSERVED, CHOSEN)},
+    "by a class": {"module": Chooses},
+    "by a piece": {"env_to_module_connector": lambda env: SaysSo()},
+}
+
+
+def check(fragment: Fragment) -> None:
+    """Check that the module's choice is recorded beside the action that the environment got, as its rewards show."""
+    actions, got = fragment.column("actions"), fragment.column("actions_for_env")
+    assert actions.dtype == np.int64
+    assert fragment.layout.action_space == CHOSEN
+    np.testing.assert_array_equal(got["where"], actions // 2)
+    steps = 0
+    for chunk in fragment.episodes():
+        assert chunk.action_space == CHOSEN
+        numbers = chunk.get_actions()
+        np.testing.assert_array_equal(chunk.get_rewards(), 10.0 * (numbers // 2) + numbers % 2)
+        assert chunk.get_actions(-1, one_hot_discrete=True).shape == (6,)
+        steps += len(chunk)
+    assert steps
+
+
+@pytest.mark.parametrize("piece", [Spreads, SpreadsItems])
+@pytest.mark.parametrize("declared", DECLARED)
+def test_the_modules_choice_is_recorded_and_the_environments_get_what_a_piece_makes_of_it(
+    declared: str, piece: type[ConnectorV2]
+) -> None:
+    run_and_check(DECLARED[declared], piece, where="inline")
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+@pytest.mark.parametrize("declared", ["by a class", "by a piece"])
+def test_so_it_is_in_workers(declared: str, where: str) -> None:
+    run_and_check(DECLARED[declared], Spreads, where=where)
+
+
+def run_and_check(given: dict[str, Any], piece: Callable[[], ConnectorV2], **options: Any) -> None:
+    rollout = Rollout(
+        TakesPairs,
+        num_envs=4,
+        lanes=2,
+        fragment_length=7,
+        num_fragments=3,
+        seed=0,
+        module_to_env_connector=lambda env: piece(),
+        **given,
+        **options,
+    )
+    with rollout:
+        fragments = list(rollout.fragments())
+    assert len(fragments) == 6
+    for fragment in fragments:
+        check(fragment)
+
+
+@pytest.mark.parametrize("kind", [RemoteEnvs, RemoteRollouts])
+def test_so_it_is_on_hosts(kind: Any) -> None:
+    envs = listening(kind)
+    pieces: dict[str, Any] = {"module_to_env_connector": lambda env: Spreads()}
+    options = {"kind": RolloutHost, "module": Chooses, **pieces} if kind is RemoteRollouts else {}
+    with hosting(envs.addresses[0], [TakesPairs] * 2, **options):
+        rollout = Rollout(envs, fragment_length=7, num_fragments=2, seed=0, module=Chooses, **pieces)
+        with rollout:
+            fragments = list(rollout.fragments())
+    assert len(fragments) == 2
+    for fragment in fragments:
+        check(fragment)
+
+
+def test_a_train_batch_has_what_the_module_chose() -> None:
+    rollout = Rollout(TakesPairs, num_envs=2, fragment_length=8, module=Chooses, seed=0)
+    rollout.module_to_env.insert_after("UnBatchToIndividualItems", Spreads())
+    with rollout:
+        batch = next(iter(rollout.batches()))
+    assert batch["actions"].dtype == torch.int64
+    torch.testing.assert_close(batch["actions_for_env"]["where"], batch["actions"] // 2)
+    made = rollout.module.get_train_action_dist_cls().from_logits(batch["action_dist_inputs"])
+    torch.testing.assert_close(made.logp(batch["actions"]), batch["action_logp"])
+
+
+def test_a_trainer_elsewhere_is_told_of_the_modules_space() -> None:
+    rollout = Rollout(
+        TakesPairs,
+        num_envs=2,
+        fragment_length=8,
+        num_fragments=2,
+        module=Chooses,
+        module_to_env_connector=lambda env: Spreads(),
+        seed=0,
+    )
+    with ThreadPoolExecutor() as threads:
+        with trainer(yields="fragments") as stream:
+            fed = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+            fragments = list(stream)
+            assert fed.result() is None
+    assert len(fragments) == 2
+    for fragment in fragments:
+        check(fragment)
+
+
+class Narrow(Spreads):
+    columnar = True
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        batch = super().__call__(batch=batch, **kwargs)
+        batch["actions_for_env"]["how"] = batch["actions_for_env"]["how"][:, :1]
+        return batch
+
+
+def test_a_choice_that_no_piece_makes_an_action_of_is_refused() -> None:
+    rollout = Rollout(TakesPairs, num_envs=2, module=Chooses)
+    text = (
+        r"NormalizeAndClipActions: 'actions' are int64\[2\], expected actions in the environments' space, Dict\(.*\); "
+        "where the module chooses in another space, a piece before this one makes 'actions_for_env' of 'actions': give "
+        "it as module_to_env_connector"
+    )
+    with pytest.raises(ConnectorError, match=text), rollout:
+        next(iter(rollout.fragments()))
+
+
+def test_a_declared_output_space_that_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    declares = {"module_to_env_connector": lambda env: SaysSo()}
+    Rollout(TakesPairs, **declares).close()
+    [record] = [each for each in caplog.records if each.name == "rollflow.nodes.stages.acting"]
+    assert record.getMessage().startswith(
+        "module_to_env_connector: a piece's recompute_output_action_space gives Discrete(6), which has no effect: the "
+        "module chooses in Dict("
+    )
+    caplog.clear()
+    Rollout(TakesPairs, **declares, **DECLARED["by a piece"]).close()
+    Rollout(TakesPairs, module_to_env_connector=lambda env: Spreads(), **DECLARED["by a class"]).close()
+    assert not [each for each in caplog.records if each.name == "rollflow.nodes.stages.acting"]
+
+
+@pytest.mark.parametrize("where", ["inline", "processes"])
+def test_what_environments_get_is_held_against_their_space(where: Any) -> None:
+    rollout = Rollout(TakesPairs, num_envs=2, where=where, module=Chooses, module_to_env_connector=lambda env: Narrow())
+    with pytest.raises(ColumnError, match="column 'actions_for_env'") as raised, rollout:
+        next(iter(rollout.fragments()))
+    assert any("the environments' actions are in Dict" in note for note in raised.value.__notes__)
+
+
+def test_a_module_that_does_not_say_what_it_chooses_in_is_told_how_to() -> None:
+    class Silent(Chooses):
+        def setup(self) -> None:
+            super().setup()
+            self.action_space = PAIRS
+
+        def get_exploration_action_dist_cls(self) -> Any:
+            return DefaultModule(OBSERVED, CHOSEN).get_exploration_action_dist_cls()
+
+    rollout = Rollout(TakesPairs, num_envs=2, module=Silent, module_to_env_connector=lambda env: Spreads())
+    with pytest.raises(ColumnError, match="column 'actions': the structure differs") as raised, rollout:
+        next(iter(rollout.fragments()))
+    assert any("says so by its action_space" in note for note in raised.value.__notes__)
+
+
+class PairsInTurns(MultiAgentEnv):
+    """Two agents take pairs in turns, a third one a number in every step; the rewards say what they got."""
+
+    def __init__(self) -> None:
+        self.possible_agents = ["even", "odd", "always"]
+        self.observation_spaces = dict.fromkeys(self.possible_agents, OBSERVED)
+        self.action_spaces = {"even": PAIRS, "odd": PAIRS, "always": spaces.Discrete(4)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._observe(), {}
+
+    def step(self, actions: Any) -> Any:
+        assert all(action in self.action_spaces[agent] for agent, action in actions.items())
+        self.t += 1
+        rewards = {
+            agent: float(action) if agent == "always" else 10.0 * int(action["where"]) + float(action["how"][0])
+            for agent, action in actions.items()
+        }
+        return self._observe(), rewards, {"__all__": self.t == 6}, {}, {}
+
+    def _observe(self) -> Any:
+        agents = ["always", *(["even", "odd"] if self.t == 6 else ["even" if self.t % 2 == 0 else "odd"])]
+        return {agent: self.np_random.random(3, np.float32) for agent in agents}
+
+
+def spreads_pairs(part: Any) -> Any:
+    return Spreads() if part.action_space == PAIRS else []
+
+
+def check_agents(fragments: list[Any]) -> None:
+    seen = set()
+    for fragment in fragments:
+        for module_id in fragment.module_ids:
+            for chunk in fragment.agent_episodes(module_id):
+                numbers, rewards = chunk.get_actions(), chunk.get_rewards()
+                is_alone = chunk.agent_id == "always"
+                assert chunk.action_space == (spaces.Discrete(4) if is_alone else CHOSEN)
+                np.testing.assert_array_equal(rewards, numbers if is_alone else 10.0 * (numbers // 2) + numbers % 2)
+                if len(chunk):
+                    seen.add(chunk.agent_id)
+    assert seen == {"even", "odd", "always"}
+
+
+AGENTS_OPTIONS: dict[str, Any] = {
+    "module": {"even": Chooses, "odd": Chooses, "always": None},
+    "module_to_env_connector": spreads_pairs,
+    "fragment_length": 8,
+    "num_fragments": 2,
+    "seed": 0,
+}
+
+
+def says_so_of_pairs(part: Any) -> Any:
+    return SaysSo() if part.action_space == PAIRS else []
+
+
+BY_A_PIECE = {"module": dict.fromkeys(["even", "odd", "always"]), "env_to_module_connector": says_so_of_pairs}
+
+
+@pytest.mark.parametrize(
+    ("where", "given"), [("inline", {}), ("inline", BY_A_PIECE), ("threads", {}), ("processes", {})]
+)
+def test_so_it_is_with_several_agents(where: Any, given: dict[str, Any]) -> None:
+    options = {**AGENTS_OPTIONS, **given}
+    rollout = MultiAgentRollout(PairsInTurns, num_envs=4, lanes=2, where=where, **options)
+    with rollout:
+        check_agents(list(rollout.fragments()))
+
+
+def test_so_it_is_with_several_agents_on_hosts() -> None:
+    envs = listening(RemoteEnvs)
+    with hosting(envs.addresses[0], [PairsInTurns] * 2):
+        rollout = MultiAgentRollout(envs, **AGENTS_OPTIONS)
+        with rollout:
+            check_agents(list(rollout.fragments()))
+
+
+def test_modules_of_agents_with_the_same_spaces_choose_in_one() -> None:
+    modules = {"even": Chooses, "odd": DefaultModule(OBSERVED, spaces.Box(-1, 1, (2,))), "always": None}
+    with pytest.raises(ModuleError, match=r"modules choose in .*Discrete\(6\).*Box.*expected spaces of one"):
+        MultiAgentRollout(PairsInTurns, **{**AGENTS_OPTIONS, "module": modules})
+
+
+def test_what_environments_of_several_agents_get_is_held_against_their_space() -> None:
+    rollout = MultiAgentRollout(PairsInTurns, **{**AGENTS_OPTIONS, "module_to_env_connector": lambda part: Narrow()})
+    with pytest.raises(ColumnError, match="column 'actions_for_env'"), rollout:
+        next(iter(rollout.fragments()))

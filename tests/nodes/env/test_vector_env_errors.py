@@ -1,0 +1,187 @@
+"""Errors about what one slot's environment gave that has no place in an array: they name the slot and what it was."""
+
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from rollflow.nodes import RLModule, Rollout
+from rollflow.stream import ColumnError, EnvError
+
+PLACES = ["inline", "threads", "processes", "rollouts"]
+
+
+class Zeros(RLModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64)}
+
+
+class Odd(gym.Env[Any, Any]):
+    """Environment that is wrong from some step on: in `shape` of observations, or `reward`. Episodes of four steps."""
+
+    observation_space: gym.Space[Any] = spaces.Box(-1, 1, (3,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, *, since: int = 0, size: int = 3, reward: Any = 1.0, error: Any = None) -> None:
+        self.since, self.size, self.reward, self.error = since, size, reward, error
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.t = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.t += 1
+        if self.error is not None:
+            raise self.error
+        return self._seen(), self.reward if self.t >= self.since else 1.0, self.t == 4, False, {}
+
+    def _seen(self) -> Any:
+        return np.zeros(self.size if self.t >= self.since else 3, np.float32)
+
+
+def run(env: Any, **options: Any) -> None:
+    with Rollout(env, **{"module": Zeros(), "fragment_length": 4, "num_fragments": 3, "seed": 0, **options}) as rollout:
+        for _ in rollout.fragments():
+            pass
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_wrong_shape_after_the_first_reset_names_the_slot_and_both_shapes(where: Any) -> None:
+    told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
+    with pytest.raises(EnvError, match=told):
+        run([Odd, partial(Odd, size=4)], lanes=1, where=where)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_wrong_shape_in_every_slot_of_a_later_step_names_a_slot_and_both_shapes(where: Any) -> None:
+    told = r"column 'obs': got float32\[2, 4\], expected float32\[2, 3\]; slot 0 has shape \[4\], expected \[3\]"
+    with pytest.raises(ColumnError, match=told):
+        run([partial(Odd, size=4, since=2)] * 2, lanes=1, where=where)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_vector_reward_in_one_slot_is_named(where: Any) -> None:
+    with pytest.raises(EnvError, match=r"slot 1: its reward is array\(\[1., 1.\]\), expected one number"):
+        run([Odd, partial(Odd, reward=np.ones(2), since=2)], lanes=1, where=where)
+
+
+def test_a_vector_reward_in_every_slot_is_named() -> None:
+    with pytest.raises(
+        ColumnError, match=r"column 'rewards': got float64\[2, 2\].*; slot 0 has shape \[2\], expected \[\]"
+    ):
+        run([partial(Odd, reward=np.ones(2))] * 2, lanes=1)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_in_a_vector_environment_of_ones_own_slots_are_named_as_well(mode: Any) -> None:
+    def vector(**odd: Any) -> SyncVectorEnv:
+        return SyncVectorEnv([Odd, partial(Odd, **odd)], autoreset_mode=mode)
+
+    told = r"slot 1: an observation that is not in its space: column 'obs': got float32\[4\], expected float32\[3\]"
+    for since in (0, 2):
+        with pytest.raises(EnvError, match=told):
+            run(vector(size=4, since=since))
+    with pytest.raises(EnvError, match=r"slot 1: step gave what is no .*; expected a reward that is one number"):
+        run(vector(reward=np.ones(2)))
+
+
+class ResetsAlone(Odd):
+    """Its `reset` gives the observation alone from some reset on: an array of two rows comes apart like a pair."""
+
+    def __init__(self, size: int = 2, *, since: int = 0) -> None:
+        super().__init__(size=size)
+        self.observation_space = spaces.Box(-1, 1, (size,), np.float32)
+        self.resets_left = since
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        observation, info = super().reset(seed=seed)
+        self.resets_left -= 1
+        return observation if self.resets_left < 0 else (observation, info)
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_reset_that_gives_the_observation_alone_is_named(size: int, mode: Any) -> None:
+    expected = {2: r"reset must return a tuple \(observation, info\)", 3: r"reset gave what is no tuple \(obs"}[size]
+    with pytest.raises(EnvError, match=f"slot 0: .*{expected}"):
+        run(partial(ResetsAlone, size), autoreset_mode=mode)
+    if mode is AutoresetMode.SAME_STEP:
+        expected = rf"^slot 0: reset gave an array float32\[{size}\], expected a tuple \(observation, info\)"
+    with pytest.raises(EnvError, match=expected):
+        run(partial(ResetsAlone, size, since=1), autoreset_mode=mode)
+
+
+def test_a_vector_environment_whose_reset_gives_the_observations_alone_is_named() -> None:
+    class Alone(gym.vector.VectorWrapper):
+        def reset(self, **kwargs: Any) -> Any:
+            return super().reset(**kwargs)[0]
+
+    with pytest.raises(
+        EnvError, match=r"reset gave an array float32\[2, 3\], expected a tuple \(observations, infos\)"
+    ):
+        run(Alone(SyncVectorEnv([Odd, Odd])))
+
+
+class Informs(Odd):
+    """Its infos are what it is given: of a reset, and of every step."""
+
+    def __init__(self, reset: Any, step: Any) -> None:
+        super().__init__()
+        self.of_reset, self.of_step = reset, step
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        return super().reset(seed=seed)[0], self.of_reset
+
+    def step(self, action: Any) -> Any:
+        return *super().step(action)[:4], self.of_step
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_info_that_cannot_be_recorded_is_named(where: Any) -> None:
+    with pytest.raises(EnvError, match="slot 1, its first step: info is a list of 1, expected a dict"):
+        run([Odd, partial(Informs, {}, ["a"])], lanes=1, where=where)
+    with pytest.raises(EnvError, match="slot 1: the info that reset gave is None, expected a dict: reset must return"):
+        run([Odd, partial(Informs, None, {})], lanes=1, where=where)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.NEXT_STEP, AutoresetMode.DISABLED])
+def test_an_info_that_gymnasium_cannot_take_is_named(mode: Any) -> None:
+    with pytest.raises(EnvError, match="slot 0: the info that step gave is None, expected a dict: step must return"):
+        run(partial(Informs, {}, None), autoreset_mode=mode)
+
+
+def test_one_slot_without_infos_leaves_those_of_the_others() -> None:
+    with Rollout(
+        [partial(Informs, {}, None), partial(Informs, {}, {"a": 1})],
+        module=Zeros(),
+        fragment_length=2,
+        num_fragments=1,
+        seed=0,
+    ) as rollout:
+        [fragment] = rollout.fragments()
+    first, second = (chunk.get_infos(-1) for chunk in fragment.episodes())
+    assert (first, second) == ({}, {"a": 1})
+
+
+def test_an_error_of_the_environments_own_stays_what_it_is() -> None:
+    vector = SyncVectorEnv([Odd, partial(Odd, error=ValueError("its own"))])
+    with pytest.raises(ValueError, match="its own") as raised:
+        run(vector)
+    assert str(raised.value) == "its own"
+
+
+class Writes(Odd):
+    observation_space = spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Dict({"note": spaces.Text(3)})})
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_part_without_columns_is_named_alike_everywhere(where: Any) -> None:
+    told = r"slot 0: the observation space at \['b'\]\['note'\] is Text\(.*\), which has no columns; expected Box"
+    with pytest.raises(EnvError, match=told):
+        run([Writes, Writes], where=where)

@@ -1,0 +1,210 @@
+"""Workers that are killed, stopped, or raise: nothing that came out of them is lost, and the others go on."""
+
+import logging
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import psutil
+import pytest
+from ending_envs import Doomed, Reports, check_chunks, lives_of, rewards_by_slot
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule
+from property_examples import examples
+
+from rollflow.nodes import Rollout
+from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
+from rollflow.nodes.env.workers.watch import Activity
+from rollflow.stream import EnvError
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+
+
+fates = st.sampled_from(["kill", "raise", "stop"])
+
+
+@pytest.mark.slow
+@given(
+    fate=fates,
+    step=st.integers(0, 20),
+    lives=st.integers(1, 3),
+    fragment_length=st.integers(1, 9),
+    longest=st.sampled_from([3, 50]),
+    slots=st.integers(1, 2),
+    prefetch=st.integers(0, 1),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=examples(15))
+def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(
+    tmp_path_factory: pytest.TempPathFactory, slots: int, longest: int, prefetch: int, **drawn: Any
+) -> None:
+    log = tmp_path_factory.mktemp("log")
+    doomed: Any = {"log": log, "step": drawn["step"], "fate": drawn["fate"], "lengths": (1, longest)}
+    makers = [partial(Doomed, slot, lives=drawn["lives"] if slot == 0 else 0, **doomed) for slot in range(2 * slots)]
+    options: Any = {"module": NumberedModule(), "fragment_length": drawn["fragment_length"], "seed": drawn["seed"]}
+    options["step_timeout"] = 3.0 if drawn["fate"] == "stop" else 60.0
+    with Rollout(
+        makers, lanes=2, workers=2, where="processes", num_fragments=30, prefetch=prefetch, **options
+    ) as rollout:
+        fragments = list(rollout.fragments())
+        lost = rollout.lost.pop("workers", 0)
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert sorted({fragment.lane for fragment in fragments}) == [0, 1]
+    check_chunks(fragments)
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        made = [steps for steps in Doomed.lives(log, slot) if steps]
+        seen = lives_of(rewards)
+        missing += sum(made) - sum(seen)
+        assert all(0 <= before - after <= 1 for before, after in zip(made, seen, strict=False))
+    assert 0 <= missing <= lost <= slots * drawn["lives"]
+    if (drawn["step"] + 1) * drawn["lives"] < 29 * drawn["fragment_length"]:
+        assert sum(len(fragment.losses) for fragment in fragments) == drawn["lives"]
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise", "stop"])
+def test_what_is_open_ends_as_truncated_and_says_why(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
+    with Rollout(
+        maker, where="processes", module=NumberedModule(), fragment_length=8, num_fragments=2, step_timeout=1.0, seed=0
+    ) as rollout:
+        first, second = rollout.fragments()
+        assert rollout.lost == {"workers": 1}
+        assert rollout.returns.count == 0  # it is no episode's return
+    lost, begun = first.episodes()
+    assert (len(lost), lost.is_truncated, len(begun), begun.is_done) == (5, True, 3, False)
+    assert [int(row[2]) for row in lost.get_observations(slice(None))] == [0, 1, 2, 3, 4, 5]
+    why = {
+        "kill": "was killed by SIGKILL",
+        "raise": "RuntimeError: it broke",
+        "stop": "no answer to a step within 1.0 s",
+    }[fate]
+    assert why in lost.custom_data["lost"]
+    assert why in first.losses[0].reason
+    assert second.losses == []
+    [record] = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "lane 0 is lost and made again in 0.0 s" in record.getMessage()
+    assert why in record.getMessage()
+
+
+def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "raise", 3, 100 * (slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 4, "seed": 0}
+    with Rollout(makers, where="processes", lanes=3, workers=2, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert [fragment.sequence for fragment in fragments if fragment.lane == 0] == [0, 1, 2, 3]
+    assert [fragment.sequence for fragment in fragments if fragment.lane == 2] == [0, 1, 2, 3]
+    [cut_short] = [fragment for fragment in fragments if fragment.lane == 1]
+    assert cut_short.num_steps == cut_short.num_rows == 3 * 6
+    check_chunks(fragments)
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+
+
+class NeverReset(NumberedEnv):
+    def reset(self, **kwargs: Any) -> Any:
+        raise RuntimeError("no reset")
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
+    where: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(NeverReset if slot == 1 else NumberedEnv, slot) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
+    with Rollout(makers, where=where, lanes=3, workers=2, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in (0, 2) for sequence in range(3)
+    ]
+    assert "lane 1 is set aside, lost 6 times in a row: RuntimeError: no reset" in caplog.text
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Path, prefetch: int) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "kill", 5, 2 * (slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 6, "prefetch": prefetch}
+    with Rollout(makers, where="processes", lanes=3, workers=1, seed=0, **options) as rollout:
+        fragments = list(rollout.fragments())
+        lost = rollout.lost["workers"]
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in range(3) for sequence in range(6)
+    ]
+    check_chunks(fragments)
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        missing += sum(Doomed.lives(tmp_path, slot)) - sum(lives_of(rewards))
+    assert [len(Doomed.lives(tmp_path, slot)) for slot in range(3)] == [3, 3, 3]
+    assert 0 <= missing <= lost <= 3 * 2
+
+
+def test_the_delay_before_a_lane_is_made_again_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.1)
+    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor.monotonic", lambda: now[0])
+    supervisor = LaneSupervisor(LaneLimits(max_failures=10), lambda lane: (0, Activity.STEP))
+    lane = supervisor.add(LanePhase.READY)
+    delays = []
+    for _ in range(10):
+        now[0] += 1000.0
+        supervisor.fail(lane)
+        delays.append(lane.due - now[0])
+    assert delays == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0])
+    supervisor.fail(lane)
+    assert lane.phase is LanePhase.ASIDE
+
+
+def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
+    maker = partial(Doomed, 0, tmp_path, "kill", 0, 100)
+    told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
+    with Rollout(maker, where="processes", module=NumberedModule(), seed=0) as rollout:
+        with pytest.raises(EnvError, match=told):
+            next(iter(rollout.fragments()))
+
+
+def test_an_environment_that_can_not_be_made_is_refused_at_once() -> None:
+    def broken() -> gym.Env[Any, Any]:
+        raise FileNotFoundError("no simulator here")
+
+    before = psutil.Process().children()
+    with pytest.raises(EnvError, match="FileNotFoundError: no simulator here") as raised:
+        Rollout(broken, where="processes")
+    assert "in the callable for slot 0" in raised.value.__notes__
+    assert any("in a worker process" in note for note in raised.value.__notes__)
+    assert psutil.Process().children() == before
+
+
+def test_infos_that_can_not_be_handed_over_are_refused_by_name() -> None:
+    with Rollout(partial(Reports, 0), where="processes", module=NumberedModule(), seed=0) as rollout:
+        with pytest.raises(
+            EnvError, match=r"answer\['infos'\] of slot 0\['simulator'\]: <object object .* can't be handed"
+        ):
+            next(iter(rollout.fragments()))
+
+
+def test_a_thread_that_hangs_is_named(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.nodes.env.workers.thread_environments.CLOSE_TIMEOUT_S", 0.1)
+    release = []
+
+    class Hangs(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            while self.slot == 1 and not release:
+                time.sleep(0.01)
+            return super().step(action)
+
+    makers = [partial(Hangs, slot) for slot in range(2)]
+    rollout = Rollout(makers, where="threads", module=NumberedModule(), seed=0, step_timeout=1.0)
+    with pytest.raises(EnvError, match=r"lane 1, vector step 0: no answer to a step within 1\.0 s"), rollout:
+        next(iter(rollout.fragments()))
+    assert "the environments of lanes [1] hang" in caplog.text
+    release.append(True)

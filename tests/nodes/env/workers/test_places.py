@@ -1,0 +1,220 @@
+"""One meaning: environments inline, in threads and in worker processes give the same fragments."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import pytest
+from fragment_equality import assert_alike
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule
+from property_examples import examples
+from stalled_rollouts import stalling
+
+from rollflow.nodes import ConnectorV2, FlattenObservations, MeanStdFilter, Rollout
+from rollflow.stream import EnvError, Fragment
+
+
+class Setting(NamedTuple):
+    """Random settings of a rollout."""
+
+    slots: int
+    lanes: int
+    workers: int
+    fragment_length: int
+    lookback: int
+    nested: bool
+    longest: int
+    rewrites: bool
+    seed: int
+
+
+drawn_settings = st.builds(
+    Setting,
+    slots=st.integers(1, 6),
+    lanes=st.integers(1, 4),
+    workers=st.integers(1, 2),
+    fragment_length=st.integers(1, 12),
+    lookback=st.integers(0, 6),
+    nested=st.booleans(),
+    longest=st.integers(1, 12),
+    rewrites=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.slots)
+
+
+class Sines(ConnectorV2):
+    """Rewrites observations into another dtype and shape."""
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        return gym.spaces.Box(-1, 1, (2, 3), np.float32)
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in episodes:
+            at = episode.get_observations(-1)
+            at = at["at"] if isinstance(at, dict) else at
+            episode.set_observations(new_data=np.sin([at, 2 * at]).astype(np.float32), at_indices=-1)
+        return batch
+
+
+class Flat(NumberedModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return super()._forward({"obs": batch["obs"].reshape(len(batch["obs"]), -1)[:, :3]})
+
+
+def fragments_of(drawn: Setting, where: Any, **options: Any) -> list[Fragment]:
+    """Three fragments of every lane, in the lanes' order."""
+    makers = [
+        partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)
+    ]
+    if where in ("processes", "rollouts"):
+        options["workers"] = drawn.workers
+    with Rollout(
+        makers,
+        lanes=drawn.lanes,
+        where=where,
+        module=Flat() if drawn.rewrites else NumberedModule(),
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        env_to_module_connector=(lambda env: Sines()) if drawn.rewrites else None,
+        seed=drawn.seed,
+        num_fragments=3,
+        **options,
+    ) as rollout:
+        fragments = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert rollout.lost == {}
+    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+
+
+@given(drawn=drawn_settings, where=st.sampled_from(["threads", "processes"]), prefetch=st.integers(0, 2))
+@settings(max_examples=examples(40))
+def test_every_place_gives_the_same_fragments(drawn: Setting, where: str, prefetch: int) -> None:
+    assert_alike(fragments_of(drawn, where, prefetch=prefetch), fragments_of(drawn, "inline"))
+
+
+@pytest.mark.slow
+@given(drawn=drawn_settings, prefetch=st.integers(0, 2))
+@settings(max_examples=examples(8))
+def test_whole_rollouts_elsewhere_give_the_same_fragments(drawn: Setting, prefetch: int) -> None:
+    assert_alike(fragments_of(drawn, "rollouts", prefetch=prefetch), fragments_of(drawn, "inline"))
+
+
+@pytest.mark.parametrize(
+    ("where", "backend"),
+    [("threads", "asyncio"), ("processes", "asyncio"), ("rollouts", "trio")],
+)
+def test_the_same_comes_out_of_an_event_loop(where: Any, backend: str) -> None:
+    async def gathered() -> list[Fragment]:
+        options: Any = {"lanes": 2, "num_envs": 4, "fragment_length": 16, "num_fragments": 3, "seed": 5}
+        async with Rollout("CartPole-v1", where=where, **options) as rollout:
+            fragments = [fragment async for fragment in rollout.fragments()]
+        with Rollout("CartPole-v1", **options) as inline:
+            assert_alike(sorted(fragments, key=key), sorted(inline.fragments(), key=key))
+        return fragments
+
+    def key(fragment: Fragment) -> tuple[int, int]:
+        return fragment.lane, fragment.sequence
+
+    assert len(anyio.run(gathered, backend=backend)) == 6
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+def test_a_drained_rollout_gives_every_step_that_was_made(where: Any) -> None:
+    options: Any = {"lanes": 2, "num_envs": 4, "fragment_length": 64, "seed": 0}
+    with Rollout("CartPole-v1", where=where, **options) as rollout:
+        fragments = iter(rollout.fragments())
+        steps = next(fragments).num_steps
+        rollout.drain()
+        steps += sum(fragment.num_steps for fragment in fragments)
+        assert steps == rollout.num_steps
+    assert rollout.lost == {}
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+def test_a_reader_that_stalls_stops_the_environments(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    can_not_go_on = stalling(monkeypatch)
+    makers = [partial(NumberedEnv, slot) for slot in range(4)]
+    options: Any = {"lanes": 2, "fragment_length": 5, "module": NumberedModule(), "seed": 0}
+    with Rollout(makers, where=where, prefetch=2, **options) as rollout:
+        next(iter(rollout.fragments()))
+        assert can_not_go_on.wait(60)
+        assert rollout.num_steps == 3 * 4 * 5
+
+
+def test_a_filter_sees_what_it_sees_inline() -> None:
+    def fragments(where: Any) -> list[Fragment]:
+        connector: Any = lambda env: [MeanStdFilter(), FlattenObservations()]  # noqa: E731
+        options: Any = {"num_envs": 4, "lanes": 1, "seed": 3, "num_fragments": 3, "fragment_length": 20}
+        with Rollout("CartPole-v1", where=where, env_to_module_connector=connector, **options) as rollout:
+            return list(rollout.fragments())
+
+    assert_alike(fragments("processes"), fragments("inline"))
+
+
+class Wide(gym.Env[Any, Any]):
+    """Takes actions that are not what the module's are: they are clipped on the way."""
+
+    observation_space = gym.spaces.Box(-100, 100, (1,), np.float32)
+    action_space = gym.spaces.Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        assert self.action_space.contains(action), action
+        return action[:1] * 2, float(action[1]), False, False, {}
+
+
+@pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
+def test_environments_get_the_actions_that_are_for_them(where: Any) -> None:
+    options: Any = {"num_envs": 2, "lanes": 1, "seed": 1, "num_fragments": 2, "fragment_length": 10}
+    made = []
+    for place in ("inline", where):
+        with Rollout(Wide, where=place, **options) as rollout:
+            made.append(list(rollout.fragments()))
+    assert_alike(*made)
+    assert np.abs(made[0][0].column("actions")).max() > 1
+
+
+def test_bad_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match="where is 'here', expected 'inline', 'threads'"):
+        Rollout("CartPole-v1", where="here")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="workers is 2, but where='threads' has none"):
+        Rollout("CartPole-v1", where="threads", workers=2)
+    with pytest.raises(ValueError, match="workers is 0, expected at least 1"):
+        Rollout("CartPole-v1", where="processes", workers=0)
+
+
+def test_vector_environments_that_are_there_already_are_refused() -> None:
+    with pytest.raises(EnvError, match="worker processes make the environments themselves"):
+        Rollout(gym.make_vec("CartPole-v1", num_envs=2), where="processes")
+
+
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_what_is_not_known_of_environments_elsewhere_is_refused_with_the_reason(where: Any) -> None:
+    def connector(env: Any) -> list[ConnectorV2]:
+        assert env.num_envs == 1
+        assert env.unwrapped.single_observation_space.shape == (4,)
+        assert not hasattr(env, "render_mode")
+        return env.get_attr("spec")  # type: ignore[no-any-return]
+
+    with pytest.raises(AttributeError, match="are elsewhere, where 'get_attr' can't be asked for; known here: num"):
+        Rollout("CartPole-v1", where=where, workers=1, env_to_module_connector=connector)
+
+
+class Expires(NumberedEnv):
+    def step(self, action: Any) -> Any:
+        raise SystemExit("the licence has expired")
+
+
+@pytest.mark.parametrize("where", ["inline", "threads"])
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_an_environment_that_ends_the_program_does_so(where: Any, prefetch: int) -> None:
+    rollout = Rollout(partial(Expires, 0), where=where, prefetch=prefetch, module=NumberedModule(), step_timeout=20.0)
+    with pytest.raises(SystemExit, match="the licence has expired"), rollout:
+        next(iter(rollout.fragments()))

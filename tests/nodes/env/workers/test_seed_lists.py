@@ -1,0 +1,134 @@
+"""One seed for each slot's environment, wherever the environments step."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from rollflow.nodes import MultiAgentEnv, MultiAgentRollout, RandomModule, RemoteEnvs, Rollout
+from rollflow.nodes.env.stepping import seeds_for
+
+SEEDS = [7, 0, 2**40, 7]
+PLACES = ["inline", "threads", "processes", "rollouts"]
+
+
+class Seeded(gym.Env[Any, Any]):
+    """Observes the seed of its first reset, split in two so that a float could not round it."""
+
+    observation_space = gym.spaces.Box(0, 2**31, (2,), np.int64)
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.seen = np.array(divmod(seed, 2**31), np.int64)
+        return self.seen, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.seen, 0.0, False, False, {}
+
+
+class SeededAgents(MultiAgentEnv):
+    """Environment of several agents, of which there is one; it records its seeds as `Seeded` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.possible_agents = ["a"]
+        self.observation_spaces, self.action_spaces = {"a": Seeded.observation_space}, {"a": Seeded.action_space}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Any]:
+        self.seen = np.array(divmod(seed or 0, 2**31), np.int64)
+        return {"a": self.seen}, {}
+
+    def step(self, action_dict: Any) -> Any:
+        return {"a": self.seen}, {"a": 0.0}, {"__all__": False}, {"__all__": False}, {}
+
+
+def seeds_seen(observations: Any) -> list[int]:
+    return [int(high) * 2**31 + int(low) for high, low in np.asarray(observations)]
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_every_slot_is_reset_with_the_seed_of_its_own(where: Any) -> None:
+    seen: dict[int, list[int]] = {}
+    with Rollout(
+        Seeded,
+        num_envs=4,
+        lanes=3,
+        where=where,
+        fragment_length=2,
+        num_fragments=1,
+        seed=SEEDS,
+    ) as rollout:
+        for fragment in rollout.fragments():
+            seen[fragment.lane] = seeds_seen(fragment.column("obs")[0])
+    assert [seed for lane in sorted(seen) for seed in seen[lane]] == SEEDS
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
+def test_environments_with_several_agents_take_a_list_as_well(where: Any) -> None:
+    seen: dict[int, list[int]] = {}
+    with MultiAgentRollout(
+        SeededAgents,
+        num_envs=4,
+        lanes=2,
+        where=where,
+        module=RandomModule,
+        fragment_length=2,
+        num_fragments=1,
+        seed=SEEDS,
+    ) as rollout:
+        for fragment in rollout.fragments():
+            [part] = fragment.parts
+            seen[fragment.lane] = seeds_seen(part.columns["obs"].tree[part.first_row])
+    assert seen[0] + seen[1] == SEEDS
+
+
+def test_a_list_names_the_seeds_that_one_number_would_have_given() -> None:
+    def observed(seed: Any) -> list[int]:
+        with Rollout(Seeded, num_envs=3, fragment_length=1, num_fragments=1, seed=seed) as rollout:
+            [fragment] = rollout.fragments()
+            return seeds_seen(fragment.column("obs")[0])
+
+    assert observed(5) == observed(seeds_for(5, 0, 3)) == observed(np.array(seeds_for(5, 0, 3)))
+
+
+def test_what_else_is_drawn_follows_from_the_whole_list() -> None:
+    def actions(seed: Any) -> Any:
+        with Rollout("CartPole-v1", lanes=2, num_envs=2, fragment_length=32, num_fragments=1, seed=seed) as rollout:
+            assert type(rollout.seed) is int
+            return [fragment.column("actions").tolist() for fragment in rollout.fragments()]
+
+    assert actions([1, 2]) == actions((1, 2))
+    assert actions([1, 2])[0] != actions([1, 3])[0]  # lane 0's environment has the same seed; sampling has another
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
+def test_a_list_of_another_length_is_refused(where: Any) -> None:
+    with pytest.raises(ValueError, match=r"seed is a list of 3, expected one whole number, or a list of 4"):
+        Rollout(Seeded, num_envs=4, lanes=2, where=where, seed=[1, 2, 3])
+
+
+def test_a_list_of_another_length_is_refused_with_several_agents() -> None:
+    with pytest.raises(ValueError, match=r"seed is a list of 3, expected one whole number, or a list of 2"):
+        MultiAgentRollout(SeededAgents, num_envs=2, module=RandomModule, seed=[1, 2, 3])
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
+def test_a_vector_environment_with_one_generator_takes_no_list(where: Any) -> None:
+    with pytest.raises(ValueError, match=r"vector environment of lane 0 takes one seed for its 2 slots; expected one"):
+        Rollout("CartPole-v1", num_envs=4, lanes=2, where=where, seed=[1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(("seed", "told"), [([], "empty"), ([1, -1], r"seed\[1\] is -1"), ([1.5], r"seed\[0\] is 1.5")])
+def test_what_is_no_list_of_seeds_is_refused(seed: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        Rollout(Seeded, num_envs=2, seed=seed)
+
+
+def test_hosts_take_no_list() -> None:
+    for made in (Rollout, MultiAgentRollout):
+        envs = RemoteEnvs.listen("tcp://127.0.0.1:0")
+        with pytest.raises(ValueError, match="seed is a list of 2, but hosts say how many environments they have"):
+            made(envs, seed=[1, 2])

@@ -1,0 +1,486 @@
+import math
+import pickle
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import distributions as reference
+
+from rollflow.nodes import Deterministic, RLModule, distribution_for
+from rollflow.nodes.modules.distribution import Races
+from rollflow.stream import ModuleError
+
+SPACES = {
+    "Discrete": spaces.Discrete(3, start=5),
+    "MultiDiscrete": spaces.MultiDiscrete([2, 3]),
+    "MultiDiscrete 2d": spaces.MultiDiscrete([[2, 3], [4, 2]]),
+    "MultiBinary": spaces.MultiBinary(4),
+    "Box": spaces.Box(-1, 1, (2, 3), np.float32),
+    "scalar Box": spaces.Box(-1, 1, (), np.float64),
+    "Dict": spaces.Dict({"a": spaces.Discrete(2), "b": spaces.Tuple([spaces.Box(0, 1, (2,)), spaces.MultiBinary(2)])}),
+}
+
+FLOATS = st.floats(-10, 10, width=32)
+
+
+def rows(width: int, count: int = 3) -> st.SearchStrategy[torch.Tensor]:
+    """f32[count, width], whose numbers hypothesis draws (and makes equal, zero or extreme)."""
+    row = st.lists(FLOATS, min_size=width, max_size=width)
+    return st.lists(row, min_size=count, max_size=count).map(torch.tensor)
+
+
+def agree(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def drawn(space: gym.Space[Any], seed: int = 0, count: int = 6) -> tuple[Any, torch.Tensor]:
+    made = distribution_for(space)
+    logits = torch.randn(count, made.required_input_dim, generator=torch.Generator().manual_seed(seed))
+    return made.from_logits(logits), logits
+
+
+def test_a_categorical_by_hand() -> None:
+    made = distribution_for(spaces.Discrete(2))
+    distribution = made.from_logits(torch.log(torch.tensor([[0.25, 0.75]])))
+    assert distribution.logp(torch.tensor([1])).item() == pytest.approx(math.log(0.75))
+    assert distribution.entropy().item() == pytest.approx(-0.25 * math.log(0.25) - 0.75 * math.log(0.75))
+    even = made.from_logits(torch.zeros(1, 2))
+    assert distribution.kl(even).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert distribution.to_deterministic().sample().tolist() == [1]
+
+
+def test_a_categorical_numbers_its_actions_from_start() -> None:
+    made = distribution_for(spaces.Discrete(3, start=-2))
+    distribution = made.from_logits(torch.log(torch.tensor([[0.5, 0.25, 0.25]] * 3)))
+    assert distribution.logp(torch.tensor([-2, -1, 0])).exp().tolist() == pytest.approx([0.5, 0.25, 0.25])
+    assert distribution.to_deterministic().sample().tolist() == [-2] * 3
+    certain = made.from_logits(torch.tensor([[-torch.inf, -torch.inf, 0.0]]))
+    assert certain.sample().tolist() == [0]
+
+
+def test_bits_by_hand() -> None:
+    made = distribution_for(spaces.MultiBinary(2))
+    distribution = made.from_logits(torch.tensor([[math.log(3.0), 0.0]] * 2))  # likely by 3/4 and 1/2
+    assert distribution.logp(torch.tensor([[1, 0], [0, 1]])).exp().tolist() == pytest.approx([3 / 8, 1 / 8])
+    first = -0.25 * math.log(0.25) - 0.75 * math.log(0.75)
+    assert distribution.entropy().tolist() == pytest.approx([first + math.log(2.0)] * 2)
+    even = made.from_logits(torch.zeros(2, 2))
+    divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
+    assert distribution.kl(even).tolist() == pytest.approx([divergence] * 2, rel=1e-5)
+    assert distribution.to_deterministic().sample().tolist() == [[1, 0]] * 2
+
+
+def test_a_multi_categorical_by_hand() -> None:
+    made = distribution_for(spaces.MultiDiscrete([2, 3], start=[0, 10]))
+    distribution = made.from_logits(torch.log(torch.tensor([[0.25, 0.75, 0.2, 0.3, 0.5]])))
+    assert distribution.logp(torch.tensor([[1, 11]])).exp().item() == pytest.approx(0.75 * 0.3)
+    expected = -sum(p * math.log(p) for p in (0.25, 0.75, 0.2, 0.3, 0.5))
+    assert distribution.entropy().item() == pytest.approx(expected)
+    other = made.from_logits(torch.log(torch.tensor([[0.5, 0.5, 0.2, 0.3, 0.5]])))
+    assert distribution.kl(other).item() == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5))
+    assert distribution.to_deterministic().sample().tolist() == [[1, 12]]
+
+
+def test_a_gaussian_by_hand() -> None:
+    distribution = distribution_for(spaces.Box(-9, 9, (1,))).from_logits(torch.tensor([[1.0, math.log(2.0)]]))
+    assert distribution.logp(torch.tensor([[3.0]])).item() == pytest.approx(-0.5 - math.log(2 * math.sqrt(2 * math.pi)))
+    assert distribution.entropy().item() == pytest.approx(0.5 * math.log(2 * math.pi * math.e * 4))
+    assert distribution.to_deterministic().sample().tolist() == [[1.0]]
+    standard = distribution_for(spaces.Box(-9, 9, (1,))).from_logits(torch.zeros(1, 2))
+    assert distribution.kl(standard).item() == pytest.approx(-math.log(2.0) + 0.5 * (4 + 1) - 0.5)
+    assert standard.kl(distribution).item() == pytest.approx(math.log(2.0) + 0.5 * (1 + 1) / 4 - 0.5)
+
+
+@pytest.mark.parametrize("as_tuple", [False, True], ids=["Dict", "Tuple"])
+def test_a_dict_and_a_tuple_lay_their_inputs_end_to_end(as_tuple: bool) -> None:
+    one, other = spaces.Discrete(2, start=1), spaces.Box(-9, 9, (1,))
+    made = distribution_for(spaces.Tuple([one, other]) if as_tuple else spaces.Dict({"a": one, "b": other}))
+    assert made.required_input_dim == 4
+    distribution = made.from_logits(torch.tensor([[math.log(0.25), math.log(0.75), 1.0, math.log(2.0)]]))
+    likeliest = distribution.to_deterministic().sample()
+    assert type(distribution.sample()) is type(likeliest) is (tuple if as_tuple else dict)
+    number, mean = likeliest if as_tuple else (likeliest["a"], likeliest["b"])
+    assert (number.tolist(), mean.tolist()) == ([2], [[1.0]])
+    density = math.log(0.75) - math.log(2 * math.sqrt(2 * math.pi))
+    assert distribution.logp(likeliest).item() == pytest.approx(density)
+    expected = -0.25 * math.log(0.25) - 0.75 * math.log(0.75) + 0.5 * math.log(2 * math.pi * math.e * 4)
+    assert distribution.entropy().item() == pytest.approx(expected)
+    other_inputs = torch.tensor([[0.0, 0.0, 0.0, 0.0]])
+    divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5) - math.log(2.0) + 2.0
+    assert distribution.kl(made.from_logits(other_inputs)).item() == pytest.approx(divergence)
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_samples_lie_in_their_space(space: gym.Space[Any]) -> None:
+    distribution, _ = drawn(space)
+    for action in (distribution.sample(), distribution.to_deterministic().sample()):
+        for i in range(6):
+            one = torch.utils._pytree.tree_map(lambda leaf, i=i: leaf[i].numpy()[()], action)
+            if isinstance(space, spaces.Box):
+                assert (one.shape, one.dtype) == (space.shape, space.dtype)
+            elif isinstance(space, spaces.Dict):
+                assert one["a"] in space["a"]
+                assert one["b"][1] in space["b"][1]
+            else:
+                assert one in space
+        assert distribution.logp(action).shape == (6,)
+
+
+@given(st.integers(0, 2**31), st.integers(2, 6))
+def test_a_categorical_agrees_with_torchs(seed: int, n: int) -> None:
+    made = distribution_for(spaces.Discrete(n))
+    generator = torch.Generator().manual_seed(seed)
+    logits, others = torch.randn(2, 5, n, generator=generator) * 3
+    ours, theirs = made.from_logits(logits), reference.Categorical(logits=logits)
+    action = ours.sample(generator)
+    torch.testing.assert_close(ours.logp(action), theirs.log_prob(action))
+    torch.testing.assert_close(ours.entropy(), theirs.entropy())
+    expected = reference.kl_divergence(theirs, reference.Categorical(logits=others))
+    torch.testing.assert_close(ours.kl(made.from_logits(others)), expected, rtol=1e-4, atol=1e-5)
+
+
+@given(st.integers(0, 2**31))
+def test_a_gaussian_agrees_with_torchs(seed: int) -> None:
+    made = distribution_for(spaces.Box(-1, 1, (3,)))
+    generator = torch.Generator().manual_seed(seed)
+    inputs, others = torch.randn(2, 5, 6, generator=generator)
+    normals = [reference.Normal(each[:, :3], each[:, 3:].exp()) for each in (inputs, others)]
+    ours, action = made.from_logits(inputs), made.from_logits(inputs).sample(generator)
+    torch.testing.assert_close(ours.logp(action), normals[0].log_prob(action).sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.entropy(), normals[0].entropy().sum(-1))
+    expected = reference.kl_divergence(*normals).sum(-1)
+    torch.testing.assert_close(ours.kl(made.from_logits(others)), expected, rtol=1e-4, atol=1e-4)
+
+
+@given(st.integers(0, 2**31))
+def test_bits_agree_with_torchs(seed: int) -> None:
+    made = distribution_for(spaces.MultiBinary(4))
+    generator = torch.Generator().manual_seed(seed)
+    inputs, others = torch.randn(2, 5, 4, generator=generator)
+    theirs = [reference.Bernoulli(logits=each) for each in (inputs, others)]
+    ours, bits = made.from_logits(inputs), made.from_logits(inputs).sample(generator)
+    torch.testing.assert_close(ours.logp(bits), theirs[0].log_prob(bits.float()).sum(-1))
+    torch.testing.assert_close(ours.entropy(), theirs[0].entropy().sum(-1), rtol=1e-4, atol=1e-5)
+    expected = reference.kl_divergence(*theirs).sum(-1)
+    torch.testing.assert_close(ours.kl(made.from_logits(others)), expected, rtol=1e-4, atol=1e-5)
+
+
+@given(rows(4), rows(4))
+def test_a_categorical_agrees_with_torchs_on_any_logits(logits: torch.Tensor, others: torch.Tensor) -> None:
+    made = distribution_for(spaces.Discrete(4, start=7))
+    ours, theirs = made.from_logits(logits), reference.Categorical(logits=logits)
+    for number in range(4):
+        agree(ours.logp(torch.full((3,), 7 + number)), theirs.log_prob(torch.full((3,), number)))
+    agree(ours.entropy(), theirs.entropy())
+    expected = reference.kl_divergence(theirs, reference.Categorical(logits=others))
+    agree(ours.kl(made.from_logits(others)), expected)
+
+
+@given(rows(5), rows(5))
+def test_a_multi_categorical_agrees_with_torchs_on_any_logits(logits: torch.Tensor, others: torch.Tensor) -> None:
+    made = distribution_for(spaces.MultiDiscrete([2, 3], start=[4, 0]))
+    ours = made.from_logits(logits)
+    theirs, their_others = (
+        [reference.Categorical(logits=part) for part in each.split([2, 3], -1)] for each in (logits, others)
+    )
+    for first in range(2):
+        for second in range(3):
+            expected = sum(each.log_prob(torch.full((3,), n)) for each, n in zip(theirs, (first, second), strict=True))
+            agree(ours.logp(torch.tensor([[4 + first, second]] * 3)), expected)
+    agree(ours.entropy(), sum(each.entropy() for each in theirs))
+    expected = sum(reference.kl_divergence(*pair) for pair in zip(theirs, their_others, strict=True))
+    agree(ours.kl(made.from_logits(others)), expected)
+
+
+@given(rows(2), rows(2))
+def test_bits_agree_with_torchs_on_any_logits(logits: torch.Tensor, others: torch.Tensor) -> None:
+    made = distribution_for(spaces.MultiBinary(2))
+    ours, theirs = made.from_logits(logits), reference.Bernoulli(logits=logits)
+    for bits in ([0, 0], [0, 1], [1, 0], [1, 1]):
+        value = torch.tensor([bits] * 3)
+        agree(ours.logp(value), theirs.log_prob(value.float()).sum(-1))
+    # torch's own subtracts from a rounded likelihood, where the logit is far from 0
+    exact, exact_others = (reference.Bernoulli(logits=each.double()) for each in (logits, others))
+    agree(ours.entropy(), exact.entropy().sum(-1).float())
+    agree(ours.kl(made.from_logits(others)), reference.kl_divergence(exact, exact_others).sum(-1).float())
+
+
+@given(rows(2), rows(2), rows(2), rows(2))
+def test_a_gaussian_agrees_with_torchs_on_any_inputs(
+    mean: torch.Tensor, other_mean: torch.Tensor, spread: torch.Tensor, value: torch.Tensor
+) -> None:
+    made = distribution_for(spaces.Box(-1, 1, (2,)))
+    log_std, other_log_std = spread / 4, -spread / 5
+    theirs = reference.Normal(mean, log_std.exp())
+    others = reference.Normal(other_mean, other_log_std.exp())
+    ours = made.from_logits(torch.cat([mean, log_std], -1))
+    agree(ours.logp(value), theirs.log_prob(value).sum(-1))
+    agree(ours.entropy(), theirs.entropy().sum(-1))
+    expected = reference.kl_divergence(theirs, others).sum(-1)
+    agree(ours.kl(made.from_logits(torch.cat([other_mean, other_log_std], -1))), expected)
+
+
+@pytest.mark.parametrize("name", ["MultiDiscrete", "MultiDiscrete 2d", "Dict"])
+def test_parts_are_independent(name: str) -> None:
+    distribution, _ = drawn(SPACES[name])
+    action, parts = distribution.sample(), distribution._parts
+    if name == "Dict":
+        expected = [part.logp(action[key]) for key, part in parts.items()]
+    else:
+        expected = [part.logp(action.flatten(1)[:, i]) for i, part in parts.items()]
+    parts = parts.values()
+    torch.testing.assert_close(distribution.logp(action), sum(expected))
+    torch.testing.assert_close(distribution.entropy(), sum(part.entropy() for part in parts))
+    torch.testing.assert_close(distribution.kl(distribution), torch.zeros(6))
+
+
+def test_samples_come_as_often_as_they_are_likely() -> None:
+    probabilities = torch.tensor([0.1, 0.2, 0.7])
+    distribution = distribution_for(spaces.Discrete(3)).from_logits(probabilities.log().expand(30_000, 3))
+    counts = torch.bincount(distribution.sample(torch.Generator().manual_seed(0)), minlength=3)
+    # 4 standard deviations of a count of 30,000
+    assert (counts - 30_000 * probabilities).abs().max() < 4 * math.sqrt(30_000 * 0.25)
+
+
+def test_bits_come_as_often_as_they_are_likely() -> None:
+    likely = torch.tensor([0.0, 0.1, 0.5, 0.9])
+    distribution = distribution_for(spaces.MultiBinary(4)).from_logits(torch.logit(likely).expand(30_000, 4))
+    bits = distribution.sample(torch.Generator().manual_seed(0)).double()
+    assert (bits.mean(0) - likely).abs().max() < 4 * math.sqrt(0.25 / 30_000)
+    assert bits[:, 0].sum() == 0
+
+
+def test_numbers_of_a_multi_categorical_come_independently_as_often_as_they_are_likely() -> None:
+    one, other = torch.tensor([0.3, 0.7]), torch.tensor([0.1, 0.4, 0.5])
+    made = distribution_for(spaces.MultiDiscrete([2, 3], start=[1, 5]))
+    logits = torch.cat([one, other]).log().expand(30_000, 5)
+    first, second = made.from_logits(logits).sample(torch.Generator().manual_seed(0)).unbind(-1)
+    counts = torch.bincount((first - 1) * 3 + second - 5, minlength=6)
+    assert (counts - 30_000 * torch.outer(one, other).flatten()).abs().max() < 4 * math.sqrt(30_000 * 0.25)
+
+
+def test_samples_of_a_gaussian_have_its_means_deviations_and_no_correlation() -> None:
+    mean, std = torch.tensor([-3.0, 5.0]), torch.tensor([0.5, 2.0])
+    inputs = torch.cat([mean, std.log()]).expand(30_000, 4)
+    made = distribution_for(spaces.Box(-1, 1, (2,)))
+    z = (made.from_logits(inputs).sample(torch.Generator().manual_seed(0)) - mean) / std
+    assert z.mean(0).abs().max() < 4 / math.sqrt(30_000)
+    assert (z.var(0) - 1).abs().max() < 4 * math.sqrt(2 / 30_000)
+    assert (z[:, 0] * z[:, 1]).mean().abs() < 4 / math.sqrt(30_000)
+
+
+def test_an_action_that_is_ruled_out_never_comes() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 1.0]]).expand(5_000, 3)
+    distribution = distribution_for(spaces.Discrete(3)).from_logits(logits)
+    assert set(distribution.sample(torch.Generator().manual_seed(0)).tolist()) == {0, 2}
+    assert torch.isfinite(distribution.entropy()).all()
+    assert torch.isfinite(distribution.kl(distribution)).all()
+
+
+def test_an_action_that_is_ruled_out_leaves_the_gradients_finite() -> None:
+    made = distribution_for(spaces.Discrete(3))
+    even, fewer = made.from_logits(torch.zeros(1, 3)), distribution_for(spaces.Discrete(2))
+    # As if it were not there; both others are even over the two that are left, a constant less the entropy away.
+    allowed = torch.tensor([[0.0, 1.0]], requires_grad=True)
+    fewer.from_logits(allowed).entropy().sum().backward()
+    masked = made.from_logits(torch.tensor([[0.5, -torch.inf, 0.5]]))
+    for sign, other in ((1, None), (-1, even), (-1, masked)):
+        logits = torch.tensor([[0.0, -torch.inf, 1.0]], requires_grad=True)
+        distribution = made.from_logits(logits)
+        (distribution.kl(other) if other else distribution.entropy()).sum().backward()
+        assert logits.grad[0, 1] == 0
+        torch.testing.assert_close(logits.grad[:, [0, 2]], sign * allowed.grad)
+
+
+def test_a_bit_that_is_ruled_out_is_as_if_it_were_not_there() -> None:
+    made, one_bit = distribution_for(spaces.MultiBinary(2)), distribution_for(spaces.MultiBinary(1))
+    allowed = torch.tensor([[0.5]], requires_grad=True)
+    logits = torch.tensor([[0.5, -torch.inf]], requires_grad=True)
+    ours, alone = made.from_logits(logits), one_bit.from_logits(allowed)
+    other, other_alone = (
+        made.from_logits(torch.tensor([[-1.0, -torch.inf]])),
+        one_bit.from_logits(torch.tensor([[-1.0]])),
+    )
+    for bit in (0, 1):
+        agree(ours.logp(torch.tensor([[bit, 0]])), alone.logp(torch.tensor([[bit]])))
+        assert ours.logp(torch.tensor([[bit, 1]])).tolist() == [-torch.inf]
+    agree(ours.entropy(), alone.entropy())
+    agree(ours.kl(other), alone.kl(other_alone))
+    (ours.entropy() + ours.kl(other) + ours.logp(torch.tensor([[1, 0]]))).sum().backward()
+    (alone.entropy() + alone.kl(other_alone) + alone.logp(torch.tensor([[1]]))).sum().backward()
+    assert logits.grad[0, 1] == 0
+    torch.testing.assert_close(logits.grad[:, :1], allowed.grad)
+    assert made.from_logits(torch.zeros(1, 2)).kl(other).tolist() == [torch.inf]
+
+
+def test_an_action_that_only_the_other_rules_out_is_infinitely_far() -> None:
+    made = distribution_for(spaces.Discrete(2))
+    even, certain = made.from_logits(torch.zeros(1, 2)), made.from_logits(torch.tensor([[0.0, -torch.inf]]))
+    assert even.kl(certain).tolist() == [torch.inf]
+    assert certain.kl(even).item() == pytest.approx(math.log(2.0))
+    assert certain.entropy().tolist() == [0.0]
+    assert certain.logp(torch.tensor([1])).tolist() == [-torch.inf]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.int32, np.uint8])
+def test_numbers_have_the_type_of_their_space(dtype: Any) -> None:
+    space = spaces.Discrete(3, start=2, dtype=dtype)
+    distribution = distribution_for(space).from_logits(torch.tensor([[0.0, 1.0, 0.5]] * 2))
+    for action in (distribution.sample(), distribution.to_deterministic().sample()):
+        assert action.numpy().dtype == dtype
+        assert all(number in space for number in action.numpy())
+    assert distribution.logp(distribution.sample()).shape == (2,)
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_is_worked_with_in_single(half: torch.dtype) -> None:
+    for space in SPACES.values():
+        made = distribution_for(space)
+        logits = torch.randn(4, made.required_input_dim, generator=torch.Generator().manual_seed(0)).to(half)
+        distribution, expected = made.from_logits(logits), made.from_logits(logits.float())
+        action = expected.sample()
+        assert distribution.logp(action).dtype == torch.float32
+        assert torch.equal(distribution.logp(action), expected.logp(action))
+
+
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+def test_what_makes_a_distribution_can_be_pickled(space: gym.Space[Any]) -> None:
+    made = distribution_for(space)
+    again = pickle.loads(pickle.dumps(made))
+    assert again.space == space
+    logits = torch.zeros(2, made.required_input_dim)
+    assert torch.equal(again.from_logits(logits).entropy(), made.from_logits(logits).entropy())
+
+
+def test_the_same_generator_gives_the_same_samples() -> None:
+    for space in SPACES.values():
+        distribution, _ = drawn(space)
+        first, second = (distribution.sample(torch.Generator().manual_seed(3)) for _ in range(2))
+        pairs = zip(*(torch.utils._pytree.tree_leaves(each) for each in (first, second)), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_the_likeliest_action_counts_as_certain() -> None:
+    for space in SPACES.values():
+        likeliest = drawn(space)[0].to_deterministic()
+        assert likeliest.logp(likeliest.sample()).tolist() == [0.0] * 6
+
+
+def test_a_deterministic_gives_its_own_action_whatever_the_generator() -> None:
+    action = {"a": (torch.tensor([1, 2]), torch.zeros(2, 3))}
+    certain = Deterministic(action, (2,))
+    assert certain.sample() is action
+    assert certain.sample(torch.Generator().manual_seed(0)) is action
+    assert certain.logp(action).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        ("Discrete", 3),
+        ("MultiDiscrete", 5),
+        ("MultiDiscrete 2d", 11),
+        ("MultiBinary", 4),
+        ("Box", 12),
+        ("scalar Box", 2),
+        ("Dict", 8),
+    ],
+)
+def test_every_space_names_its_width_and_refuses_another(name: str, width: int) -> None:
+    made = distribution_for(SPACES[name])
+    assert made.required_input_dim == width
+    for wrong in (width - 1, width + 1):
+        with pytest.raises(
+            ModuleError, match=rf"has shape \[2, {wrong}\], expected a last axis of {width} for actions"
+        ):
+            made.from_logits(torch.zeros(2, wrong))
+
+
+def test_inputs_of_another_width_are_refused() -> None:
+    with pytest.raises(ModuleError, match=r"'action_dist_inputs' has shape \[4, 3\], expected a last axis of 2"):
+        distribution_for(spaces.Discrete(2)).from_logits(torch.zeros(4, 3))
+
+
+def test_a_space_without_a_distribution_is_named() -> None:
+    with pytest.raises(ModuleError, match=r"no distribution over Text\(.*\); expected Discrete"):
+        distribution_for(spaces.Text(3))
+
+
+def test_a_module_makes_the_distribution_of_its_action_space() -> None:
+    module = RLModule(action_space=spaces.Discrete(4))
+    assert module.get_exploration_action_dist_cls().required_input_dim == 4
+    module.action_space = spaces.Box(-1, 1, (3,))
+    assert module.get_inference_action_dist_cls().required_input_dim == 6
+    with pytest.raises(ModuleError, match="RLModule has no action_space"):
+        RLModule().get_train_action_dist_cls()
+
+
+def test_a_module_says_what_it_lacks() -> None:
+    with pytest.raises(ModuleError, match="RLModule does not say how it goes forward: override _forward"):
+        RLModule().forward_exploration({})
+
+    class Policy(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"actions": batch["obs"]}
+
+    assert Policy()({"obs": 1}) == {"actions": 1}
+    assert not Policy().is_stateful()
+    with pytest.raises(ModuleError, match=r"Policy.forward_train gave \['actions'\], expected 'vf_preds'"):
+        Policy().compute_values({"obs": 1})
+
+
+def races(seed: int = 0) -> Races:
+    return Races(np.random.default_rng(seed))
+
+
+def test_races_are_won_as_often_as_the_probabilities_say() -> None:
+    chances = np.array([0.5, 0.3, 0.2, 0.0])
+    logits = torch.log(torch.tensor([chances.tolist()] * 1000))
+    distribution = distribution_for(spaces.Discrete(4, start=2)).from_logits(logits)
+    run, won = races(), np.zeros(4)
+    for _ in range(100):
+        actions, logp = distribution.sample_with_logp(run)
+        won += np.bincount(actions - 2, minlength=4)
+        np.testing.assert_allclose(np.exp(logp), chances[actions - 2], rtol=1e-5)
+    assert won[3] == 0
+    # Four standard deviations of each count's binomial distribution.
+    assert (np.abs(won / 1e5 - chances) < 4 * np.sqrt(chances * (1 - chances) / 1e5) + 1e-12).all()
+
+
+def test_races_are_drawn_anew_for_every_step_and_shape_and_by_their_seed() -> None:
+    def drawn_by(seed: int) -> list[Any]:
+        run = races(seed)
+        return [run.draw(shape).copy() for shape in ((3, 2),) * 10_000 + ((1, 5), (3, 2), (20_000, 4), (20_000, 4))]
+
+    rows = drawn_by(1)
+    assert len({row.tobytes() for row in rows}) == len(rows)
+    assert all(np.isfinite(row).all() for row in rows)
+    assert all(np.array_equal(one, other) for one, other in zip(rows, drawn_by(1), strict=True))
+    assert not np.array_equal(rows[0], drawn_by(2)[0])
+
+
+def test_races_of_shapes_that_take_turns_share_what_has_been_drawn() -> None:
+    class Counted:
+        def __init__(self) -> None:
+            self.random, self.times = np.random.default_rng(0), 0
+
+        def standard_exponential(self, *args: Any) -> Any:
+            self.times += 1
+            return self.random.standard_exponential(*args)
+
+    counted = Counted()
+    run = Races(counted)  # type: ignore[arg-type]
+    rows = [run.draw((1 + number % 2, 3)).tobytes() for number in range(1000)]
+    assert counted.times == 1
+    assert len(set(rows)) == 1000
+
+
+def test_actions_won_have_the_spaces_dtype() -> None:
+    space = spaces.Discrete(3, dtype=np.int32)
+    actions, logp = distribution_for(space).from_logits(torch.zeros(5, 3)).sample_with_logp(races())
+    assert (actions.dtype, logp.dtype) == (np.int32, np.float32)

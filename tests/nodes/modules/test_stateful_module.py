@@ -1,0 +1,348 @@
+"""Stateful modules: the right state at every episode's start, every cut, and every row of a train batch."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule, numbered_envs
+from piece_forms import MODES, OneByOne, equal
+
+from rollflow.nodes import (
+    AddOneTsToEpisodesAndTruncate,
+    AddStatesFromEpisodesToBatch,
+    AddTimeDimToBatchAndZeroPad,
+    ConnectorV2,
+    EnvToModulePipeline,
+    GeneralAdvantageEstimation,
+    LearnerConnectorPipeline,
+    ModuleToEnvPipeline,
+    RemoveSingleTsTimeRankFromBatch,
+    RLModule,
+    Rollout,
+)
+from rollflow.stream import ConnectorError, ModuleError, SingleAgentEpisode
+
+FIRST, LARGEST = 7, 10_007
+
+
+def remembered(before: Any, number: Any) -> Any:
+    """The state after an observation: it depends on each one before, and on their order."""
+    return (3 * before + number + 1) % LARGEST
+
+
+class Remembers(RLModule):
+    """Its state is a number made of all observations since the episode's start, and its value is that number."""
+
+    def get_initial_state(self) -> dict[str, Any]:
+        return {"memory": (torch.tensor([FIRST]),)}
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        obs = batch["obs"]
+        steps = (obs["at"] if isinstance(obs, dict) else obs)[..., 2]
+        state, states = batch["state_in"]["memory"][0], []
+        for t in range(steps.shape[1]):
+            state = remembered(state, steps[:, t : t + 1])
+            states.append(state)
+        every = torch.cat(states, 1)
+        return {"actions": every % 7, "vf_preds": every.float(), "state_out": {"memory": (state,)}}
+
+
+def rollout_of(slots: int, mode: AutoresetMode, nested: bool, max_seq_len: int = 4, **options: Any) -> Rollout:
+    envs = [lambda slot=slot: NumberedEnv(slot, nested=nested) for slot in range(slots)]  # type: ignore[misc]
+    module = Remembers(model_config={"max_seq_len": max_seq_len})
+    return Rollout(SyncVectorEnv(envs, autoreset_mode=mode), module=module, seed=3, **options)
+
+
+SIZES: dict[str, st.SearchStrategy[Any]] = {
+    "slots": st.integers(1, 4),
+    "mode": st.sampled_from(MODES),
+    "nested": st.booleans(),
+    "fragment_length": st.integers(1, 11),
+    "lookback": st.sampled_from([None, 1, 4]),
+    "num_fragments": st.integers(1, 4),
+}
+
+
+@given(one_by_one=st.booleans(), sizes=st.fixed_dictionaries(SIZES))
+def test_every_step_knows_all_steps_since_its_episodes_start(one_by_one: bool, sizes: dict[str, Any]) -> None:
+    pieces = [OneByOne()] if one_by_one else []
+    open_states: dict[str, int] = {}
+    with rollout_of(**sizes, env_to_module_connector=lambda env: pieces) as rollout:
+        for fragment in rollout.fragments():
+            for chunk in fragment.episodes():
+                state = open_states.pop(chunk.id_, FIRST)
+                assert (state == FIRST) == (chunk.t_started == 0)
+                for t in range(len(chunk)):
+                    observation = chunk.get_observations(t)
+                    at = observation["at"] if isinstance(observation, dict) else observation
+                    state = int(remembered(state, at[2]))
+                    assert chunk.get_extra_model_outputs("state_out", t)["memory"][0].tolist() == [state]
+                    assert chunk.get_actions(t) == state % 7
+                if not chunk.is_done:
+                    open_states[chunk.id_] = state
+
+
+@given(max_seq_len=st.integers(1, 6), sizes=st.fixed_dictionaries(SIZES))
+def test_training_goes_over_the_same_states_as_acting_did(max_seq_len: int, sizes: dict[str, Any]) -> None:
+    learner = lambda obs_space, act_space: GeneralAdvantageEstimation(gamma=0.5)  # noqa: E731
+    with rollout_of(**sizes, max_seq_len=max_seq_len, learner_connector=learner) as rollout:
+        for fragment in rollout.fragments():
+            batch = rollout.learner_pipeline.of_fragments([fragment], rollout.module)
+            mask = batch["loss_mask"]
+            assert mask.shape[1] == max_seq_len
+            assert int(mask.sum()) == int(batch["seq_lens"].sum()) == fragment.num_steps
+            again = rollout.module.forward_train(batch)
+            assert torch.equal(again["vf_preds"][mask], batch["vf_preds"][mask])
+            for column in ("rewards", "vf_preds", "actions", "advantages", "value_targets"):
+                assert batch[column].shape[:2] == mask.shape
+                assert not batch[column][~mask].any()
+            assert torch.equal(mask, torch.arange(max_seq_len) < batch["seq_lens"][:, None])
+            items = np.concatenate([chunk.get_rewards() for chunk in fragment.episodes()])
+            np.testing.assert_array_equal(batch["rewards"][mask], items)
+
+
+@given(max_seq_len=st.integers(1, 6), sizes=st.fixed_dictionaries(SIZES), with_next=st.booleans())
+def test_learner_pieces_give_the_same_on_columns_and_one_by_one(
+    max_seq_len: int, sizes: dict[str, Any], with_next: bool
+) -> None:
+    class AddNext(ConnectorV2):
+        columnar = True
+
+        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+            for episode in episodes:
+                following = [episode.get_observations(t + 1) for t in range(len(episode))]
+                self.add_n_batch_items(batch, "new_obs", following, len(episode), episode)
+            return batch
+
+    with rollout_of(**sizes, max_seq_len=max_seq_len) as rollout:
+        fragments = list(rollout.fragments())
+    pieces = [AddNext()] if with_next else []
+    columnar, plain = (
+        LearnerConnectorPipeline.default(None, None, [*pieces, GeneralAdvantageEstimation(), *more], stateful=True)
+        for more in ([], [OneByOne()])
+    )
+    plain.append(OneByOne())
+    one, other = (pipeline.of_fragments(fragments, rollout.module) for pipeline in (columnar, plain))
+    assert one.keys() == other.keys()
+    assert ("next_state_in" in one) == with_next
+    for column in one:
+        if column in ("advantages", "value_targets"):
+            np.testing.assert_allclose(one[column], other[column], rtol=1e-5, atol=1e-5)
+        else:
+            equal(as_arrays(one[column]), as_arrays(other[column]))
+
+
+def as_arrays(column: Any) -> Any:
+    if isinstance(column, dict):
+        return {key: as_arrays(part) for key, part in column.items()}
+    return tuple(map(as_arrays, column)) if isinstance(column, tuple) else column.numpy()
+
+
+# By hand
+
+
+def chunk(steps: int, *, t_started: int = 0, lookback: int = 0) -> SingleAgentEpisode:
+    """Observations are the step's number, and the state after each is ten times that."""
+    numbers = range(t_started - lookback, t_started + steps)
+    return SingleAgentEpisode(
+        f"from {t_started}",
+        observations=[float(number) for number in [*numbers, t_started + steps]],
+        actions=[0 for _ in numbers],
+        rewards=[1.0 for _ in numbers],
+        extra_model_outputs={"state_out": [np.array([10.0 * number]) for number in numbers]},
+        t_started=t_started,
+        len_lookback_buffer=lookback,
+    )
+
+
+class Two(RLModule):
+    """Has rows of two steps, and a state that begins with -1."""
+
+    def setup(self) -> None:
+        self.model_config = {"max_seq_len": 2}
+
+    def get_initial_state(self) -> Any:
+        return np.array([-1.0])
+
+
+def test_a_train_batch_has_rows_of_max_seq_len_and_the_state_before_each() -> None:
+    episodes = [chunk(3), chunk(4, t_started=5, lookback=1)]
+    batch = LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=episodes)
+    assert batch["obs"].tolist() == [[0, 1], [2, 0], [5, 6], [7, 8]]
+    assert batch["loss_mask"].tolist() == [[True, True], [True, False], [True, True], [True, True]]
+    assert batch["seq_lens"].tolist() == [2, 1, 2, 2]
+    assert batch["state_in"].tolist() == [[-1], [10], [40], [60]]
+
+
+def test_a_mask_that_a_piece_put_there_is_padded_like_all_else() -> None:
+    pipeline = LearnerConnectorPipeline.default(custom_pieces=[AddOneTsToEpisodesAndTruncate()], stateful=True)
+    batch = pipeline(rl_module=Two(), episodes=[chunk(2)])
+    assert batch["loss_mask"].tolist() == [[True, True], [False, False]]
+    assert batch["seq_lens"].tolist() == [2, 1]
+
+
+def test_chunks_of_one_episode_in_one_batch_keep_their_own_states() -> None:
+    first, second = chunk(3), chunk(3, t_started=3, lookback=2)
+    second.id_ = first.id_
+    batch = LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=[first, second])
+    assert batch["obs"].tolist() == [[0, 1], [2, 0], [3, 4], [5, 0]]
+    assert batch["state_in"].tolist() == [[-1], [10], [20], [40]]
+
+
+def test_a_forward_batch_has_a_time_axis_of_one_step_and_the_latest_state() -> None:
+    begun = SingleAgentEpisode("begun", observations=[0.5], len_lookback_buffer=0)
+    batch = EnvToModulePipeline.default(stateful=True)(rl_module=Two(), episodes=[begun, chunk(3)], explore=True)
+    assert batch["obs"].tolist() == [[0.5], [3.0]]
+    assert batch["state_in"].tolist() == [[-1], [20]]
+
+
+def test_the_time_axis_is_taken_from_the_output_again_but_for_the_state() -> None:
+    shared: dict[str, Any] = {}
+    episodes = [chunk(1), chunk(2)]
+    EnvToModulePipeline.default(stateful=True)(rl_module=Two(), episodes=episodes, explore=True, shared_data=shared)
+    for number, episode in enumerate(episodes):
+        episode.id_ = str(number)
+    output = {
+        "actions": torch.tensor([[3], [4]]),
+        "state_out": torch.tensor([[1.0], [2.0]]),
+    }
+    batch = ModuleToEnvPipeline.default(stateful=True)(
+        rl_module=Two(), batch=output, episodes=episodes, shared_data=shared
+    )
+    assert batch["actions"].tolist() == [3, 4]
+    assert [item.tolist() for item in batch["state_out"]] == [[1.0], [2.0]]
+
+
+def test_stateless_modules_get_no_time_axis() -> None:
+    for piece in (AddTimeDimToBatchAndZeroPad(), AddStatesFromEpisodesToBatch(), RemoveSingleTsTimeRankFromBatch()):
+        batch = {"obs": np.arange(3)}
+        assert piece(rl_module=RLModule(), batch=batch, episodes=[chunk(1)], shared_data={}) == {"obs": batch["obs"]}
+
+
+def test_states_that_a_piece_put_there_stay() -> None:
+    batch: dict[str, Any] = {"state_in": "mine", "obs": np.arange(3)}
+    for piece in (AddTimeDimToBatchAndZeroPad(), AddStatesFromEpisodesToBatch()):
+        assert piece(rl_module=Two(), batch=dict(batch), episodes=[chunk(1)], shared_data={}).keys() == batch.keys()
+
+
+# What is refused
+
+
+def test_a_chunk_that_goes_on_without_lookback_is_refused() -> None:
+    with pytest.raises(ConnectorError, match="'from 5': the chunk from step 5 on has no lookback"):
+        LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=[chunk(2, t_started=5)])
+    with pytest.raises(ValueError, match="lookback is 0, expected at least 1: a stateful module"):
+        rollout_of(1, AutoresetMode.NEXT_STEP, nested=False, lookback=0)
+
+
+def test_a_chunk_without_states_is_refused() -> None:
+    bare = SingleAgentEpisode("bare", observations=[0, 1], actions=[0], rewards=[0.0], len_lookback_buffer=0)
+    with pytest.raises(ConnectorError, match=r"'bare' has no extra model output 'state_out'.*it has: none"):
+        AddStatesFromEpisodesToBatch(as_learner_connector=True)(rl_module=Two(), batch={}, episodes=[bare])
+
+
+def test_a_column_with_too_few_items_is_refused() -> None:
+    piece = AddTimeDimToBatchAndZeroPad(as_learner_connector=True)
+    with pytest.raises(ConnectorError, match="column 'mine' has 2 items, expected 3: one for each step"):
+        piece(rl_module=Two(), batch={"mine": [1, 2]}, episodes=[chunk(3)])
+    with pytest.raises(ConnectorError, match="column 'mine' of episode 'from 0' has 2 items, expected 3"):
+        piece(rl_module=Two(), batch={"mine": {("from 0",): [1, 2]}}, episodes=[chunk(3)])
+
+
+def test_an_output_without_time_axis_is_refused() -> None:
+    class Flat(Remembers):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return super()._forward(batch) | {"vf_preds": torch.zeros(len(batch["obs"]))}
+
+    with (
+        pytest.raises(ConnectorError, match=r"column 'vf_preds' has shape \[2\], expected \[N, 1, ...\]"),
+        Rollout([lambda: NumberedEnv(0), lambda: NumberedEnv(1)], module=Flat()) as rollout,
+    ):
+        next(iter(rollout.batches()))
+
+
+@pytest.mark.parametrize("max_seq_len", [0, "many"])
+def test_rows_of_no_length_are_refused(max_seq_len: Any) -> None:
+    module = Two()
+    module.model_config = {"max_seq_len": max_seq_len}
+    with pytest.raises(ModuleError, match=r"model_config of Two: max_seq_len is .*, expected a whole number from 1 on"):
+        LearnerConnectorPipeline.default(stateful=True)(rl_module=module, episodes=[chunk(2)])
+
+
+def test_values_of_a_stateful_module_must_be_recorded() -> None:
+    ended = chunk(2)
+    ended.is_terminated = True
+    with pytest.raises(ModuleError, match="let 'Two' give 'vf_preds' in its forward passes"):
+        GeneralAdvantageEstimation()(rl_module=Two(), batch={}, episodes=[ended])
+
+
+@pytest.mark.parametrize(
+    ("initial", "stateful"),
+    [
+        ({}, False),
+        (None, False),
+        ({"a": {}}, False),
+        (torch.zeros(1), True),
+        (np.zeros(3), True),
+        ({"a": (0.0,)}, True),
+    ],
+)
+def test_a_module_is_stateful_if_its_initial_state_has_a_leaf(initial: Any, stateful: bool) -> None:
+    class Has(RLModule):
+        def get_initial_state(self) -> Any:
+            return initial
+
+    assert Has().is_stateful() is stateful
+
+
+@pytest.mark.parametrize(
+    ("state_out", "told"),
+    [
+        (None, "module 'Gives' has an initial state, but its forward pass gave no 'state_out'"),
+        (torch.zeros(2, 4), r"gave 'state_out' float32\[4\], expected {'h': 'float32\[1\]'}, as its get_initial_state"),
+        ({"h": torch.zeros(2, 4)}, r"gave 'state_out' {'h': 'float32\[4\]'}, expected {'h': 'float32\[1\]'}"),
+        ({"h": torch.zeros(2, 1, dtype=torch.float64)}, r"{'h': 'float64\[1\]'}, expected {'h': 'float32\[1\]'}"),
+        ({"g": torch.zeros(2, 1)}, r"{'g': 'float32\[1\]'}, expected {'h': 'float32\[1\]'}"),
+    ],
+)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_state_unlike_the_initial_one_is_refused(state_out: Any, told: str, one_by_one: bool) -> None:
+    class Gives(NumberedModule):
+        def get_initial_state(self) -> Any:
+            return {"h": torch.zeros(1)}
+
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = {"actions": torch.zeros(2, 1, dtype=torch.int64)}
+            return output if state_out is None else {**output, "state_out": state_out}
+
+    pieces = [OneByOne()] if one_by_one else []
+    rollout = Rollout(numbered_envs(2, lengths=(9, 12))[1], module=Gives(), env_to_module_connector=lambda env: pieces)
+    with pytest.raises(ModuleError, match=told), rollout:
+        next(iter(rollout.fragments()))
+
+
+def test_a_train_batch_may_have_episodes_that_were_only_reset() -> None:
+    begun = SingleAgentEpisode("begun", observations=[0.5], len_lookback_buffer=0)
+    pipeline = LearnerConnectorPipeline.default(stateful=True)
+    batch = pipeline(rl_module=Two(), episodes=[chunk(3), begun])
+    assert batch["obs"].tolist() == [[0, 1], [2, 0]]
+    assert batch["seq_lens"].tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("numpy", [False, True])
+def test_rows_of_chunks_that_share_an_id_stay_beside_each_other(numpy: bool) -> None:
+    first, other, second = chunk(3), chunk(1), chunk(2, t_started=3, lookback=1)
+    other.id_, second.id_ = "other", first.id_
+    episodes = [first, other, second, other.cut(1)]
+    if numpy:
+        for episode in episodes:
+            episode.to_numpy()
+    batch = LearnerConnectorPipeline.default(stateful=True)(rl_module=Two(), episodes=episodes)
+    assert batch["obs"].tolist() == [[0, 1], [2, 0], [0, 0], [3, 4]]
+    assert batch["seq_lens"].tolist() == [2, 1, 1, 2]
+    assert batch["loss_mask"].tolist() == [[True, True], [True, False], [True, False], [True, True]]
+    assert batch["state_in"].tolist() == [[-1], [10], [-1], [20]]

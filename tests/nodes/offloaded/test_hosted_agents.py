@@ -1,0 +1,203 @@
+"""Whole rollouts of several agents on other hosts: the laws that hold of every rollout, and what is refused."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drawn_agents import Drawn, assert_alike, fragments_of, made, makers_of, mapping_of, modules_of
+from ending_agent_envs import DoomedAgents
+from lost_agents import agent_chunks, check_laws, emitted_steps, in_time
+from numbered_agents import NumberedAgents
+from remote_hosts import hosting, listening
+from serial_module import SerialModule
+
+from rollflow.nodes import (
+    ConnectorV2,
+    MeanStdFilter,
+    MultiAgentRollout,
+    RandomModule,
+    RemoteEnvs,
+    RemoteRollouts,
+    Rollout,
+    RolloutHost,
+)
+from rollflow.stream import ConnectorError, EnvError, ModuleError, WireError
+
+DRAWN = Drawn(2, 1, 3, 1, 6, False, 7, 2, True, 5)
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+
+
+def host_of(hosts: RemoteRollouts, drawn: Drawn, **options: Any) -> Any:
+    """A host of drawn environments, in a thread, until it is left."""
+    given = {"module": modules_of(drawn), "agent_to_module_mapping_fn": mapping_of(drawn), "lanes": drawn.lanes}
+    return hosting(hosts.addresses[0], makers_of(drawn), kind=RolloutHost, **(given | options))
+
+
+def over(hosts: Any, **options: Any) -> MultiAgentRollout:
+    return MultiAgentRollout(hosts, **{"module": SerialModule(), "fragment_length": 8, "seed": 0, **options})
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_host_gives_the_same_fragments_as_a_rollout_here(lanes: int) -> None:
+    drawn = DRAWN._replace(lanes=lanes)
+    hosts = listening(RemoteRollouts)
+    with host_of(hosts, drawn):
+        there = fragments_of(drawn, env=hosts, lanes=None)
+    assert_alike(there, fragments_of(drawn))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_each_module_acts_with_the_weights_that_were_published_for_it(prefetch: int) -> None:
+    hosts, drawn = listening(RemoteRollouts), DRAWN._replace(at_once=True)
+    with host_of(hosts, drawn), made(drawn, env=hosts, lanes=None, prefetch=prefetch, num_fragments=6)[1] as rollout:
+        for number, fragment in enumerate(rollout.fragments()):
+            for module_id in fragment.module_ids:
+                part = fragment.of_module(module_id)
+                assert part.gather("weight").tolist() == part.gather("policy_version").tolist()
+                if not prefetch:
+                    assert set(part.gather("policy_version").tolist()) <= {number if module_id == "plain 0" else 0}
+            assert rollout.publish({"plain 0": {"weight": torch.tensor(float(number + 1))}}) == {"plain 0": number + 1}
+
+
+def test_a_drained_rollout_gives_every_step_that_was_made() -> None:
+    hosts = listening(RemoteRollouts)
+    with host_of(hosts, DRAWN), made(DRAWN, env=hosts, lanes=None, prefetch=1)[1] as rollout:
+        fragments = []
+        for fragment in rollout.fragments():
+            fragments.append(fragment)
+            if len(fragments) == 3:
+                rollout.drain()
+        assert len(emitted_steps(fragments)) == rollout.num_steps
+    assert rollout.lost == {}
+
+
+def test_environments_that_raise_on_a_host_begin_anew(tmp_path: Path) -> None:
+    hosts = listening(RemoteRollouts)
+    kinds: Any = {"agents": 2, "nested": 0, "at_once": True}
+    doomed = [partial(DoomedAgents, 0, tmp_path, fate="raise", step=13, lives=1, **kinds)]
+    with (
+        hosting(hosts.addresses[0], doomed, kind=RolloutHost, module=SerialModule()),
+        over(hosts, num_fragments=3) as rollout,
+    ):
+        fragments = in_time(list(rollout.fragments()))
+        check_laws(rollout, fragments, tmp_path, 1)
+        assert rollout.lost == {"workers": 2}
+    assert [fragment.num_rows for fragment in fragments] == [8, 5, 8]
+    assert [len(fragment.losses) for fragment in fragments] == [0, 1, 0]
+
+
+def test_a_host_that_leaves_takes_its_lanes_with_it_and_others_go_on(tmp_path: Path) -> None:
+    hosts = listening(RemoteRollouts, hosts=2)
+    envs = [[partial(DoomedAgents, slot, tmp_path, nested=0)] for slot in range(2)]
+    given: Any = {"kind": RolloutHost, "module": SerialModule()}
+    with hosting(hosts.addresses[0], envs[0], **given):
+        with hosting(hosts.addresses[0], envs[1], **given):
+            rollout = over(hosts, num_fragments=6)
+            rollout.start()
+            stream = iter(rollout.fragments())
+            fragments = [next(stream) for _ in range(4)]
+        fragments += stream
+        check_laws(rollout, fragments, tmp_path, 2)
+        rollout.close()
+    counts = sorted(sum(fragment.lane == lane for fragment in fragments) for lane in (0, 1))
+    assert counts[1] == 6
+    assert counts[0] < 6
+
+
+class Notes(ConnectorV2):
+    def __call__(self, *, batch: Any, metrics: Any, episodes: Any, **kwargs: Any) -> Any:
+        metrics.log_value("rows", len(list(episodes)), reduce="sum")
+        return batch
+
+
+@pytest.mark.parametrize("place", ["hosts", pytest.param("workers", marks=pytest.mark.slow)])
+def test_what_connectors_learn_and_log_comes_together(place: str) -> None:
+    connectors: Any = {"env_to_module_connector": lambda part: [Notes(), MeanStdFilter()]}
+    makers = [partial(NumberedAgents, slot, agents=2, nested=0, at_once=True, length=50) for slot in range(2)]
+    options: Any = {"num_fragments": 3, "fragment_length": 10, "module": RandomModule, **connectors}
+    hosts = listening(RemoteRollouts, hosts=2) if place == "hosts" else makers
+    where: Any = {} if place == "hosts" else {"where": "rollouts", "workers": 2}
+    given: Any = {"kind": RolloutHost, "module": RandomModule, **connectors}
+    if place == "hosts":
+        address = hosts.addresses[0]  # type: ignore[union-attr]
+        with hosting(address, makers[:1], **given), hosting(address, makers[1:], **given):
+            rollout = over(hosts, **options)
+            with rollout:
+                fragments = list(rollout.fragments())
+    else:
+        with over(hosts, **options, **where) as rollout:
+            fragments = list(rollout.fragments())
+    [state] = [state for name, state in rollout.env_to_module[0].get_state().items() if "MeanStdFilter" in name]
+    assert len(state["sources"]) == 2
+    # An episode has one observation more than steps; each has been through the pipeline when its fragment is cut.
+    ids = {chunk.id_ for _, chunk in agent_chunks(fragments)}
+    seen = sum(fragment.num_steps for fragment in fragments) + len(ids)
+    assert sum(source["count"] for source in state["sources"].values()) == seen
+    assert rollout.metrics.peek("rows") == seen
+    assert len(fragments) == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "told"),
+    [
+        (
+            {"module": RandomModule},
+            ModuleError,
+            "module 'default_policy' of host .* is RandomModule; expected .* Serial",
+        ),
+        ({"module": {"a": SerialModule()}}, ModuleError, r"has the modules \['a'\], expected .*\['default_policy'\]"),
+        ({"module": None}, ModuleError, "module 'default_policy' is SerialModule, and host .* was given none"),
+        (
+            {"env_to_module_connector": lambda part: Notes()},
+            ConnectorError,
+            "the env_to_module pipeline of host .* is Notes, .*; expected that of the rollout",
+        ),
+    ],
+)
+def test_a_host_with_other_modules_or_connectors_is_refused(options: Any, kind: Any, told: str) -> None:
+    hosts = listening(RemoteRollouts, join_timeout=0.5)
+    envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
+    given: Any = {"module": SerialModule(), **options}
+    with (
+        pytest.raises(kind, match=told),
+        hosting(hosts.addresses[0], envs, kind=RolloutHost, **given),
+        pytest.raises(EnvError, match=told),
+        over(hosts) as rollout,
+    ):
+        next(iter(rollout.fragments()))
+
+
+@pytest.mark.parametrize(("kind", "rollout_of"), [(RemoteRollouts, Rollout), (RemoteEnvs, over)])
+def test_hosts_of_another_kind_are_refused(kind: Any, rollout_of: Any) -> None:
+    hosts = listening(kind, join_timeout=0.5)
+    envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
+    with (
+        pytest.raises(WireError, match=r"hello\.role is 'agent_rollout', expected"),
+        hosting(hosts.addresses[0], envs, kind=RolloutHost, module=SerialModule()),
+        pytest.raises(EnvError, match="0 of 1 hosts came"),
+    ):
+        rollout_of(hosts)
+
+
+def test_modules_come_and_go_before_the_run_alone() -> None:
+    hosts = listening(RemoteRollouts)
+    envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
+    modules = {"default_policy": SerialModule(), "other": SerialModule()}
+    with hosting(hosts.addresses[0], envs, kind=RolloutHost, module=modules):
+        rollout = over(hosts, num_fragments=1)
+        rollout.add_module("other", SerialModule())
+        rollout.start()
+        next(iter(rollout.fragments()))
+        with pytest.raises(ModuleError, match="'third' can't come or go while whole rollouts are done elsewhere"):
+            rollout.add_module("third", SerialModule())
+        with pytest.raises(
+            ModuleError, match="'default_policy' can't come or go while whole rollouts are done elsewhere"
+        ):
+            rollout.remove_module("default_policy")
+        rollout.close()

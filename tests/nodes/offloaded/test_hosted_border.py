@@ -1,0 +1,302 @@
+"""Hosts check each message of a rollout, and its place in the order that the protocol promises."""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numbered_module import NumberedEnv, NumberedModule
+from raw_gateway import RawGateway
+from remote_hosts import BrokenWire, hosting, listening, serving
+from remote_rollouts import makers, rollout_over, rollouts_on
+
+from rollflow.nodes import MeanStdFilter, RemoteRollouts, Rollout, RolloutHost
+from rollflow.nodes.env.env_source import lane_makers
+from rollflow.nodes.env.observation_check import KINDS
+from rollflow.nodes.modules.weights_codec import digest_of
+from rollflow.nodes.offloaded.replica import Replica
+from rollflow.nodes.offloaded.rollout_lane import RolloutLane
+from rollflow.nodes.offloaded.rollout_report import account_of
+from rollflow.nodes.offloaded.rollout_settings import RolloutSettings
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire import Fragment, LaneGrant, Settings, States, Turn, Weights
+
+GOOD: dict[str, Any] = {
+    "fragment_length": 4,
+    "lookback": 1,
+    "seed": 0,
+    "explore": True,
+    "flat": False,
+    "threads": 1,
+    "module": "NumberedModule",
+    "model_config": None,
+    "pieces": {"env_to_module": [], "module_to_env": []},
+}
+WEIGHT = {"weight": np.zeros((), np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"fragment_length": 0}, "fragment_length is 0, expected a whole number from 1"),
+        ({"fragment_length": 1 << 40}, "fragment_length is 1099511627776, expected"),
+        ({"lookback": -1}, "lookback is -1, expected a whole number from 0"),
+        ({"seed": "x"}, "seed is 'x', expected a whole number"),
+        ({"explore": 1}, "explore is 1, expected a bool"),
+        ({"flat": None}, "flat is None, expected a bool"),
+        ({"digests": 1}, "digests is 1, expected a bool"),
+        ({"threads": 1 << 20}, "threads is 1048576, expected a whole number from 1 to 1024"),
+        ({"module": 3}, "module is 3, expected a name"),
+        ({"model_config": {"fcnet_hiddens": -1}}, "fcnet_hiddens is -1, expected a list"),
+        ({"model_config": 7}, "model_config is a int"),
+        ({"pieces": {"env_to_module": [1]}}, "pieces is .*, expected lists of names"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(changed: dict[str, Any], told: str) -> None:
+    assert RolloutSettings.of_message(Settings(GOOD)).fragment_length == 4
+    with pytest.raises(WireError, match=f"^settings: .*{told}"):
+        RolloutSettings.of_message(Settings(GOOD | changed))
+    with pytest.raises(WireError, match=r"^settings: no seed, expected fragment_length, lookback"):
+        RolloutSettings.of_message(Settings({name: value for name, value in GOOD.items() if name != "seed"}))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "told"),
+    [
+        (None, "loaded is None, expected a version and a digest"),
+        ([1], "loaded is .1., expected a version and a digest"),
+        ([1.5, bytes(32)], "loaded is .1.5, .* expected a version and a digest"),
+        ([True, bytes(32)], "loaded is .True, .* expected a version and a digest"),
+        ([1, "digest"], "loaded is .* expected a version and a digest"),
+        ([-1, bytes(32)], "loaded: version is -1, expected a whole number from 0"),
+        ([1, bytes(31)], "loaded: 31 bytes, expected a digest of 32"),
+    ],
+)
+def test_what_a_host_says_that_it_has_loaded_is_checked(loaded: Any, told: str) -> None:
+    rest = {"start": 0, "steps": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
+    assert account_of(rest, 1) == account_of(rest | {"loaded": [1, bytes(32)]}, 1)
+    with pytest.raises(WireError, match=f"^{told}"):
+        account_of(rest | {"loaded": loaded}, 1)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        None,
+        [["dtype", "it is"]] * (len(KINDS) + 1),
+        ["dtype"],
+        [["dtype"]],
+        [["color", "red"]],
+        [[["dtype"], "it is"]],
+        [["bounds", 5]],
+        [["bounds", "x" * 1025]],
+    ],
+)
+def test_what_a_host_says_of_its_observations_is_checked(told: Any) -> None:
+    rest = {"start": 0, "steps": 0, "seed": 0, "lost_steps": 0, "failure": None, "nodes": []}
+    assert account_of(rest, 1).deviations == ()
+    assert account_of(rest | {"deviations": [["bounds", "it is"]]}, 1).deviations == (("bounds", "it is"),)
+    with pytest.raises(WireError, match=r"^deviations (is|has) .*, expected a list of pairs: dtype or bounds"):
+        account_of(rest | {"deviations": told}, 1)
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_host_digests_what_it_has_loaded_where_it_is_asked_to(is_asked: bool, tmp_path: Path) -> None:
+    with (
+        RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule()) as host,
+        serving(host, f"unix:{tmp_path}/host") as address,
+    ):
+        gateway = RawGateway(address)
+        gateway.welcome()
+        more = {"digests": True} if is_asked else {}  # which older software does not say
+        gateway.connection.tell(Settings(GOOD | {"pieces": pieces()} | more))
+        gateway.connection.tell(Weights(7, WEIGHT, {}, {}))
+        gateway.connection.ask(Turn(0, 1))
+        answer = gateway.next_event()
+        assert isinstance(answer, Fragment)
+        assert answer.rest.get("loaded") == ([7, digest_of(WEIGHT, {})] if is_asked else None)
+        gateway.end()
+
+
+@pytest.mark.parametrize(
+    ("news", "told"),
+    [
+        ([Settings({})], "settings: no fragment_length, lookback"),
+        ([Settings(GOOD), States({})], "states: env_to_module is None, expected a map of states"),
+        ([Settings(GOOD), Weights(0, {"a": np.zeros((), "f4")}, {"a": "float32"}, {})], "weights: ValueError"),
+        ([Settings(GOOD), Weights(0, {"a": np.zeros(2, "u2")}, {"a": "nosuch"}, {})], "weights 'a': dtype 'nosuch'"),
+        ([Weights(0, WEIGHT, {}, {})], "weights before settings, expected them after"),
+    ],
+)
+def test_a_host_that_is_told_nonsense_says_so_and_listens_on(news: list[Any], told: str, tmp_path: Path) -> None:
+    with (
+        RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule()) as host,
+        serving(host, f"unix:{tmp_path}/host") as address,
+    ):
+        first = RawGateway(address)
+        first.welcome()
+        for each in news:
+            first.connection.tell(each)
+        first.flush()
+        with pytest.raises(WireError, match=told):
+            raise first.refusal()
+        second = RawGateway(address)
+        second.welcome()
+        second.connection.tell(Settings(GOOD | {"pieces": pieces()}))
+        second.connection.tell(Weights(0, WEIGHT, {}, {}))
+        second.connection.ask(Turn(0, 1))
+        assert isinstance(second.next_event(), Fragment)
+        second.end()
+
+
+def pieces() -> dict[str, list[str]]:
+    with Rollout([lambda: NumberedEnv(0)], module=NumberedModule()) as rollout:
+        lines = {"env_to_module": rollout.env_to_module, "module_to_env": rollout.module_to_env}
+    return {name: [piece.name for piece in line.connectors] for name, line in lines.items()}
+
+
+class Listens(RolloutHost):
+    """Takes down what comes, in its order."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.heard: list[list[str]] = []
+        super().__init__(*args, **kwargs)
+
+    def _welcomed(self, welcome: Any) -> None:
+        self.heard.append([])
+        super()._welcomed(welcome)
+
+    def _take(self, news: Any) -> None:
+        self.heard[-1].append(news.kind)
+        super()._take(news)
+
+
+def test_after_every_reconnect_settings_and_states_come_before_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the connection comes back while the rollout stands still."""
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+    envs = listening(RemoteRollouts)
+    left = iter(range(6_000, 10_000_000, 1_237))
+    wire = BrokenWire(envs.addresses[0], lambda: next(left))
+    hosts: list[Listens] = []
+
+    def made(*args: Any, **kwargs: Any) -> Listens:
+        hosts.append(Listens(*args, **kwargs))
+        return hosts[-1]
+
+    filters: Any = {"env_to_module_connector": lambda env: MeanStdFilter(), "module": None}
+    try:
+        with (
+            hosting(wire.address, "CartPole-v1", kind=made, num_envs=2, **filters),  # type: ignore[arg-type]
+            rollout_over(envs, model_config={"fcnet_hiddens": (4,)}, **filters) as rollout,
+        ):
+            fragments = iter(rollout.fragments())
+            while len(hosts[0].heard) < 8:
+                next(fragments)
+                rollout.publish(rollout.module.state_dict())
+                if wire.cuts > len(hosts[0].heard) - 1:  # let the gateway take the host back by itself
+                    hosts[0]._wakeup.ring()
+    finally:
+        wire.close()
+    for heard in hosts[0].heard:
+        told = [kind for kind in heard if kind != "cut"]
+        assert told[:1] in ([], ["settings"])
+        assert "weights" not in told or told.index("weights") > 0
+    assert any("states" in heard for heard in hosts[0].heard)
+    for heard in hosts[0].heard[1:]:
+        if "weights" in heard and "states" in heard:
+            assert heard.index("states") < heard.index("weights")
+
+
+def lane_with(act: Callable[..., Any]) -> RolloutLane:
+    [maker] = lane_makers([lambda: NumberedEnv(0)], None, None)
+    return RolloutLane(maker, act)
+
+
+def test_what_the_next_rollout_tells_is_not_taken_by_the_one_before() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    real = RolloutHost([lambda: NumberedEnv(0)], module=NumberedModule())
+    seen: list[Any] = []
+
+    def act(env: Any, settings: RolloutSettings) -> tuple[Replica, Any]:
+        replica, how = real._replica(env, settings)
+        seen.append(replica)
+        if len(seen) == 1:
+            begun.set()
+            go_on.wait()
+        dict(replica.named_pipelines)["env_to_module"].set_state = partial(seen.append)
+        return replica, how
+
+    lane = lane_with(act)
+    settings = RolloutSettings.of_message(Settings(GOOD | {"pieces": pieces()}))
+
+    def begin(states: dict[str, Any] | None) -> Any:
+        lane.begin(LaneGrant(0, 1, 0, 0))
+        lane.configure(settings)
+        if states is not None:
+            lane.take_states(states)
+        lane.publish(0, {"weight": NumberedModule().weight.detach()})
+        return lane.session
+
+    answers: list[Any] = []
+    first = begin(None)
+    thread = threading.Thread(target=lambda: answers.append(lane.answer(Turn(0, 1), first)))
+    thread.start()
+    begun.wait()
+    second = begin({"env_to_module": {"mine": 1}, "module_to_env": {}})
+    go_on.set()
+    thread.join()
+    assert answers == [None]
+    assert isinstance(lane.answer(Turn(0, 1), second), Fragment)
+    assert seen[2:] == [{"mine": 1}]
+    real.close()
+
+
+class Clinging(NumberedEnv):
+    """Raises once, and then can't be closed at the first try."""
+
+    has_raised = False
+
+    def step(self, action: Any) -> Any:
+        if not Clinging.has_raised and self.life == 5:
+            Clinging.has_raised = self.is_broken = True
+            raise RuntimeError("it broke")
+        return super().step(action)
+
+    is_broken = False
+
+    def close(self) -> None:
+        if self.is_broken:
+            self.is_broken = False
+            raise OSError("it can't be closed")
+        super().close()
+
+
+def test_an_environment_that_has_failed_and_can_not_be_closed_is_made_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+    monkeypatch.setattr(Clinging, "has_raised", False)
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], [partial(Clinging, 0, lengths=(9, 9))]),
+        rollout_over(envs, num_fragments=3) as rollout,
+        caplog.at_level(logging.WARNING),
+    ):
+        fragments = list(rollout.fragments())
+    assert [fragment.num_rows for fragment in fragments] == [5, 8, 8]
+    assert "environments that have failed can't be closed: OSError: it can't be closed" in caplog.text
+
+
+def test_forward_passes_are_compiled_where_they_are_done() -> None:
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], makers(0), compile_forward={"backend": "eager"}), rollout_over(envs) as rollout:
+        fragment = next(iter(rollout.fragments()))
+    assert fragment.num_rows == 8
+    again = listening(RemoteRollouts)
+    with pytest.raises(ValueError, match=r"compile_forward is for forward passes here.*given to each RolloutHost"):
+        rollout_over(again, compile_forward=True)
+    again.close()

@@ -1,0 +1,230 @@
+"""One meaning: whole rollouts on other hosts give the same fragments as those in worker processes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import pytest
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of
+from fragment_equality import assert_alike
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedModule
+from property_examples import examples
+from remote_hosts import BrokenWire, dialled_host, hosting, listening
+
+from rollflow.nodes import ConnectorV2, RemoteRollouts, Rollout, RolloutHost
+from rollflow.sinks import LearnerPipeline
+from rollflow.stream import Fragment, Graph
+from rollflow.stream.testing import check
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_delays() -> Iterator[None]:
+    """Until a broken connection is dialled again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.001)
+        yield
+
+
+def hosted(envs: Any, drawn: Setting, **options: Any) -> list[Fragment]:
+    """Return the fragments of a host that dials in."""
+    address = options.pop("address", envs.addresses[0])
+    with hosting(address, makers_of(drawn), lanes=drawn.lanes, kind=RolloutHost, module=NumberedModule()):
+        return fragments_of(envs, drawn, **options)
+
+
+@given(drawn=drawn_settings)
+@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
+def test_a_host_that_dials_in_gives_the_fragments_that_are_made_inline(drawn: Setting) -> None:
+    assert_alike(hosted(listening(RemoteRollouts), drawn), fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
+
+
+@given(drawn=drawn_settings, workers=st.integers(1, 2))
+@settings(max_examples=examples(2), phases=[Phase.explicit, Phase.generate])
+def test_so_it_gives_those_of_worker_processes(drawn: Setting, workers: int) -> None:
+    ours = hosted(listening(RemoteRollouts), drawn)
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes, where="rollouts", workers=workers))
+
+
+@given(drawn=drawn_settings, cuts=st.lists(st.integers(1, 12_000), max_size=30))
+@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
+def test_connections_that_break_anywhere_lose_nothing_and_change_nothing(drawn: Setting, cuts: list[int]) -> None:
+    envs = listening(RemoteRollouts)
+    left = list(cuts)
+    wire = BrokenWire(envs.addresses[0], lambda: left.pop() if left else None)
+    try:
+        ours = hosted(envs, drawn, address=wire.address)
+    finally:
+        wire.close()
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
+
+
+def test_hosts_that_are_dialled_give_the_same_as_well(tmp_path: Path) -> None:
+    drawn = Setting(4, 2, 8, 1, True, 6, 1, 7)
+    addresses = [f"unix:{tmp_path}/one", f"unix:{tmp_path}/two"]
+    makers = makers_of(drawn)
+    options: Any = {"kind": RolloutHost, "module": NumberedModule()}
+    # Both are dialled at once: which one is first is for the wire to say, so both have the same environments.
+    with dialled_host(addresses[0], makers[:2], **options), dialled_host(addresses[1], makers[:2], **options):
+        ours = fragments_of(RemoteRollouts.connect(addresses), drawn)
+    assert_alike(ours, fragments_of(makers[:2] * 2, drawn, lanes=2))
+
+
+def test_secret_and_encryption_change_nothing(certificates: dict[str, Any]) -> None:
+    envs = listening(RemoteRollouts, secret="open sesame", tls=certificates["server"])
+    options: Any = {"fragment_length": 20, "num_fragments": 2, "seed": 5}
+    secret: Any = {"secret": b"open sesame", "tls": certificates["client"]}
+    with (
+        hosting(envs.addresses[0], "CartPole-v1", num_envs=2, kind=RolloutHost, **secret),
+        Rollout(envs, **options) as rollout,
+    ):
+        ours = list(rollout.fragments())
+    with Rollout("CartPole-v1", num_envs=2, **options) as inline:
+        assert_alike(ours, list(inline.fragments()))
+
+
+class Notes(ConnectorV2):
+    """Writes into what episodes carry, and counts how often it has been called for each."""
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in self.single_agent_episode_iterator(episodes):
+            kept = episode.custom_data
+            kept["calls"] = kept.get("calls", 0) + 1
+            kept.setdefault("seen", []).append((len(episode), {"at": np.float32(len(episode))}))
+        return batch
+
+
+space = gym.spaces.Dict(
+    {
+        "image": gym.spaces.Box(0, 255, (4, 3, 2), np.uint8),
+        "where": gym.spaces.Tuple((gym.spaces.Discrete(5, start=-2), gym.spaces.MultiBinary((2, 3)))),
+        "numbers": gym.spaces.MultiDiscrete([3, 4]),
+    }
+)
+
+
+class Sampled(gym.Env[Any, Any]):
+    """Has spaces of every kind, and infos that come and go."""
+
+    observation_space = space
+    action_space = gym.spaces.Dict({"a": gym.spaces.Box(-1, 1, (2,)), "b": space["numbers"]})
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        space.seed(int(self.np_random.integers(2**31)))
+        return space.sample(), {"began": "so"}
+
+    def step(self, action: Any) -> Any:
+        assert self.action_space.contains(action)
+        infos = {"seen": action["a"].sum()} if self.np_random.random() < 0.5 else {"nested": {"a": [1, None]}}
+        return space.sample(), 1.0, bool(self.np_random.random() < 0.2), False, infos
+
+
+def test_nested_spaces_infos_and_what_episodes_carry_come_through() -> None:
+    options: Any = {"fragment_length": 8, "num_fragments": 3, "seed": 1}
+    notes: Any = {"env_to_module_connector": lambda env: Notes()}
+    envs = listening(RemoteRollouts)
+    with (
+        hosting(envs.addresses[0], Sampled, num_envs=1, kind=RolloutHost, **notes),
+        Rollout(envs, **options, **notes) as rollout,
+    ):
+        ours = list(rollout.fragments())
+    with Rollout(Sampled, num_envs=1, **options, **notes) as inline:
+        assert_alike(ours, list(inline.fragments()))
+    chunks = [chunk for fragment in ours for chunk in fragment.episodes()]
+    assert all(chunk.custom_data["calls"] >= len(chunk) for chunk in chunks)
+    assert {key for chunk in chunks for infos in chunk.get_infos() for key in infos} == {"began", "seen", "nested"}
+
+
+def test_a_stateful_module_goes_on_from_where_its_episodes_are() -> None:
+    options: Any = {"fragment_length": 7, "num_fragments": 4, "seed": 1, "model_config": {"use_lstm": True}}
+    envs = listening(RemoteRollouts)
+    with (
+        hosting(envs.addresses[0], "CartPole-v1", num_envs=3, lanes=2, kind=RolloutHost),
+        Rollout(envs, **options) as rollout,
+    ):
+        ours = list(rollout.batches())
+    with Rollout("CartPole-v1", num_envs=3, lanes=2, **options) as inline:
+        expected = list(inline.batches())
+    assert "state_in" in ours[0]
+    for mine, other in zip(ours, expected, strict=True):
+        check(mine, other)
+
+
+# As other things than a plain loop
+
+
+def key(fragment: Fragment) -> tuple[int, int]:
+    return fragment.lane, fragment.sequence
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_the_same_comes_out_of_an_event_loop(backend: str) -> None:
+    options: Any = {"fragment_length": 16, "num_fragments": 3, "seed": 5}
+    envs = listening(RemoteRollouts)
+
+    async def gathered() -> list[Fragment]:
+        async with Rollout(envs, **options) as rollout:
+            return [fragment async for fragment in rollout.fragments()]
+
+    with hosting(envs.addresses[0], "CartPole-v1", num_envs=4, lanes=2, kind=RolloutHost):
+        fragments = anyio.run(gathered, backend=backend)
+    with Rollout("CartPole-v1", num_envs=4, lanes=2, **options) as inline:
+        assert_alike(sorted(fragments, key=key), sorted(inline.fragments(), key=key))
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_drained_graph_hands_on_every_step(backend: str) -> None:
+    envs = listening(RemoteRollouts)
+    drawn = Setting(4, 2, 5, 1, False, 12, 0, 0)
+
+    async def run_through(graph: Graph) -> int:
+        steps = batches = 0
+        async with graph.run() as run:
+            async for batch in run["batches"]:
+                steps += len(batch["obs"])
+                batches += 1
+                if batches == 5:
+                    run.stop()
+        return steps
+
+    with hosting(envs.addresses[0], makers_of(drawn), lanes=2, kind=RolloutHost, module=NumberedModule()):
+        rollout = Rollout(envs, module=NumberedModule(), fragment_length=5, seed=0)
+        graph = Graph("ppo")
+        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module))
+        graph.connect("rollout.fragments", "learner", capacity=2)
+        graph.output("batches", "learner.batches", capacity=2)
+        assert anyio.run(run_through, graph, backend=backend) == rollout.num_steps
+    assert rollout.lost == {}
+
+
+class Sines(ConnectorV2):
+    """Rewrites observations into another dtype and shape."""
+
+    def recompute_output_observation_space(self, observation_space: Any, action_space: Any) -> Any:
+        return gym.spaces.Box(-1, 1, (2, 3), np.float32)
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        for episode in episodes:
+            at = episode.get_observations(-1)
+            episode.set_observations(new_data=np.sin([at, 2 * at]).astype(np.float32), at_indices=-1)
+        return batch
+
+
+class Flat(NumberedModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return super()._forward({"obs": batch["obs"].reshape(len(batch["obs"]), -1)[:, :3]})
+
+
+def test_observations_that_connectors_rewrite_come_as_they_are_left() -> None:
+    drawn = Setting(3, 1, 8, 2, False, 5, 0, 3)
+    rewriting: Any = {"env_to_module_connector": lambda env: Sines()}
+    envs = listening(RemoteRollouts)
+    with hosting(envs.addresses[0], makers_of(drawn), kind=RolloutHost, module=Flat(), **rewriting):
+        ours = fragments_of(envs, drawn, module=Flat(), **rewriting)
+    assert ours[0].column("obs").dtype == np.float32
+    assert_alike(ours, fragments_of(makers_of(drawn), drawn, lanes=1, module=Flat(), **rewriting))

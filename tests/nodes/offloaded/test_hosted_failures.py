@@ -1,0 +1,400 @@
+"""Environments on hosts of whole rollouts that raise, that can't be reset, or that hang."""
+
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ending_envs import Doomed, lives_of, rewards_by_slot
+from held_envs import Held, await_held, let_go, times_made
+from lane_clock import LaneClock
+from numbered_module import NumberedEnv, NumberedModule
+from remote_hosts import BrokenWire, listening
+from remote_rollouts import (
+    HASTY,
+    await_late,
+    await_that,
+    check_counts,
+    check_laws,
+    makers,
+    rollout_over,
+    rollouts_on,
+    slots_of,
+    taken_until,
+)
+
+from rollflow.nodes import RemoteRollouts, Rollout
+from rollflow.nodes.env.workers.lane_supervisor import LanePhase
+from rollflow.stream import EnvError, Fragment
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+
+
+def lost_in(fragments: list[Fragment]) -> list[str]:
+    return [chunk.custom_data["lost"] for f in fragments for chunk in f.episodes() if "lost" in chunk.custom_data]
+
+
+def doomed(folder: Path, step: int, lives: int = 1, *, slots: int = 1, **options: Any) -> list[Any]:
+    """Environments, the first of which raises in this step of so many lives."""
+    return [
+        partial(Doomed, slot, folder, "raise", step, lives if slot == 0 else 0, **{"lengths": (100, 100), **options})
+        for slot in range(slots)
+    ]
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_what_there_is_of_a_fragment_comes_with_what_was_raised(
+    tmp_path: Path, prefetch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], doomed(tmp_path, 21, slots=2), name="sim"),
+        rollout_over(envs, num_fragments=5, prefetch=prefetch) as rollout,
+    ):
+        taken = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
+    assert [(fragment.sequence, fragment.num_steps) for fragment in taken] == [
+        (0, 16),
+        (1, 16),
+        (2, 10),
+        (3, 16),
+        (4, 16),
+    ]
+    assert rollout.lost == {"workers": 2}
+    [one, other] = taken[2].episodes()
+    assert [(len(chunk), chunk.is_truncated, chunk.is_terminated) for chunk in (one, other)] == [(5, True, False)] * 2
+    assert lost_in(taken) == ["RuntimeError: it broke"] * 2
+    assert taken[3].losses == []
+    ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in taken]
+    assert ids[0] == ids[1] == ids[2]
+    assert ids[3] == ids[4]
+    assert not ids[2] & ids[3]
+    # It is made anew, and begins with other episodes than before.
+    assert taken[3].chunk(0).get_observations(slice(0, None))[:, 2].tolist() == list(range(9))
+    assert Doomed.lives(tmp_path, 0) == [21, 16]
+    assert "lane 0 is lost: host sim (tcp://127.0.0.1:" in caplog.text
+    assert "RuntimeError: it broke; slot 0; lane 0, vector step 21; in node 'env'" in caplog.text
+
+
+@pytest.mark.parametrize("step", [0, 8, 16])
+def test_one_that_raises_in_the_first_step_of_a_fragment_uses_up_none(step: int, tmp_path: Path) -> None:
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], doomed(tmp_path, step, slots=2)),
+        rollout_over(envs, num_fragments=4) as rollout,
+    ):
+        taken = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
+    assert [(fragment.sequence, fragment.num_steps) for fragment in taken] == [(n, 16) for n in range(4)]
+    assert rollout.lost == {"workers": 2}
+    [after] = [fragment for fragment in taken if fragment.losses]
+    [loss] = after.losses
+    assert after.sequence == step // 8
+    assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (after.first_row, [0, 1], [])
+    assert "it broke" in loss.reason
+    ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in taken]
+    for before, later in pairwise(range(4)):
+        assert (ids[before] == ids[later]) == (later != step // 8)
+    assert after.chunk(0).get_observations(slice(0, None))[:, 2].tolist() == list(range(9))
+    assert lost_in(taken) == []
+
+
+def test_the_same_comes_of_it_in_worker_processes(tmp_path: Path) -> None:
+    envs = listening(RemoteRollouts)
+    found: list[list[Any]] = []
+    for place in ("hosts", "workers"):
+        (tmp_path / place).mkdir()
+        environments = doomed(tmp_path / place, 12, 2, slots=2, lengths=(3, 9))
+        options: Any = {"module": NumberedModule(), "fragment_length": 6, "num_fragments": 5, "seed": 3}
+        if place == "hosts":
+            with rollouts_on(envs.addresses[0], environments), Rollout(envs, **options) as rollout:
+                fragments = list(rollout.fragments())
+        else:
+            with Rollout(environments, where="rollouts", lanes=1, workers=1, **options) as rollout:
+                fragments = list(rollout.fragments())
+        states = [[chunk.get_state() for chunk in fragment.episodes()] for fragment in fragments]
+        told = [(f.sequence, f.num_steps, [(x.row, x.cut.tolist()) for x in f.losses]) for f in fragments]
+        found.append([told, rollout.lost, [[state["id_"] for state in each] for each in states], lost_in(fragments)])
+        found[-1].append(rewards_by_slot(fragments))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("mode", ["raises", "hangs"])
+def test_the_other_lanes_of_the_host_are_undisturbed(tmp_path: Path, mode: str) -> None:
+    one = doomed(tmp_path, 12) if mode == "raises" else [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], [*one, *makers(1, 2)], lanes=3),
+        rollout_over(envs, prefetch=3) as rollout,
+    ):
+        fragments = iter(rollout.fragments())
+        taken = taken_until(fragments, lambda more: sum(f.lane == 1 for f in more) >= (8 if mode == "raises" else 2))
+        if mode == "hangs":
+            await_held(tmp_path, 0)
+            let_go(tmp_path, 0)
+        rollout.drain()
+        taken += list(fragments)
+    others = [fragment for fragment in taken if fragment.lane]
+    check_laws(others, {}, 0)
+    check_counts(taken, rollout)
+    assert rollout.lost == ({"workers": 1} if mode == "raises" else {})
+
+
+class Unruly(NumberedEnv):
+    """Raises in resets: those of these numbers, over all lives."""
+
+    resets = 0
+    raises: frozenset[int] = frozenset()
+
+    def reset(self, **kwargs: Any) -> Any:
+        Unruly.resets += 1
+        if Unruly.resets - 1 in Unruly.raises:
+            raise RuntimeError("no reset")
+        return super().reset(**kwargs)
+
+
+@pytest.fixture
+def unruly(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def raising(*numbers: int) -> Any:
+        monkeypatch.setattr(Unruly, "resets", 0)
+        monkeypatch.setattr(Unruly, "raises", frozenset(numbers))
+        return partial(Unruly, 0, lengths=(5, 5))
+
+    return raising
+
+
+@pytest.mark.parametrize("numbers", [(0,), (0, 1, 2), (1,), (1, 2)])
+def test_one_that_can_not_be_reset_is_tried_again(unruly: Any, numbers: tuple[int, ...]) -> None:
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], [unruly(*numbers)]), rollout_over(envs, num_fragments=3) as rollout:
+        taken = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
+    # A reset within an episode's last step takes that step with it; the others take none.
+    assert rollout.lost == ({} if 0 in numbers else {"workers": 1})
+    for steps in rewards_by_slot(taken).values():
+        lives_of(steps)
+    assert [fragment.sequence for fragment in taken] == [0, 1, 2]
+
+
+def test_more_failures_in_a_row_than_are_allowed_are_the_end_of_a_lane(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    envs = listening(RemoteRollouts)
+    with (
+        rollouts_on(envs.addresses[0], [*doomed(tmp_path, 0, 100), *makers(1)], lanes=2, name="sim"),
+        rollout_over(envs, num_fragments=3) as rollout,
+    ):
+        taken = list(rollout.fragments())
+    assert [(fragment.lane, fragment.sequence) for fragment in taken] == [(1, 0), (1, 1), (1, 2)]
+    assert "lane 0 leaves, lost 6 times in a row: RuntimeError: it broke" in caplog.text
+    assert len(Doomed.lives(tmp_path, 0)) == 6
+    assert rollout.lost == {"workers": 6}
+
+
+def test_where_it_was_the_last_lane_the_rollout_says_why(tmp_path: Path) -> None:
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], doomed(tmp_path, 3, 100), name="sim"), rollout_over(envs) as rollout:
+        rollout.environments.carrier.join_timeout = 0.2
+        fragments: list[Fragment] = []
+        with pytest.raises(
+            EnvError, match=r"every lane has left, though hosts are here, .*: lane 0: RuntimeError: it broke"
+        ):
+            fragments += rollout.fragments()
+    check_counts(fragments, rollout)
+    assert [fragment.num_steps for fragment in fragments] == [3] * 6
+    assert lost_in(fragments) == ["RuntimeError: it broke"] * 6
+
+
+def test_between_two_failures_there_is_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time grows with each failure."""
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 1000.0)
+    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor._LONGEST_DELAY_S", 3000.0)
+    now = [0.0]
+    monkeypatch.setattr("rollflow.nodes.env.workers.lane_supervisor.monotonic", lambda: now[0])
+    envs = listening(RemoteRollouts, join_timeout=None)
+    with rollouts_on(envs.addresses[0], doomed(tmp_path, 0, 3)), rollout_over(envs, prefetch=1) as rollout:
+        await_that(lambda: rollout.environments.carrier.lanes)
+        [record] = rollout.environments.carrier.supervisor.lanes
+        for failures, delay in ((1, 1000.0), (2, 2000.0), (3, 3000.0)):
+            await_that(lambda due=now[0] + delay: record.due == due)
+            assert (record.failures, len(Doomed.lives(tmp_path, 0))) == (failures, failures)
+            now[0] += delay
+            rollout.environments.carrier.gateway.wake()
+        assert next(iter(rollout.fragments())).num_steps == 8
+
+
+# Environments that hang
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> LaneClock:
+    return LaneClock(monkeypatch)
+
+
+def test_one_that_is_late_is_named_and_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+) -> None:
+    envs = listening(RemoteRollouts)
+    held = [partial(Held, slot, tmp_path, steps=[12] if slot == 0 else [], lengths=(100, 100)) for slot in range(3)]
+    with (
+        rollouts_on(envs.addresses[0], [*makers(3), *held], lanes=2, name="sim"),
+        rollout_over(envs, step_timeout=0.3, prefetch=6, num_fragments=3) as rollout,  # room for all there are
+    ):
+        await_that(lambda: rollout.num_steps == 2 * (12 + 24))
+        await_late(rollout, clock)
+        let_go(tmp_path, 0)
+        taken = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in taken)
+    assert rollout.lost == {}
+    assert sorted((fragment.lane, fragment.sequence) for fragment in taken) == [
+        (lane, sequence) for lane in range(2) for sequence in range(3)
+    ]
+    [told] = [record.getMessage() for record in caplog.records if "is late" in record.getMessage()]
+    assert "is late: host sim (tcp://127.0.0.1:" in told
+    assert "slots 0 to 1: no answer to a step within 0.3 s" in told
+    check_laws(taken, {}, 0)
+
+
+def test_one_that_hangs_for_good_leaves_and_what_it_had_told_of_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+) -> None:
+    envs = listening(RemoteRollouts)
+    held = partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))
+    try:
+        with (
+            rollouts_on(envs.addresses[0], [held, *makers(1)], lanes=2, name="sim"),
+            rollout_over(envs, step_timeout=0.3, reset_timeout=0.3, prefetch=1) as rollout,
+        ):
+            fragments, records = iter(rollout.fragments()), rollout.environments.carrier.lanes
+            count = rollout.environments._counts[0]
+            taken = taken_until(fragments, lambda _: count.steps + count.unreported == 12)
+            clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda _: clock.has_looked(rollout, 0))
+            taken += taken_until(fragments, lambda _: records[1].status.phase is not LanePhase.LATE)
+            clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda _: records[0].status.phase is LanePhase.LATE)
+            taken += taken_until(
+                fragments, lambda _: records[1].status.phase is not LanePhase.LATE
+            )  # it may have been by chance
+            clock.go_on(rollout, 0.4)
+            taken += taken_until(fragments, lambda taken: bool(rollout.lost) and slots_of(taken[-3:]) == {1})
+            assert rollout.lost == {"workers": 4 + 1}
+            let_go(tmp_path, 0)  # its answer comes after all, and is nobody's any more, nor what it goes on to tell
+            host = next(iter(rollout.environments.carrier.gateway.hosts.values()))
+            await_that(lambda: host.session._lanes[0].request is None)
+            taken += [next(fragments) for _ in range(5)]
+            rollout.drain()
+            taken += list(fragments)
+    finally:
+        let_go(tmp_path, 0)
+    assert rollout.lost == {"workers": 4 + 1}
+    check_counts(taken, rollout)
+    assert len(rewards_by_slot(taken)[0]) == 8
+    check_laws(taken, rollout.lost, slots_lost=5)
+    assert "lane 0 is lost: host sim" in caplog.text
+
+
+def test_one_that_makes_steps_is_never_late_however_long_its_fragment_takes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, clock: LaneClock
+) -> None:
+    envs = listening(RemoteRollouts)
+    steps = [4, 5, 6, 7]
+    with (
+        rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, steps=steps)]),
+        rollout_over(envs, step_timeout=10.0, reset_timeout=10.0, prefetch=1, num_fragments=1) as rollout,
+    ):
+        for times, step in enumerate(steps):
+            await_held(tmp_path, 0, times)
+            await_that(lambda step=step: rollout.num_steps == step)  # as it has said
+            clock.go_on(rollout, 11.0)
+            await_that(lambda: rollout.environments.carrier.supervisor.deadlines.left not in (None, 0.0))
+            let_go(tmp_path, 0, times)
+        [fragment] = rollout.fragments()
+    assert fragment.num_steps == 8
+    assert "is late" not in caplog.text
+    assert rollout.lost == {}
+
+
+def test_one_that_freezes_soon_after_a_look_is_noticed_an_eighth_of_the_time_later(
+    tmp_path: Path, clock: LaneClock
+) -> None:
+    envs = listening(RemoteRollouts)
+    held = partial(Held, 0, tmp_path, steps=[4, 5], lengths=(100, 100))
+    try:
+        with rollouts_on(envs.addresses[0], [held]), rollout_over(envs, step_timeout=8.0, prefetch=1) as rollout:
+            for times in range(2):
+                await_held(tmp_path, 0, times)
+                await_that(lambda times=times: rollout.num_steps == 4 + times)  # as it has said
+                clock.go_on(rollout, 1.0)  # when it is looked at
+                await_that(lambda: clock.has_looked(rollout, 0))
+                if times == 0:
+                    let_go(tmp_path, 0, 0)  # it gets on, and hangs from then on
+            [remote] = rollout.environments.carrier.lanes
+            clock.go_on(rollout, 7.0)
+            await_that(lambda: clock.left(rollout, 0) == pytest.approx(1.0))
+            assert remote.status.phase is LanePhase.STEPPING
+            clock.go_on(rollout, 1.0)
+            await_that(lambda: remote.status.phase is LanePhase.LATE)
+            let_go(tmp_path, 0, 1)
+    finally:
+        let_go(tmp_path, 0, 1)
+
+
+def test_one_that_is_late_and_cut_off_has_its_time_again_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, clock: LaneClock
+) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+    monkeypatch.setattr("rollflow.nodes.env.remote.host._LONGEST_RETRY_S", 0.05)
+    envs = listening(RemoteRollouts)
+    wire = BrokenWire(envs.addresses[0], lambda: None)
+    try:
+        with (
+            rollouts_on(wire.address, [partial(Held, 0, tmp_path, steps=[12], lengths=(100, 100))]),
+            rollout_over(envs, step_timeout=0.3, reset_timeout=60.0, prefetch=1) as rollout,
+        ):
+            rollout.environments.carrier.join_timeout = 0.2
+            gateway = rollout.environments.carrier.gateway
+            await_that(lambda: rollout.num_steps == 12)
+            await_late(rollout, clock)
+            clock.go_on(rollout, 5.0)
+            wire.go_down()
+            await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
+            wire.is_down = False
+            await_that(lambda: clock.left(rollout, 0) == 60.0)
+            clock.go_on(rollout, 60.0)
+            with pytest.raises(
+                EnvError,
+                match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a step within 0.3 s",
+            ):
+                list(rollout.fragments())
+            let_go(tmp_path, 0)
+    finally:
+        let_go(tmp_path, 0)
+        wire.close()
+    assert rollout.lost["workers"] == 4 + 1
+
+
+def test_a_reset_that_hangs_has_the_time_of_a_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    envs = listening(RemoteRollouts, limits=HASTY)
+    try:
+        with (
+            rollouts_on(envs.addresses[0], [partial(Held, 0, tmp_path, resets=[0])]),
+            rollout_over(envs, step_timeout=0.05, reset_timeout=0.4, prefetch=1) as rollout,
+        ):
+            rollout.environments.carrier.join_timeout = 0.2
+            await_held(tmp_path, 0)
+            with pytest.raises(
+                EnvError,
+                match=r"every lane has left, though hosts are here, .*: lane 0: .* no answer to a reset within 0.4 s",
+            ):
+                list(rollout.fragments())
+            let_go(tmp_path, 0)
+    finally:
+        let_go(tmp_path, 0)
+    assert rollout.lost == {}
+    assert times_made(tmp_path, 0) == 1
+    assert "no answer to a reset within 0.4 s" in caplog.text

@@ -1,0 +1,336 @@
+"""Rollouts and hosts that don't fit each other: both sides say what is wrong, where, and what was expected."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from numbered_module import NumberedModule
+from remote_hosts import dialled_host, listening
+from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
+
+from rollflow.nodes import (
+    ConnectorV2,
+    EnvHost,
+    FlattenObservations,
+    MeanStdFilter,
+    RemoteEnvs,
+    RemoteRollouts,
+    RLModule,
+    Rollout,
+    RolloutHost,
+)
+from rollflow.stream import ConnectorError, EnvError, ModuleError
+from rollflow.stream.data.errors import StateError, WireError
+from rollflow.stream.wire import Limits
+
+
+class Fails(NumberedModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        raise ZeroDivisionError("in the module")
+
+
+class Breaks(ConnectorV2):
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("in a piece")
+
+
+class Keeps(ConnectorV2):
+    """Has a state that it does not declare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return batch
+
+
+class Restores(Keeps):
+    """Has a state that can't be merged with another's."""
+
+    def get_state(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Wide(NumberedModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Parameter(torch.zeros(3))
+
+
+class Another(NumberedModule):
+    """Has the same weights."""
+
+
+class Other(RLModule):
+    """Has a weight of the same name, of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2))
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"action_dist_inputs": torch.zeros(len(batch["obs"]), 7)}
+
+
+def pieces(*made: Any, after: bool = False) -> dict[str, Any]:
+    name = "module_to_env_connector" if after else "env_to_module_connector"
+    return {name: lambda env: [piece() for piece in made]}
+
+
+# of the host, of the rollout, what the host raises and what both say
+DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
+    "a module that raises": ({"module": Fails()}, {}, ZeroDivisionError, "in the module"),
+    "a connector that raises": (pieces(Breaks), pieces(Breaks), ZeroDivisionError, "in a piece"),
+    "a connector that raises at the action": (
+        pieces(Breaks, after=True),
+        pieces(Breaks, after=True),
+        ZeroDivisionError,
+        "in a piece",
+    ),
+    "a connector whose state is not declared": (
+        pieces(Keeps),
+        pieces(Keeps),
+        StateError,
+        "Keeps changes 'count' while it runs but declares no state",
+    ),
+    "a connector less": (
+        {},
+        pieces(MeanStdFilter),
+        ConnectorError,
+        r"the env_to_module pipeline of host raw is .*; expected that of the rollout: MeanStdFilter, .*",
+    ),
+    "a connector more": (
+        pieces(Breaks, after=True),
+        {},
+        ConnectorError,
+        r"the module_to_env pipeline of host raw is .*Breaks.*; expected that of the rollout: .*",
+    ),
+    "another order": (
+        pieces(MeanStdFilter, FlattenObservations),
+        pieces(FlattenObservations, MeanStdFilter),
+        ConnectorError,
+        r"of host raw is MeanStdFilter, FlattenObservations, .*; expected .*: FlattenObservations, MeanStdFilter",
+    ),
+    "weights of another shape": (
+        {"module": Other()},
+        {},
+        ModuleError,
+        r"weights do not fit module 'NumberedModule': .*, unknown \[\], shapes: \[.'weight' is \[\], expected \[2\]",
+    ),
+    "a weight more": (
+        {"module": Wide()},
+        {},
+        ModuleError,
+        r"weights do not fit module 'NumberedModule': missing \['more'\], unknown \[\]",
+    ),
+    "no module": (
+        {"module": None},
+        {},
+        ModuleError,
+        "the rollout's module is NumberedModule, and host raw was given none, expected the same",
+    ),
+    "a module where the rollout has the default one": (
+        {},
+        {"module": None},
+        ModuleError,
+        "the module of host raw is NumberedModule; expected that of the rollout: DefaultModule",
+    ),
+    "a module of another class": (
+        {"module": Another()},
+        {},
+        ModuleError,
+        "the module of host raw is Another; expected that of the rollout: NumberedModule",
+    ),
+    "a module for other observations": (
+        {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)), gym.spaces.Discrete(7))},
+        {},
+        ModuleError,
+        r"module 'NumberedModule' was made for observations in Box\(.*\(9,\).*, but those that come are in Box",
+    ),
+}
+
+
+for kind_of_module in (Fails, Wide, Other):
+    kind_of_module.__name__ = "NumberedModule"  # that is what is compared first
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_differs_is_told_on_both_sides(what: str) -> None:
+    of_host, of_rollout, kind, told = DIFFERENT[what]
+    envs = listening(RemoteRollouts)
+    with pytest.raises(kind, match=told):  # on the host, by `connect`
+        with rollouts_on(envs.addresses[0], makers(0, 1), lanes=2, name="raw", **of_host):
+            rollout = rollout_over(envs, **of_rollout)
+            rollout.environments.carrier.join_timeout = 0.3
+            with (
+                rollout,
+                pytest.raises(
+                    EnvError, match=rf"every host has left .*: host raw .* refuses: {kind.__name__}: .*{told}"
+                ),
+            ):
+                next(iter(rollout.fragments()))
+
+
+def test_states_of_two_hosts_that_can_not_be_merged_end_the_run() -> None:
+    envs = listening(RemoteRollouts, hosts=2)
+    told = "Restores is given 2 different states to merge, but it has no merge_states of its own"
+    with (
+        rollouts_on(envs.addresses[0], makers(0), **pieces(Restores)),
+        rollouts_on(envs.addresses[0], makers(1), **pieces(Restores)),
+        pytest.raises(ConnectorError, match=told),
+        rollout_over(envs, **pieces(Restores)) as rollout,
+    ):
+        taken_until(iter(rollout.fragments()), lambda taken: len(taken) > 20)
+
+
+def test_one_that_differs_leaves_and_the_others_go_on() -> None:
+    envs = listening(RemoteRollouts, hosts=2)
+    with pytest.raises(ModuleError, match="weights do not fit"):
+        with (
+            rollouts_on(envs.addresses[0], makers(0)),
+            rollouts_on(envs.addresses[0], makers(1), module=Wide()),
+            rollout_over(envs) as rollout,
+        ):
+            fragments = iter(rollout.fragments())
+            taken = taken_until(fragments, lambda taken: len(taken) > 10)
+            assert all(fragment.num_steps == 8 for fragment in taken)
+            rollout.drain()
+            list(fragments)
+    assert rollout.lost.get("workers", 0) <= 1
+
+
+def test_one_that_listens_tells_of_it_and_serves_the_next(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    address = f"unix:{tmp_path}/host"
+    with dialled_host(address, makers(0, 1), kind=RolloutHost, module=NumberedModule()):
+        other = Rollout(RemoteRollouts.connect(address), module=Wide(), seed=0)
+        other.environments.carrier.join_timeout = 0.3
+        with other, pytest.raises(EnvError, match=r"every host has left .*ModuleError: weights do not fit"):
+            next(iter(other.fragments()))
+        with rollout_over(RemoteRollouts.connect(address), num_fragments=2) as rollout:
+            assert [fragment.num_steps for fragment in rollout.fragments()] == [16, 16]
+    assert "ModuleError: weights do not fit module 'NumberedModule'" in caplog.text
+
+
+def test_a_fragment_that_is_more_than_a_frame_takes_is_told_of_on_both_sides() -> None:
+    class Large(gym.Env[Any, Any]):
+        observation_space, action_space = gym.spaces.Box(-1, 1, (5000,)), gym.spaces.Discrete(2)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+            return np.zeros(5000, np.float32), {}
+
+        def step(self, action: Any) -> Any:
+            return np.zeros(5000, np.float32), 0.0, False, False, {}
+
+    told = r"fragment: frame of \d+ bytes, expected at most 100000: gateway takes no more"
+    envs = listening(RemoteRollouts, limits=Limits(max_frame=100_000))
+    module = {"model_config": {"fcnet_hiddens": [4]}}
+    with pytest.raises(WireError, match=told):
+        with rollouts_on(envs.addresses[0], Large, module=None):
+            rollout = Rollout(envs, fragment_length=20, seed=0, **module)
+            rollout.environments.carrier.join_timeout = 0.3
+            with rollout, pytest.raises(EnvError, match=rf"every host has left .*{told}"):
+                next(iter(rollout.fragments()))
+
+
+# Hosts and rollouts of another kind
+
+
+@contextmanager
+def waiting(envs: Any) -> Iterator[list[BaseException]]:
+    """A rollout that waits for its first host, and what it raises."""
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            rollout_over(envs)
+        except EnvError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    yield raised
+    thread.join()
+
+
+@pytest.mark.parametrize(
+    ("of_rollout", "of_host", "told"),
+    [
+        (RemoteRollouts, EnvHost, "hello.role is 'env', expected 'rollout'"),
+        (RemoteEnvs, RolloutHost, "hello.role is 'rollout', expected 'env'"),
+    ],
+)
+def test_hosts_of_the_other_role_are_refused(of_rollout: Any, of_host: Any, told: str) -> None:
+    envs = listening(of_rollout, join_timeout=1.0)
+    with waiting(envs) as raised:
+        with pytest.raises(WireError, match=f"gateway: refuses: {told}"):
+            with of_host(makers(0)) as host:
+                host.connect(str(envs.addresses[0]))
+    assert f"0 of 1 hosts came within 1 s, listening on {envs.addresses[0]}; tcp://" in str(raised[0])
+    assert told in str(raised[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_envs": 3}, "num_envs is 3 and lanes is None, expected neither: hosts say how many"),
+        ({"lanes": 2}, "num_envs is None and lanes is 2, expected neither: hosts say how many"),
+        ({"where": "rollouts"}, "where is 'rollouts', but remote environments are where their hosts are"),
+        ({"workers": 2}, "workers is 2, but remote environments are where their hosts are"),
+        ({"max_batch": 4}, "max_batch and forward_in_thread are .* but RemoteRollouts have one for each; expected Rem"),
+        ({"forward_in_thread": True}, "max_batch and forward_in_thread are for a forward pass over several lanes"),
+        ({"metrics": {}}, "metrics is dict, expected a MetricsLogger: every worker has one, to be merged"),
+    ],
+)
+def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], makers(0, 1)), pytest.raises((ValueError, EnvError), match=told):
+        rollout_over(envs, **options)
+    envs.close()
+
+
+def test_a_host_whose_lanes_differ_is_refused_before_it_dials() -> None:
+    with pytest.raises(EnvError, match=r"lane 1: its observation space is .*, expected that of lane 0"):
+        RolloutHost([makers(0)[0], makers(1, nested=True)[0]], lanes=2, module=NumberedModule())
+
+
+def test_a_second_host_must_have_the_spaces_of_the_first() -> None:
+    envs = listening(RemoteRollouts)
+    with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        with RolloutHost("CartPole-v1") as other:
+            with pytest.raises(WireError, match=r"hello.observation_space is .*, expected"):
+                other.connect(str(envs.addresses[0]))
+        next(fragments)
+
+
+class Back(ConnectorV2):
+    """Looks back so many steps."""
+
+    def __init__(self, lookback: int) -> None:
+        super().__init__()
+        self.lookback = lookback
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+
+def test_connectors_that_look_back_further_than_the_rollout_are_told_of() -> None:
+    envs = listening(RemoteRollouts)
+    told = r"looks back 3 steps, but fragments keep 1"
+    with pytest.raises(ConnectorError, match=told):
+        with rollouts_on(envs.addresses[0], makers(0), env_to_module_connector=lambda env: Back(3)):
+            rollout = rollout_over(envs, env_to_module_connector=lambda env: Back(1))
+            rollout.environments.carrier.join_timeout = 0.3
+            with rollout, pytest.raises(EnvError, match=told):
+                next(iter(rollout.fragments()))

@@ -1,0 +1,352 @@
+"""Workers that do whole rollouts, and are taken for hung when they are, and only then. The clock is the test's own."""
+
+import os
+import re
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from held_envs import LONGEST_S, Held, await_file, await_held, let_go, times_made
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import ConnectorV2, Rollout
+from rollflow.stream import EnvError
+
+pytestmark = pytest.mark.slow
+
+Forward = Callable[[float], None]
+
+
+@pytest.fixture(autouse=True)
+def _begun_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
+
+
+def rollouts_of(makers: Any, **options: Any) -> Any:
+    """A node that does whole rollouts, in one process."""
+    given: dict[str, Any] = {"workers": 1, "fragment_length": 5, "seed": 0, "module": NumberedModule(), **options}
+    return Rollout(makers, where="rollouts", **given).environments
+
+
+@pytest.fixture
+def closing() -> Iterator[Callable[[Any], Any]]:
+    """Closes nodes."""
+    nodes: list[Any] = []
+
+    def added(node: Any) -> Any:
+        nodes.append(node)
+        return node
+
+    yield added
+    for node in nodes:
+        node.close()
+
+
+def come_back(node: Any, count: int = 1, until: Callable[[], bool] = lambda: True) -> list[Any]:
+    """The lanes that come back until there are so many and something holds."""
+    lanes: list[Any] = []
+    latest = time.monotonic() + LONGEST_S
+    while len(lanes) < count or not until():
+        assert time.monotonic() < latest
+        select.select([node], [], [], 0.05)
+        lanes += node.completed()
+    return lanes
+
+
+def test_a_steady_worker_is_not_taken_for_hung(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[3, 8, 13]), step_timeout=1.0, reset_timeout=1.0))
+    [lane] = node.start()
+    for times in range(3):
+        node(lane)
+        await_held(tmp_path, 0, times)
+        forward(1.5)
+        assert list(node.completed()) == []
+        let_go(tmp_path, 0, times)
+        assert come_back(node) == [lane]
+        assert lane.fragment.num_rows == 5
+    assert node.lost_steps == 0
+
+
+def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    node(lane)
+    await_held(tmp_path, 0)
+    forward(1.5)
+    list(node.completed())
+    assert node.lost_steps == 0  # it has made steps in this time
+    forward(1.5)
+    assert list(node.completed()) == [lane]
+    assert (lane.fragment.num_rows, node.lost_steps) == (3, 1)
+
+
+class Shared(Held):
+    """One slot kills the process of both, the other hangs when it is made again."""
+
+    def __init__(self, slot: int, folder: Path) -> None:
+        super().__init__(slot, folder, steps=[7] if slot == 1 else [])
+        life = times_made(folder, slot)
+        self.kills = life == 1 and slot == 0
+        self.held_resets = [0] if life == 2 and slot == 1 else []
+
+    def step(self, action: Any) -> Any:
+        if self.kills and self.life == 3:
+            await_file(self.folder / "kill")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().step(action)
+
+
+def test_every_lane_of_a_process_that_is_started_again_has_its_time(
+    tmp_path: Path, forward: Forward, closing: Any
+) -> None:
+    node = closing(rollouts_of([partial(Shared, slot, tmp_path) for slot in range(2)], lanes=2, reset_timeout=5.0))
+    lanes = list(node.start())
+    for lane in lanes:
+        node(lane)
+    assert come_back(node) == [lanes[1]]
+    node(lanes[1])
+    await_held(tmp_path, 1)
+    (tmp_path / "kill").touch()
+    assert come_back(node, count=2) == lanes  # with what there was
+    assert [lane.fragment.num_rows for lane in lanes] == [3, 2]
+    for lane in lanes:
+        node(lane)
+    # Slot 0 makes its fragment now, while slot 1 hangs.
+    assert come_back(node, until=(tmp_path / "held 1 1").exists) == [lanes[0]]
+    forward(6.0)
+    assert come_back(node) == [lanes[1]]
+    assert (lanes[1].fragment.sequence, times_made(tmp_path, 1)) == (2, 3)
+
+
+@pytest.mark.parametrize("reset_timeout", [None, 100.0])
+def test_one_that_hangs_in_its_first_step_has_the_time_of_a_step(
+    tmp_path: Path, forward: Forward, closing: Any, reset_timeout: float | None
+) -> None:
+    maker = partial(Held, 0, tmp_path, steps=[0])
+    node = closing(rollouts_of(maker, step_timeout=1.0, reset_timeout=reset_timeout))
+    [lane] = node.start()
+    node(lane)
+    await_held(tmp_path, 0)
+    list(node.completed())
+    forward(0.5)
+    list(node.completed())
+    assert node.lost_steps == 0
+    forward(1.0)
+    list(node.completed())
+    assert node.lost_steps == 1
+
+
+def test_one_that_hangs_in_its_reset_has_the_time_of_a_reset(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    maker = partial(Held, 0, tmp_path, resets=[0])
+    node = closing(rollouts_of(maker, step_timeout=1.0, reset_timeout=5.0))
+    [lane] = node.start()
+    node(lane)
+    await_held(tmp_path, 0)
+    forward(4.0)
+    list(node.completed())
+    assert times_made(tmp_path, 0) == 1
+    forward(2.0)
+    assert come_back(node) == [lane]
+    assert (times_made(tmp_path, 0), node.lost_steps) == (2, 0)
+
+
+def test_no_time_is_set_where_steps_may_take_for_ever(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[0]), step_timeout=None, reset_timeout=None))
+    [lane] = node.start()
+    node(lane)
+    await_held(tmp_path, 0)
+    list(node.completed())
+    assert node.patience is None
+    forward(100.0)
+    assert list(node.completed()) == []
+    let_go(tmp_path, 0)
+    assert come_back(node) == [lane]
+
+
+def test_one_that_is_killed_between_two_turns_is_told_of_by_the_fragment_after(
+    closing: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
+    node = closing(rollouts_of(partial(NumberedEnv, 0, lengths=(100, 100))))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    first = lane.fragment
+    node.carrier._workers[0]._process.kill()
+    come_back(node, 0, until=lambda: "lane 0 is lost" in caplog.text)
+    node(lane)
+    come_back(node)
+    [loss] = lane.fragment.losses
+    assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (lane.fragment.first_row, [0], [])
+    assert "was killed by SIGKILL" in loss.reason
+    assert lane.fragment.chunk(0).id_ != first.chunk(0).id_
+    assert node.lost_steps == 0  # none was under way
+
+
+def test_one_that_is_given_up_and_then_killed_comes_back_once(closing: Any) -> None:
+    node = closing(rollouts_of(partial(NumberedEnv, 0, lengths=(100, 100))))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    node.hasten()
+    node(lane)
+    assert node.in_flight == 1
+    assert list(node.carrier._process_lost(0)) == []
+    assert list(node.completed()) == [lane]
+    assert (node.in_flight, lane.is_set_aside) == (0, True)
+
+
+# Several lanes in a process
+
+
+def test_a_lane_begins_while_another_of_its_process_is_at_its_first_fragment(tmp_path: Path, closing: Any) -> None:
+    makers = [partial(Held, slot, tmp_path, steps=[2] if slot == 0 else []) for slot in range(2)]
+    node = closing(rollouts_of(makers, lanes=2))
+    lanes = list(node.start())
+    node(lanes[0])
+    await_held(tmp_path, 0)
+    node(lanes[1])
+    assert come_back(node) == [lanes[1]]
+    let_go(tmp_path, 0)
+    assert come_back(node) == [lanes[0]]
+
+
+class HeldModule(NumberedModule):
+    """Its first pass over slot 0 waits."""
+
+    folder: Path
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if int(batch["obs"][0, 0]) == 0 and not (self.folder / "held module").exists():
+            (self.folder / "held module").touch()
+            await_file(self.folder / "go module")
+        return super()._forward(batch)
+
+
+def held_in_first_pass(tmp_path: Path, closing: Any) -> tuple[Any, list[Any]]:
+    """Two lanes in one process: one is in its first forward pass, the other has been reset and waits for it."""
+    module = HeldModule()
+    module.folder = tmp_path
+    makers = [partial(Held, slot, tmp_path, resets=[0] if slot == 1 else []) for slot in range(2)]
+    node = closing(rollouts_of(makers, lanes=2, module=module, step_timeout=5.0, reset_timeout=5.0))
+    lanes = list(node.start())
+    for lane in lanes:
+        node(lane)
+    await_held(tmp_path, 1)
+    await_file(tmp_path / "held module")
+    let_go(tmp_path, 1)
+    come_back(node, 0, until=lambda: node.carrier.links[1].pulse > 0)
+    return node, lanes
+
+
+def test_one_that_waits_for_the_first_pass_of_another_is_alive(tmp_path: Path, forward: Forward, closing: Any) -> None:
+    node, _ = held_in_first_pass(tmp_path, closing)
+    link = node.carrier.links[1]
+    for _ in range(3):
+        pulse = link.pulse
+        assert come_back(node, 0, until=lambda pulse=pulse: link.pulse > pulse) == []
+    (tmp_path / "go module").touch()
+    assert sorted(lane.index for lane in come_back(node, 2)) == [0, 1]
+
+
+def test_one_that_waits_for_the_first_pass_of_another_hears_that_it_is_to_end(
+    tmp_path: Path, forward: Forward, closing: Any
+) -> None:
+    node, lanes = held_in_first_pass(tmp_path, closing)
+    node.hasten()
+    assert come_back(node) == [lanes[1]]
+    (tmp_path / "go module").touch()
+    assert come_back(node) == [lanes[0]]
+
+
+def test_a_worker_that_freezes_soon_after_a_look_is_noticed_little_later(
+    tmp_path: Path, forward: Forward, closing: Any
+) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[7, 8]), step_timeout=8.0))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    node(lane)
+    await_held(tmp_path, 0)
+    for _ in range(2):  # it is looked at, and gets on after that
+        forward(1.0)
+        list(node.completed())
+    let_go(tmp_path, 0)
+    await_held(tmp_path, 0, 1)
+    for _ in range(8):
+        forward(1.0)
+        assert list(node.completed()) == []
+    forward(1.0)
+    assert list(node.completed()) == [lane]
+    assert lane.fragment.num_rows == 3
+
+
+class HangsInForward(NumberedModule):
+    """Takes a lock that it has taken already, as nothing releases it."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        lock = threading.Lock()
+        lock.acquire()
+        (self.folder / "hangs").touch()
+        lock.acquire()
+        return super()._forward(batch, **kwargs)
+
+
+def test_where_it_hangs_is_said(
+    tmp_path: Path, forward: Forward, closing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = HangsInForward()
+    module.folder = tmp_path
+    node = closing(rollouts_of(partial(NumberedEnv, 0), num_envs=1, module=module, step_timeout=1.0, reset_timeout=1.0))
+    [lane] = node.start()
+    node(lane)
+    await_file(tmp_path / "hangs")
+    forward(1.5)
+    list(node.completed())
+    forward(1.5)
+    list(node.completed())
+    assert "it has been in node 'module' for" in caplog.text
+
+
+def test_lanes_that_share_a_worker_that_hangs_say_so(
+    tmp_path: Path, forward: Forward, closing: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    envs = [partial(Held, slot, tmp_path, steps=[1] if slot else []) for slot in range(2)]
+    node = closing(rollouts_of(envs, lanes=2, step_timeout=1.0))
+    lanes = list(node.start())
+    for lane in lanes:
+        node(lane)
+    await_held(tmp_path, 1)
+    assert come_back(node) == lanes[:1]  # nothing is awaited of it any more: it can't be the one that is late
+    for _ in range(2):
+        forward(1.5)
+        list(node.completed())
+    [first] = [record.message for record in caplog.records if record.message.startswith("lane 0")]
+    assert re.search(r"lane 1 gave no answer to a step .*; lanes 0, 1 share worker process \d+, which is killed", first)
+
+
+class Locked(ConnectorV2):
+    """Can't be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return batch
+
+
+def test_what_can_not_be_pickled_is_named(closing: Any) -> None:
+    rollout = Rollout(
+        partial(NumberedEnv, 0), where="rollouts", workers=1, env_to_module_connector=lambda env: Locked()
+    )
+    with rollout, pytest.raises(EnvError, match="env_to_module, piece 'Locked' can't be handed to a worker process: "):
+        next(iter(rollout.fragments()))

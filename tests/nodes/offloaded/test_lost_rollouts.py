@@ -1,0 +1,194 @@
+"""Workers that do whole rollouts, and are killed, stopped, or raise."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ending_envs import Doomed, lives_of, rewards_by_slot
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import ConnectorV2, MeanStdFilter, MetricsLogger, Rollout
+from rollflow.stream import EnvError, RunError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.01)
+
+
+@pytest.mark.parametrize(("fate", "prefetch"), [("kill", 0), ("kill", 1), ("raise", 0), ("stop", 1)])
+def test_every_step_of_a_lost_worker_is_in_a_chunk_or_counted(tmp_path: Path, fate: str, prefetch: int) -> None:
+    makers = [partial(Doomed, slot, tmp_path, fate, 21, 2 if slot == 0 else 0) for slot in range(4)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "seed": 0, "step_timeout": 1.0}
+    with Rollout(makers, where="rollouts", workers=2, num_fragments=12, prefetch=prefetch, **options) as rollout:
+        fragments = list(rollout.fragments())
+        [(cause, lost)] = rollout.lost.items()
+        assert cause == "workers"
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    for lane in (0, 1):
+        sequences = [fragment.sequence for fragment in fragments if fragment.lane == lane]
+        assert sequences == list(range(12))
+    ids = [(chunk.id_, chunk.t_started) for fragment in fragments for chunk in fragment.episodes()]
+    assert len(set(ids)) == len(ids)
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        made = [steps for steps in Doomed.lives(tmp_path, slot) if steps]
+        seen = lives_of(rewards)
+        missing += sum(made[: len(seen)]) - sum(seen)
+    assert 0 < lost <= 2 * 2  # those under way, twice
+    assert 0 <= missing <= lost
+
+
+@pytest.mark.parametrize("fate", ["raise", "kill"])
+def test_what_a_lost_environment_has_open_ends_as_truncated(tmp_path: Path, fate: str) -> None:
+    maker = partial(Doomed, 0, tmp_path, fate, 5, 1, lengths=(100, 100))
+    with Rollout(
+        maker, where="rollouts", module=NumberedModule(), fragment_length=8, num_fragments=2, seed=0
+    ) as rollout:
+        first, second = rollout.fragments()
+    [lost] = first.episodes()
+    assert (len(lost), lost.is_truncated) == (5, True)
+    reason = "RuntimeError: it broke" if fate == "raise" else "was killed by SIGKILL"
+    assert reason in lost.custom_data["lost"]
+    assert second.losses == []
+    assert [int(row[2]) for row in second.chunk(0).get_observations(slice(None))] == list(range(9))
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise"])
+def test_the_fragment_after_a_loss_says_what_was_lost_before_it(tmp_path: Path, fate: str) -> None:
+    makers = [partial(Doomed, slot, tmp_path, fate, 8, 1, lengths=(100, 100)) for slot in range(2)]
+    with Rollout(
+        makers, lanes=1, where="rollouts", module=NumberedModule(), fragment_length=8, num_fragments=3, seed=0
+    ) as rollout:
+        fragments = list(rollout.fragments())
+    [after] = [fragment for fragment in fragments if fragment.losses]
+    [loss] = after.losses
+    assert (loss.row, loss.slots.tolist(), loss.cut.tolist()) == (after.first_row, [0, 1], [])
+    assert ("it broke" if fate == "raise" else "was killed by SIGKILL") in loss.reason
+    place = fragments.index(after)
+    ids = [{chunk.id_ for chunk in fragment.episodes()} for fragment in fragments]
+    assert len(ids[place]) == 2
+    assert all(len(ids[place] & later) == 2 for later in ids[place + 1 :])
+    assert not any(ids[place] & before for before in ids[:place])
+    assert after.num_steps == 16
+    assert [int(row[2]) for row in after.chunk(0).get_observations(slice(0, None))] == list(range(9))
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise"])
+def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
+    tmp_path: Path, fate: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    makers = [partial(Doomed, slot, tmp_path, fate, 0, 100 * (slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0, "lanes": 3}
+    with Rollout(makers, where="rollouts", workers=3 if fate == "kill" else 1, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in (0, 2) for sequence in range(3)
+    ]
+    assert "lane 1 is set aside, lost 6 times in a row" in caplog.text
+
+
+@pytest.mark.parametrize("fate", ["kill", "raise"])
+def test_one_that_never_gives_a_whole_fragment_is_set_aside_as_well(tmp_path: Path, fate: str) -> None:
+    makers = [partial(Doomed, slot, tmp_path, fate, 5, 100 * (slot == 1), lengths=(9, 9)) for slot in range(2)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 30, "seed": 0, "lanes": 2}
+    with Rollout(makers, where="rollouts", workers=2 if fate == "kill" else 1, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert [fragment.num_rows for fragment in fragments if fragment.lane == 1] == [5] * 6
+    assert sum(fragment.lane == 0 for fragment in fragments) == 30
+
+
+def test_where_no_lane_is_left_the_run_ends_with_the_reasons(tmp_path: Path) -> None:
+    told = r"every lane was lost 6 times in a row, the last time by: lane 0: process \d+ was killed by SIGKILL"
+    maker = partial(Doomed, 0, tmp_path, "kill", 0, 100)
+    with Rollout(maker, where="rollouts", workers=1, module=NumberedModule(), seed=0) as rollout:
+        with pytest.raises(EnvError, match=told):
+            next(iter(rollout.fragments()))
+
+
+def test_every_lane_of_a_process_that_is_killed_is_lost_and_goes_on(tmp_path: Path) -> None:
+    makers = [partial(Doomed, slot, tmp_path, "kill", 13, int(slot == 1)) for slot in range(3)]
+    options: Any = {"module": NumberedModule(), "fragment_length": 4, "num_fragments": 6, "seed": 0}
+    with Rollout(makers, where="rollouts", lanes=3, workers=1, prefetch=1, **options) as rollout:
+        fragments = list(rollout.fragments())
+        lost = rollout.lost["workers"]
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
+        (lane, sequence) for lane in range(3) for sequence in range(6)
+    ]
+    missing = 0
+    for slot, rewards in rewards_by_slot(fragments).items():
+        made = [steps for steps in Doomed.lives(tmp_path, slot) if steps]
+        seen = lives_of(rewards)
+        missing += sum(made[: len(seen)]) - sum(seen)
+    assert 0 <= missing <= lost <= 3
+
+
+class Breaks(ConnectorV2):
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError("in a piece")
+
+
+def test_an_error_in_a_connector_ends_the_run() -> None:
+    connector: Any = lambda env: Breaks()  # noqa: E731
+    told = "ZeroDivisionError: in a piece"
+    with Rollout("CartPole-v1", where="rollouts", env_to_module_connector=connector) as rollout:
+        with pytest.raises(RunError, match=told) as raised:
+            next(iter(rollout.fragments()))
+    assert any("in node 'env_to_module'" in note for note in raised.value.__notes__)
+
+
+class Notes(ConnectorV2):
+    def __call__(self, *, batch: Any, metrics: Any, episodes: Any, **kwargs: Any) -> Any:
+        metrics.log_value("rows", len(list(episodes)), reduce="sum")
+        return batch
+
+
+def test_what_connectors_learn_and_log_comes_together() -> None:
+    filters: Any = lambda env: [Notes(), MeanStdFilter()]  # noqa: E731
+    options: Any = {"num_envs": 4, "fragment_length": 10, "num_fragments": 3, "seed": 0}
+    with Rollout("CartPole-v1", where="rollouts", workers=2, env_to_module_connector=filters, **options) as rollout:
+        fragments = list(rollout.fragments())
+    [state] = [state for name, state in rollout.env_to_module.get_state().items() if "MeanStdFilter" in name]
+    assert len(state["sources"]) == 2
+    # Every observation but the one before the first step has been through the pipeline when its fragment is cut.
+    seen = 4 * (3 * 10 + 1)
+    assert sum(source["count"] for source in state["sources"].values()) == seen
+    assert rollout.metrics.peek("rows") == seen
+    assert isinstance(rollout.metrics, MetricsLogger)
+    assert len(fragments) == 6
+
+
+def test_new_weights_are_used_by_every_worker() -> None:
+    makers = [partial(NumberedEnv, slot) for slot in range(2)]
+    module = NumberedModule()
+    with Rollout(makers, where="rollouts", workers=2, module=module, fragment_length=5, seed=0) as rollout:
+        fragments = iter(rollout.fragments())
+        for version in range(4):
+            for fragment in (next(fragments), next(fragments)):
+                assert fragment.policy_version == version
+                np.testing.assert_array_equal(fragment.column("weight"), version)
+            assert rollout.publish({"weight": torch.tensor(float(version + 1))}) == version + 1
+
+
+def test_the_report_tells_of_the_stages_in_the_workers() -> None:
+    with Rollout("CartPole-v1", where="rollouts", workers=1, num_envs=2, fragment_length=20, seed=0) as rollout:
+        fragments = iter(rollout.fragments())
+        for _ in range(3):
+            next(fragments)
+        report = rollout.report()
+    items = {node.name: node.items for node in report.nodes}
+    assert items["env"] == items["module"] == items["module_to_env"] == 60
+    assert set(items) == {"env", "env_to_module", "module", "module_to_env", "deal", "pace", "caller"}
+
+
+def test_what_needs_one_forward_pass_for_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_batch and forward_in_thread are for a forward pass over several lanes"):
+        Rollout("CartPole-v1", where="rollouts", max_batch=4)
+    with pytest.raises(ValueError, match="metrics is dict, expected a MetricsLogger"):
+        Rollout("CartPole-v1", where="rollouts", metrics={})

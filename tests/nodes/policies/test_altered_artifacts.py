@@ -1,0 +1,324 @@
+"""Saved policies that were altered, by accident or on purpose: refused in words, and nothing of theirs is run."""
+
+import json
+import random
+import resource
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_policies import logged_rollout
+
+from rollflow.nodes.policies.artifact_files import ARRAYS, array_bytes, arrays_of, checksums, manifest_bytes, read_files
+from rollflow.policy import Policy
+from rollflow.stream import PolicyError
+
+SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
+MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy, and a zip of it beside it, `p` and `p.zip`."""
+    folder = tmp_path_factory.mktemp("saved")
+    _, rollout = logged_rollout("box", "discrete", "all", slots=1, seed=1, model_config=SMALL)
+    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+    policy.trained_on = {"policy_version": 3}
+    policy.save(folder / "p")
+    policy.save(folder / "p.zip")
+    return folder
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the folder, to be altered."""
+    return Path(shutil.copytree(saved / "p", tmp_path / "p"))
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """A limit of the memory that the program may ask for."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def sign(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a policy's manifest, and make the checksums and the digest fit, as somebody who means harm would."""
+    manifest = json.loads((folder / "policy.json").read_text())
+    del manifest["digest"]
+    manifest["files"] = checksums({name: (folder / name).read_bytes() for name in ARRAYS})
+    changed = change(manifest)
+    (folder / "policy.json").write_bytes(manifest_bytes(manifest if changed is None else changed))
+
+
+def no_change(_: Any) -> None:
+    """Leave a manifest as it is."""
+
+
+def change_arrays(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the arrays of a file, and make the checksums fit."""
+    arrays = arrays_of((folder / name).read_bytes(), name)
+    change(arrays)
+    (folder / name).write_bytes(array_bytes(arrays))
+    sign(folder, no_change)
+
+
+# By accident
+
+
+@pytest.mark.parametrize("count", [250, pytest.param(2500, marks=pytest.mark.slow)])
+def test_any_bit_that_flips_is_found(copied: Path, count: int) -> None:
+    rng = random.Random(0)
+    for name in ("policy.json", *ARRAYS):
+        data = (copied / name).read_bytes()
+        for _ in range(count):
+            place = rng.randrange(len(data))
+            flipped = data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+            (copied / name).write_bytes(flipped)
+            with pytest.raises(PolicyError, match=name):
+                Policy.load(copied)
+        (copied / name).write_bytes(data)
+    Policy.load(copied)
+
+
+def test_a_file_that_is_cut_off_is_named(copied: Path) -> None:
+    rng = random.Random(1)
+    for name in ("policy.json", *ARRAYS):
+        data = (copied / name).read_bytes()
+        for length in [0, 1, len(data) - 1, *(rng.randrange(len(data)) for _ in range(50))]:
+            (copied / name).write_bytes(data[:length])
+            with pytest.raises(PolicyError, match=name):
+                Policy.load(copied)
+        (copied / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["policy.json", *ARRAYS])
+def test_a_file_that_is_missing_is_named(copied: Path, name: str) -> None:
+    (copied / name).unlink()
+    with pytest.raises(PolicyError, match=f"{name} is missing"):
+        Policy.load(copied)
+
+
+def test_a_file_of_another_policy_is_named(copied: Path, tmp_path: Path) -> None:
+    _, rollout = logged_rollout("box", "discrete", "all", slots=1, seed=2, model_config=SMALL)
+    Policy(rollout.module, rollout.env_to_module, rollout.module_to_env).save(tmp_path / "q")
+    shutil.copy(tmp_path / "q" / "module.safetensors", copied)
+    with pytest.raises(PolicyError, match=r"module.safetensors has another checksum"):
+        Policy.load(copied)
+
+
+def test_a_zip_whose_bits_flip_is_refused_or_says_the_same(saved: Path, tmp_path: Path) -> None:
+    rng = random.Random(2)
+    data = (saved / "p.zip").read_bytes()
+    expected = read_files(saved / "p.zip")
+    altered = tmp_path / "p.zip"
+    refused = 0
+    for round_ in range(600):
+        place = rng.randrange(len(data))
+        flipped = data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
+        altered.write_bytes(flipped if round_ % 4 else data[:place])
+        try:
+            assert read_files(altered) == expected
+        except PolicyError:
+            refused += 1
+    assert refused > 300
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty folder", "text"])
+def test_what_is_no_policy_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    if kind == "empty folder":
+        path.mkdir()
+    elif kind == "text":
+        path.write_text("a shopping list")
+    with pytest.raises(PolicyError, match=r"there is no policy|is missing|can't be read as a zip"):
+        Policy.load(path)
+
+
+# On purpose
+
+
+def test_an_artifact_that_was_signed_again_loads(copied: Path) -> None:
+    sign(copied, no_change)
+    Policy.load(copied)
+
+
+def test_tensors_that_change_places_are_found_by_the_examples(copied: Path) -> None:
+    def swap(arrays: dict[str, Any]) -> None:
+        weight, other = "lstm.bias_ih_l0", "lstm.bias_hh_l0"
+        arrays[weight] = np.arange(arrays[other].size, dtype=np.float32)
+
+    change_arrays(copied, "module.safetensors", swap)
+    with pytest.raises(PolicyError, match="module is the first part that differs"):
+        Policy.load(copied)
+
+
+def test_a_filter_without_its_statistics_is_named(copied: Path) -> None:
+    def empty(manifest: dict[str, Any]) -> None:
+        piece = next(each for each in manifest["env_to_module"]["pieces"] if each["name"].endswith("MeanStdFilter"))
+        piece["state"] = {}
+
+    sign(copied, empty)
+    with pytest.raises(PolicyError, match=r"arrays that nothing uses: \['env_to_module/MeanStdFilter"):
+        Policy.load(copied)
+
+    def clear(arrays: dict[str, Any]) -> None:
+        for name in [each for each in arrays if "MeanStdFilter" in each]:
+            del arrays[name]
+
+    change_arrays(copied, "state.safetensors", clear)
+    sign(copied, empty)
+    with pytest.raises(PolicyError, match=r"env_to_module/MeanStdFilter is the first part that differs"):
+        Policy.load(copied)
+
+
+def test_weights_that_are_missing_and_unused_are_both_named(copied: Path) -> None:
+    def rename(arrays: dict[str, Any]) -> None:
+        arrays["lstm.bias"] = arrays.pop("lstm.bias_ih_l0")
+
+    change_arrays(copied, "module.safetensors", rename)
+    with pytest.raises(PolicyError, match=r"missing: \['lstm.bias_ih_l0'\], and unused: \['lstm.bias'\]"):
+        Policy.load(copied)
+
+
+FORBIDDEN = ["os:system", "subprocess:Popen", "builtins:eval", "rollflow.nodes.policies.policy:Policy", "__main__:x"]
+FORBIDDEN += ["rollflow.Rollout", "rollflow.EnvHost", "rollflow.DefaultModule", "numpy:load", "", "x"]
+
+
+@pytest.mark.parametrize("name", [*FORBIDDEN, 3, None, ["os:system"]])
+def test_a_class_that_is_not_allowed_is_not_even_imported(copied: Path, name: Any) -> None:
+    def replace(manifest: dict[str, Any]) -> None:
+        manifest["env_to_module"]["pieces"][0]["name"] = name
+
+    sign(copied, replace)
+    with pytest.raises(PolicyError, match="connector"):
+        Policy.load(copied, allow=["own_policy_parts"])
+
+
+def test_an_unallowed_module_is_not_imported(copied: Path) -> None:
+    def replace(manifest: dict[str, Any]) -> None:
+        manifest["module"]["name"] = "antigravity:fly"
+
+    sign(copied, replace)
+    with pytest.raises(PolicyError, match=r"'antigravity:fly' is not allowed .* allow=\['antigravity'\]"):
+        Policy.load(copied)
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(("field", "value", "text"), [("format", 2, "newer rollflow"), ("format", "1", "whole number")])
+def test_a_strange_format_is_refused(copied: Path, field: str, value: Any, text: str) -> None:
+    sign(copied, lambda manifest: manifest.__setitem__(field, value))
+    with pytest.raises(PolicyError, match=text):
+        Policy.load(copied)
+
+
+def test_unknown_and_missing_fields_are_both_named(copied: Path) -> None:
+    def rename(manifest: dict[str, Any]) -> None:
+        manifest["module"]["settings"] = manifest["module"].pop("config")
+
+    sign(copied, rename)
+    with pytest.raises(PolicyError, match=r"module: missing \['config'\], unknown \['settings'\]"):
+        Policy.load(copied)
+
+
+TEXTS = [
+    "",
+    "[]",
+    "null",
+    "{",
+    '{"digest": 1}',
+    "[" * 100_000,
+    '{"a":' * 50_000,
+    '{"kind": 1, "kind": 2}',
+    '{"a": NaN}',
+]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "\x00", '"' + "x" * 1000], ids=range(len(TEXTS) + 2))
+def test_hostile_json_is_refused(copied: Path, text: str) -> None:
+    (copied / "policy.json").write_text(text)
+    with pytest.raises(PolicyError, match=r"policy.json"):
+        Policy.load(copied)
+
+
+def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every value within a JSON value."""
+    for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(each, dict | list):
+            yield from places_of(each)
+
+
+HOSTILE = [None, True, -1, 0, 10**9, 10**30, 1e308, "", "nan", "../../etc/passwd", [], {}, [[]], {"$array": "x"}]
+HOSTILE += [{"$tuple": 3}, {"$float": "x"}, {"$function": "os:system"}, {"$space": {}}, {"$dict": [[[], 1]]}]
+
+
+def test_manifests_that_are_changed_anywhere_are_refused_or_do_the_same(copied: Path, bounded_memory: None) -> None:
+    """With any value in the place of any other, loading ends in words, without more memory, and imports nothing."""
+    rng = random.Random(3)
+    data = (copied / "policy.json").read_bytes()
+    modules = set(sys.modules)
+    refused = 0
+    for _ in range(250):
+        (copied / "policy.json").write_bytes(data)
+
+        def mutate(manifest: dict[str, Any]) -> None:
+            files = manifest.pop("files")
+            container, key = rng.choice(list(places_of(manifest)))
+            if rng.random() < 0.2:
+                del container[key]
+            else:
+                container[key] = rng.choice(HOSTILE)
+            manifest["files"] = files
+
+        sign(copied, mutate)
+        try:
+            Policy.load(copied)
+        except PolicyError as error:
+            assert str(error)
+            refused += 1
+    assert refused > 190
+    assert not {name for name in set(sys.modules) - modules if not name.startswith(("rollflow", "torch", "numpy"))}
+
+
+# Zips
+
+
+def write_zip(path: Path, entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
+    """Write a zip of these files."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return path
+
+
+def test_a_zip_bomb_is_not_unpacked(saved: Path, tmp_path: Path, bounded_memory: None) -> None:
+    entries = {name: (saved / "p" / name).read_bytes() for name in ("policy.json", *ARRAYS)}
+    entries["module.safetensors"] = bytes(64 << 20)
+    path = write_zip(tmp_path / "p.zip", entries, zipfile.ZIP_DEFLATED)
+    with pytest.raises(PolicyError, match="is compressed, expected files as they are"):
+        Policy.load(path)
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "a/policy.json", "module.safetensors/../x", "evil.py"])
+def test_a_zip_with_other_paths_is_refused_and_writes_nothing(saved: Path, tmp_path: Path, name: str) -> None:
+    entries = {each: (saved / "p" / each).read_bytes() for each in ("policy.json", *ARRAYS)}
+    path = write_zip(tmp_path / "p.zip", entries | {name: b"evil"})
+    with pytest.raises(PolicyError, match="alone"):
+        Policy.load(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["p.zip"]
+
+
+def test_a_link_is_not_followed(copied: Path, tmp_path: Path) -> None:
+    (copied / "module.safetensors").rename(tmp_path / "elsewhere")
+    (copied / "module.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PolicyError, match=r"module.safetensors is missing"):
+        Policy.load(copied)

@@ -1,0 +1,120 @@
+"""Evaluation of policies, and policies of rollouts that train."""
+
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from drawn_policies import ACTIONS, BOX, logged_rollout
+from gymnasium import spaces
+
+from rollflow.nodes import MeanStdFilter, PrevActionsPrevRewards, RandomModule, Rollout
+from rollflow.nodes.policies.evaluation import Evaluation
+from rollflow.policy import Policy
+from rollflow.stream import PolicyError
+
+
+class Counted(gym.Env[Any, Any]):
+    """Environment whose episodes last as many steps as its seed modulo 7 says, and give 1 at each step."""
+
+    observation_space = BOX
+    action_space = ACTIONS["discrete"]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        assert seed is not None
+        self.left = seed % 7 + 1
+        return np.zeros(3, np.float32), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return np.zeros(3, np.float32), 1.0, self.left == 0, False, {}
+
+
+def counted_policy(**options: Any) -> Policy:
+    """Policy that acts at random in `Counted`."""
+    return Policy(RandomModule, observation_space=BOX, action_space=ACTIONS["discrete"], **options)
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 50])
+def test_every_episode_is_played_to_its_end_once(num_envs: int) -> None:
+    one = counted_policy().evaluate(Counted, 20, num_envs=1)
+    several = counted_policy().evaluate(Counted, 20, num_envs=num_envs)
+    np.testing.assert_array_equal(one.returns, several.returns)
+    np.testing.assert_array_equal(several.lengths, several.returns)
+    assert len(set(several.lengths.tolist())) > 3
+
+
+def test_the_mean_and_its_interval() -> None:
+    evaluation = Evaluation(np.array([1.0, 2.0, 3.0, 4.0] * 25), np.full(100, 7))
+    low, high = evaluation.interval
+    assert evaluation.mean == 2.5
+    assert 2.2 < low < 2.5 < high < 2.8  # 2.5 ± 1.96 * 1.124 / 10
+    assert str(evaluation).startswith("mean return 2.50 (95 % confidence: ")
+    assert Evaluation(np.array([3.0]), np.array([1])).deviation == 0.0
+
+
+def test_an_evaluation_leaves_the_policys_sessions_and_filters_alone() -> None:
+    pieces = [MeanStdFilter(), PrevActionsPrevRewards(n_prev_rewards=2)]
+    policy = Policy(RandomModule, pieces, observation_space=BOX, action_space=ACTIONS["discrete"], learns=True)
+    policy.act(np.ones(3, np.float32), session=0)
+    policy.evaluate(Counted, 5)
+    assert policy.sessions == (0,)
+    assert policy.env_to_module["MeanStdFilter"].count == 1
+
+
+def test_environments_with_other_spaces_are_refused() -> None:
+    with pytest.raises(PolicyError, match=r"observation_space of .* but the policy was made for Box\(-2.0"):
+        counted_policy().evaluate("CartPole-v1", 1)
+    with pytest.raises(PolicyError, match="env gives 3, expected an id"):
+        counted_policy().evaluate(lambda: 3, 1)  # type: ignore[arg-type, return-value]
+    with pytest.raises(PolicyError, match="episodes is 0"):
+        counted_policy().evaluate(Counted, 0)
+
+
+def test_a_policy_of_a_rollout_has_the_weights_published_last(tmp_path: Path) -> None:
+    with Rollout("CartPole-v1", fragment_length=8, num_fragments=3, seed=1) as rollout:
+        for _ in rollout.fragments():
+            for weight in rollout.module.parameters():
+                weight.data.add_(0.5)
+            rollout.publish(rollout.module.state_dict())
+        policy = rollout.policy()
+        rollout.save_policy(tmp_path / "p")
+        evaluation = rollout.evaluate(episodes=2)
+    loaded = Policy.load(tmp_path / "p")
+    assert loaded.trained_on == {"environment": "CartPole-v1", "policy_version": 3, "steps": 24}
+    assert len(evaluation.returns) == 2
+    observation = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+    assert policy.act(observation) == loaded.act(observation)
+    trained = {name: tensor.detach().numpy() for name, tensor in rollout.module.state_dict().items()}
+    for name, tensor in loaded.module.state_dict().items():
+        np.testing.assert_array_equal(tensor.numpy(), trained[name])
+
+
+def test_a_policy_of_a_rollout_of_workers_has_what_their_filters_learnt(tmp_path: Path) -> None:
+    rollout = Rollout(
+        "CartPole-v1",
+        where="rollouts",
+        num_envs=2,
+        lanes=2,
+        workers=2,
+        fragment_length=16,
+        num_fragments=3,
+        env_to_module_connector=lambda env: MeanStdFilter(),
+        seed=1,
+    )
+    with rollout:
+        for _ in rollout.fragments():
+            pass
+        rollout.save_policy(tmp_path / "p")
+    count = Policy.load(tmp_path / "p").env_to_module["MeanStdFilter"].count
+    assert count == rollout.env_to_module["MeanStdFilter"].count > 90
+
+
+def test_environments_that_the_rollout_was_given_ready_made_are_asked_for() -> None:
+    vector = gym.make_vec("CartPole-v1", num_envs=2, vectorization_mode="sync")
+    with pytest.raises(PolicyError, match="the rollout was given SyncVectorEnv, expected env: an id"):
+        Rollout(vector).evaluate(episodes=1)
+    _, rollout = logged_rollout("box", "discrete", "none", slots=1, seed=1)
+    assert len(rollout.evaluate(Counted, 3).returns) == 3
+    assert isinstance(rollout.policy(explore=True).action_space, spaces.Discrete)

@@ -1,0 +1,96 @@
+"""A user's pieces and modules in a saved policy: named, allowed, upgraded, or refused."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_policies import ACTIONS, BOX
+from own_policy_parts import Doubled, Forgetful, OwnModule, Plain, Versioned
+
+from rollflow.nodes import ConnectorV2, LambdaConnector
+from rollflow.policy import Policy, register_connector, register_function, register_module
+from rollflow.stream import PolicyError
+from rollflow.stream.data.errors import StateError
+
+SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
+
+
+def own_policy(*pieces: ConnectorV2) -> Policy:
+    """Policy of a user's module and pieces."""
+    return Policy(OwnModule(BOX, ACTIONS["discrete"], model_config={"outputs": 4}), pieces, **SPACES)
+
+
+def test_a_users_classes_are_imported_where_they_are_allowed_alone(tmp_path: Path) -> None:
+    policy = own_policy(Doubled(2.0, offsets=(1, np.float32(2.5))))
+    policy.act(np.ones(3, np.float32))
+    policy.save(tmp_path / "p")
+    with pytest.raises(PolicyError, match=r"'own_policy_parts:Doubled' is not allowed .* allow=\['own_policy_parts'\]"):
+        Policy.load(tmp_path / "p")
+    loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts"])
+    assert isinstance(loaded.module, OwnModule)
+    piece = loaded.env_to_module["Doubled"]
+    assert (piece.factor, piece.offsets, piece.seen) == (2.0, (1, np.float32(2.5)), 1)
+
+
+def test_what_is_registered_needs_no_allowance(tmp_path: Path) -> None:
+    class Local(Doubled):
+        pass
+
+    with pytest.raises(PolicyError, match=r"<locals>.Local can't be imported .* register_connector"):
+        own_policy(Local(2.0)).save(tmp_path / "p")
+    register_connector("local doubled", Local)
+    register_module("own module", OwnModule)
+    own_policy(Local(2.0)).save(tmp_path / "p")
+    assert type(Policy.load(tmp_path / "p").env_to_module[0]) is Local
+    with pytest.raises(PolicyError, match=r"'local doubled' is .* already"):
+        register_connector("local doubled", Doubled)
+
+
+def test_a_lambda_is_refused_unless_it_has_a_name(tmp_path: Path) -> None:
+    noop = lambda batch: None  # noqa: E731
+    with pytest.raises(PolicyError, match=r"env_to_module/.*register_function"):
+        own_policy(LambdaConnector(noop)).save(tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+    register_function("no operation", noop)
+    own_policy(LambdaConnector(noop)).save(tmp_path / "p")
+    assert Policy.load(tmp_path / "p", allow=["own_policy_parts"]).env_to_module[0].function is noop
+
+
+def test_a_piece_whose_state_would_be_lost_is_refused(tmp_path: Path) -> None:
+    policy = own_policy(Forgetful())
+    policy.act(np.ones(3, np.float32))
+    policy.act(np.ones(3, np.float32))
+    with pytest.raises(StateError, match="Forgetful changes 'count'"):
+        policy.save(tmp_path / "p")
+
+
+def test_a_module_that_does_not_say_how_it_is_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"Plain does not say how it is made; expected .* get_config"):
+        Policy(Plain(), **SPACES).save(tmp_path / "p")
+
+
+def test_a_piece_that_does_not_come_back_is_found_when_it_is_saved(tmp_path: Path) -> None:
+    policy = own_policy(Doubled(2.0))
+    policy.env_to_module[0].factor = 3.0  # which its constructor's arguments do not say
+    with pytest.raises(PolicyError, match="Doubled is the first part that differs"):
+        policy.save(tmp_path / "p")
+
+
+def test_an_older_piece_is_upgraded_and_a_newer_one_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_policy(Versioned(scale=2.0)).save(tmp_path / "p")
+    monkeypatch.setattr(Versioned, "version", 2)
+    with pytest.raises(PolicyError, match=r"saved in version 1, today's is 2; expected a classmethod upgrade"):
+        Policy.load(tmp_path / "p", allow=["own_policy_parts"])
+
+    def upgrade(config: dict[str, Any], state: Any, from_version: int) -> tuple[Any, Any]:
+        assert from_version == 1
+        return {"scale": config["scale"] * 10}, state
+
+    monkeypatch.setattr(Versioned, "upgrade", staticmethod(upgrade), raising=False)
+    loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts"])
+    assert loaded.env_to_module[0].scale == 20.0
+    loaded.save(tmp_path / "q")
+    monkeypatch.setattr(Versioned, "version", 1)
+    with pytest.raises(PolicyError, match="saved in version 2, and this program has version 1"):
+        Policy.load(tmp_path / "q", allow=["own_policy_parts"])

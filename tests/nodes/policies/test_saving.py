@@ -1,0 +1,237 @@
+"""A policy that is saved and loaded again: the same bytes, the same actions, in any program."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from drawn_policies import ACTIONS, BOX, FITTING, OBSERVATIONS, logged_rollout
+from gymnasium import spaces
+
+import rollflow.nodes
+from rollflow.nodes import (
+    ClipRewards,
+    ConnectorPipelineV2,
+    ConnectorV2,
+    LambdaConnector,
+    MeanStdFilter,
+    NormalizeAndClipActions,
+    NStepReturns,
+    RandomModule,
+)
+from rollflow.nodes.policies.part_records import piece_of, record_of_piece
+from rollflow.nodes.policies.space_text import described, space_of
+from rollflow.policy import Policy, register_function
+from rollflow.stream import PolicyError
+
+SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}
+ALLOW = ["drawn_policies"]
+SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
+
+
+def policy_of(space: str, actions: str, pieces: str, **config: Any) -> Policy:
+    """Policy taken from a rollout over random environments."""
+    _, rollout = logged_rollout(space, actions, pieces, slots=1, seed=1, model_config=SMALL | config)
+    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+    policy.trained_on = {"policy_version": 7, "env": "drawn", "returns": np.float32(1.5)}
+    return policy
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Name -> bytes of the files in a folder."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+CASES = [(space, each, False) for space in FITTING for each in FITTING[space]]
+CASES += [("box", "all", True), ("nested", "previous", True), ("image", "frames", True)]
+
+
+@pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
+def test_what_is_loaded_is_saved_as_the_same_bytes(space: str, pieces: str, lstm: bool, tmp_path: Path) -> None:
+    policy = policy_of(space, "discrete", pieces, use_lstm=lstm)
+    policy.save(tmp_path / "a")
+    loaded = Policy.load(tmp_path / "a", allow=ALLOW)
+    loaded.save(tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert loaded.trained_on == policy.trained_on
+
+
+@pytest.mark.parametrize("actions", ["box", "several", "dict"])
+def test_a_zip_is_the_same_as_a_folder(actions: str, tmp_path: Path) -> None:
+    policy = policy_of("nested", actions, "all")
+    policy.save(tmp_path / "a.zip")
+    Policy.load(tmp_path / "a.zip").save(tmp_path / "b")
+    Policy.load(tmp_path / "b").save(tmp_path / "b.zip")
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+
+
+@pytest.mark.parametrize("explore", [False, True])
+def test_a_loaded_policy_acts_as_the_one_that_was_saved(explore: bool, tmp_path: Path) -> None:
+    saved = policy_of("box", "box", "all", use_lstm=True)
+    saved = Policy(saved.module, saved.env_to_module, saved.module_to_env, explore=explore)
+    saved.save(tmp_path / "p")
+    loaded = Policy.load(tmp_path / "p")
+    assert loaded.explore is explore
+    rng = np.random.default_rng(0)
+    for step in range(30):
+        observations = rng.normal(size=(4, 3)).astype(np.float32)
+        if step % 7 == 3:
+            saved.reset(step % 4)
+            loaded.reset(step % 4)
+        for policy in (saved, loaded):
+            policy.act_batch(observations)
+        for name in ("action_dist_inputs", "vf_preds"):
+            np.testing.assert_array_equal(saved.outputs[name], loaded.outputs[name])
+        assert all(map(np.array_equal, *(policy.outputs["state_out"].values() for policy in (saved, loaded))))
+
+
+def test_a_loaded_filter_merges_with_one_that_went_on(tmp_path: Path) -> None:
+    filter_ = MeanStdFilter(BOX, ACTIONS["discrete"])
+    module = RandomModule(BOX, ACTIONS["discrete"])
+    policy = Policy(module, [filter_], **SPACES, learns=True)
+    for value in range(6):
+        policy.act(np.full(3, value / 4, np.float32))
+    policy.save(tmp_path / "p")
+    before = policy.env_to_module.get_state()
+    for value in range(4):
+        policy.act(np.full(3, -value / 4, np.float32))
+    loaded = Policy.load(tmp_path / "p")
+    assert loaded.env_to_module["MeanStdFilter"].count == 6
+    merged = policy.env_to_module.merge_states([loaded.env_to_module.get_state(), before])
+    assert sum(each["count"] for each in merged["MeanStdFilter"]["sources"].values()) == 10
+
+
+def test_a_loaded_policy_samples_and_learns_where_it_is_asked_to(tmp_path: Path) -> None:
+    policy_of("box", "discrete", "none").save(tmp_path / "p")
+    Policy(RandomModule, [MeanStdFilter()], **SPACES).save(tmp_path / "q")
+    drawn = [Policy.load(tmp_path / "p", explore=True, seed=seed) for seed in (1, 1, 2)]
+    actions = [[int(policy.act(np.zeros(3, np.float32))) for _ in range(40)] for policy in drawn]
+    assert actions[0] == actions[1] != actions[2]
+    learning, frozen = Policy.load(tmp_path / "q", learns=True), Policy.load(tmp_path / "q")
+    for policy in (learning, frozen):
+        policy.act(np.ones(3, np.float32))
+    assert (learning.env_to_module["MeanStdFilter"].count, frozen.env_to_module["MeanStdFilter"].count) == (1, 0)
+
+
+def test_saving_again_replaces_a_policy_and_nothing_else(tmp_path: Path) -> None:
+    policy = policy_of("box", "discrete", "filter")
+    policy.save(tmp_path / "p")
+    policy.trained_on["policy_version"] = 8
+    policy.save(tmp_path / "p")
+    assert Policy.load(tmp_path / "p").trained_on["policy_version"] == 8
+    assert [each.name for each in tmp_path.iterdir()] == ["p"]
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("years of work")
+    with pytest.raises(PolicyError, match="something else at"):
+        policy.save(tmp_path / "other")
+    assert (tmp_path / "other" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_save_that_fails_leaves_the_policy_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = policy_of("box", "discrete", "filter")
+    policy.save(tmp_path / "p")
+    before = contents(tmp_path / "p")
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space left"):
+        policy.save(tmp_path / "p")
+    assert contents(tmp_path / "p") == before
+    assert [each.name for each in tmp_path.iterdir()] == ["p"]
+
+
+def test_a_fresh_program_without_the_training_script_acts_the_same(tmp_path: Path) -> None:
+    policy = policy_of("box", "discrete", "all", use_lstm=True)
+    policy.save(tmp_path / "p")
+    observations = np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)
+    np.save(tmp_path / "observations.npy", observations)
+    expected = [int(policy.act(observation)) for observation in observations]
+    script = (
+        "import numpy as np\nfrom rollflow.policy import Policy\npolicy = Policy.load('p')\n"
+        "print([int(policy.act(each)) for each in np.load('observations.npy')])"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == str(expected)
+
+
+# Every piece
+
+RECIPES: dict[str, Any] = {
+    "ClipRewards": lambda: ClipRewards(sign=True),
+    "NStepReturns": lambda: NStepReturns(n_step=3),
+    "NormalizeAndClipActions": lambda: NormalizeAndClipActions(normalize_actions=True, clip_actions=False),
+    "LambdaConnector": lambda: _named_function(),
+}
+ABSTRACT = {"ConnectorV2", "ObservationPreprocessor", "SingleAgentObservationPreprocessor"} | {
+    "MultiAgentObservationPreprocessor"
+}
+
+
+def unchanged(batch: dict[str, Any]) -> None:
+    """Function of a connector piece."""
+
+
+def _named_function() -> LambdaConnector:
+    register_function("unchanged in test_saving", unchanged)
+    return LambdaConnector(unchanged, lookback=2)
+
+
+PIECES = [
+    name
+    for name in rollflow.nodes.__all__
+    if isinstance(getattr(rollflow.nodes, name), type) and issubclass(getattr(rollflow.nodes, name), ConnectorV2)
+]
+
+
+@pytest.mark.parametrize("name", sorted(set(PIECES) - ABSTRACT))
+def test_every_piece_of_rollflow_comes_back_as_it_was(name: str) -> None:
+    cls = getattr(rollflow.nodes, name)
+    piece = RECIPES.get(name, cls)()
+    arrays: dict[str, Any] = {}
+    record = record_of_piece(piece, "piece", arrays)
+    assert record["name"] == f"rollflow.{cls.__name__}"
+    again, _ = piece_of(record, "piece", dict(arrays), ())
+    assert type(again) is type(piece)
+    assert again.name == piece.name
+    second: dict[str, Any] = {}
+    assert record_of_piece(again, "piece", second) == record
+
+
+def test_a_pipeline_within_a_pipeline_is_saved_with_its_pieces(tmp_path: Path) -> None:
+    inner = ConnectorPipelineV2(connectors=[MeanStdFilter(), MeanStdFilter(clip_by_value=0.5)])
+    policy = Policy(RandomModule, [inner], **SPACES, learns=True)
+    policy.act(np.ones(3, np.float32))
+    policy.act(np.zeros(3, np.float32))
+    policy.save(tmp_path / "p")
+    loaded = Policy.load(tmp_path / "p")
+    assert loaded.env_to_module["ConnectorPipelineV2"].names == ["MeanStdFilter", "MeanStdFilter_2"]
+    assert loaded.env_to_module.get_state() != {}
+
+
+@pytest.mark.parametrize("space", [*OBSERVATIONS.values(), *ACTIONS.values()], ids=str)
+def test_a_space_comes_back_from_its_description(space: spaces.Space[Any]) -> None:
+    assert space_of(described(space), "space") == space
+    assert str(space_of(described(space), "space")) == str(space)
+
+
+def test_bounds_that_differ_and_have_no_end_come_back() -> None:
+    space = spaces.Box(np.array([-np.inf, 0.1], np.float32), np.array([1e30, np.inf], np.float32))
+    assert space_of(described(space), "space") == space
+
+
+def test_environments_can_be_acted_in(tmp_path: Path) -> None:
+    env = gym.make("CartPole-v1")
+    policy = Policy(RandomModule, observation_space=env.observation_space, action_space=env.action_space)
+    policy.save(tmp_path / "p.zip")
+    policy = Policy.load(tmp_path / "p.zip")
+    observation, _ = env.reset(seed=0)
+    ended = False
+    while not ended:
+        observation, _, terminated, truncated, _ = env.step(policy.act(observation))
+        ended = terminated or truncated

@@ -1,0 +1,173 @@
+"""Sessions of a policy: what each remembers, and what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_policies import ACTIONS, BOX
+
+from rollflow.nodes import (
+    ConnectorV2,
+    DefaultModule,
+    FlattenObservations,
+    LambdaConnector,
+    PrevActionsPrevRewards,
+    RandomModule,
+)
+from rollflow.policy import Policy
+from rollflow.stream import ColumnError, PolicyError
+
+ITEM = np.ones(3, np.float32)
+SPACES = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
+
+
+def policy_with(*pieces: ConnectorV2) -> Policy:
+    """Policy with a random module behind these pieces."""
+    return Policy(RandomModule, pieces, **SPACES)
+
+
+def counting() -> tuple[Policy, list[list[tuple[str, int]]]]:
+    """A policy, and what each pass has seen: the id and the length of every episode."""
+    seen: list[list[tuple[str, int]]] = []
+
+    def count(episodes: Any) -> None:
+        seen.append([(episode.id_, episode.t) for episode in episodes])
+
+    return policy_with(LambdaConnector(count, lookback=1)), seen
+
+
+def test_each_session_has_an_episode_of_its_own() -> None:
+    policy, seen = counting()
+    policy.act(ITEM, session="a")
+    policy.act(ITEM, session="b")
+    policy.act(ITEM, session="a")
+    policy.act_batch(np.stack([ITEM] * 3), sessions=["b", "c", "a"])
+    assert seen[1:] == [[("b/0", 0)], [("a/0", 1)], [("b/0", 1), ("c/0", 0), ("a/0", 2)]]
+
+
+def test_reset_begins_another_episode() -> None:
+    policy, seen = counting()
+    for _ in range(2):
+        policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
+    policy.reset("b")
+    policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
+    policy.act(ITEM, session="b")
+    assert seen[-2:] == [[("a/0", 2), ("b/1", 0)], [("b/1", 1)]]
+
+
+def test_reset_holds_for_a_session_that_acts_in_other_company() -> None:
+    policy, seen = counting()
+    policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
+    policy.reset("b")
+    policy.act(ITEM, session="b")
+    policy.act(ITEM, session="a")
+    assert seen[-2:] == [[("b/1", 0)], [("a/0", 1)]]
+
+
+def test_a_session_remembers_over_any_number_of_steps() -> None:
+    policy, seen = counting()
+    for _ in range(100):
+        policy.act(ITEM)
+    assert [row[0][1] for row in seen] == list(range(100))
+
+
+def test_infos_come_to_the_pieces_and_stay_with_their_session() -> None:
+    seen: list[list[Any]] = []
+
+    def look(episodes: Any) -> None:
+        seen.append(
+            [episode.get_infos([-2, -1], fill=None) if episode.t else episode.get_infos(-1) for episode in episodes]
+        )
+
+    policy = policy_with(LambdaConnector(look, lookback=2))
+    two = np.stack([ITEM] * 2)
+    policy.act_batch(two, sessions=["a", "b"], infos=[{"n": 1}, {"n": 2}])
+    policy.act(ITEM, session="b", info={"n": 3})
+    policy.act_batch(two, sessions=["b", "a"], infos=[{"n": 4}, {"m": 5}])
+    policy.act_batch(two, sessions=["a", "b"])
+    assert seen == [
+        [{"n": 1}, {"n": 2}],
+        [[{"n": 2}, {"n": 3}]],
+        [[{"n": 3}, {"n": 4}], [{"n": 1}, {"m": 5}]],
+        [[{"m": 5}, {}], [{"n": 4}, {}]],
+    ]
+    with pytest.raises(PolicyError, match="1 infos for 2 sessions"):
+        policy.act_batch(two, infos=[{}])
+
+
+def test_a_session_that_is_forgotten_begins_from_nothing() -> None:
+    policy, seen = counting()
+    policy.act(ITEM, session="a")
+    policy.act(ITEM, session="b")
+    assert policy.sessions == ("a", "b")
+    policy.forget("a")
+    assert policy.sessions == ("b",)
+    policy.act(ITEM, session="a")
+    assert seen[-1] == [("a/0", 0)]
+
+
+def test_an_observation_outside_its_space_changes_nothing() -> None:
+    policy, seen = counting()
+    policy.act(ITEM)
+    with pytest.raises(ColumnError, match=r"\[1, 2\]"):
+        policy.act(np.ones(2, np.float32))
+    with pytest.raises(ColumnError):
+        policy.act(np.ones(2, np.float32), session="new")
+    policy.act(ITEM)
+    policy.act(ITEM, session="new")
+    assert seen[-2:] == [[("default/0", 1)], [("new/0", 0)]]
+
+
+def test_a_session_comes_once_in_a_call() -> None:
+    with pytest.raises(PolicyError, match="session 'a' comes more than once"):
+        policy_with().act_batch(np.stack([ITEM] * 2), sessions=["a", "a"])
+
+
+@pytest.mark.parametrize("sessions", [["a"], ["a", "b", "c"]])
+def test_there_is_an_observation_for_each_session(sessions: list[str]) -> None:
+    with pytest.raises(PolicyError, match="2 observations for"):
+        policy_with().act_batch(np.stack([ITEM] * 2), sessions=sessions)
+
+
+def test_rewards_that_a_piece_looks_back_to_have_to_come() -> None:
+    policy = policy_with(PrevActionsPrevRewards(), FlattenObservations())
+    policy.act(ITEM)
+    with pytest.raises(PolicyError, match="'PrevActionsPrevRewards' looks back to rewards"):
+        policy.act(ITEM)
+    policy.act(ITEM, reward=2.0)
+
+
+def test_rewards_that_a_users_piece_looks_back_to_are_refused_where_they_did_not_come() -> None:
+    def add(batch: dict[str, Any], episodes: Any) -> None:
+        for episode in episodes:
+            last = episode.get_rewards(-1) if len(episode) else 0.0
+            episode.set_observations(new_data=episode.get_observations(-1) + np.float32(last), at_indices=-1)
+
+    policy = Policy(DefaultModule, [LambdaConnector(add, lookback=1)], **SPACES)
+    policy.act(ITEM)
+    with pytest.raises(ValueError, match="is NaN"):
+        policy.act(ITEM)
+
+
+def test_a_session_whose_step_failed_says_that_its_memory_is_lost() -> None:
+    fails: list[int] = []
+
+    def fail(batch: dict[str, Any]) -> None:
+        if fails:
+            raise ZeroDivisionError(fails.pop())
+
+    policy = policy_with(LambdaConnector(fail))
+    policy.act_batch(np.stack([ITEM] * 2), sessions=["a", "b"])
+    fails.append(1)
+    with pytest.raises(ZeroDivisionError):
+        policy.act(ITEM, session="a")
+    with pytest.raises(PolicyError, match="session 'a' lost its memory"):
+        policy.act(ITEM, session="a")
+    policy.act(ITEM, session="b")
+    policy.reset("a")
+    policy.act(ITEM, session="a")
+
+
+def test_spaces_have_to_come_from_somewhere() -> None:
+    with pytest.raises(PolicyError, match="observation_space is None"):
+        Policy(RandomModule)

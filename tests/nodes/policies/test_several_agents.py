@@ -1,0 +1,136 @@
+"""Policies of a rollout over several agents: one for each agent, the same to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_policies import ACTIONS, BOX, MASKED, drawn_item
+from mpe2 import simple_spread_v3
+
+from rollflow.nodes import (
+    FlattenObservations,
+    FrameStacking,
+    LambdaConnector,
+    MeanStdFilter,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    ParallelPettingZooEnv,
+    PrevActionsPrevRewards,
+)
+from rollflow.policy import Policy
+from rollflow.stream import PolicyError
+from rollflow.stream.data.tree import stack_trees
+
+STEPS = 24
+CONFIG = {"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6}
+
+
+class LoggedAgents(MultiAgentEnv):
+    """Two walkers and a masked one, with random observations and rewards, all of which are kept in `log`."""
+
+    possible_agents = ("ann", "bob", "cat")
+    observation_spaces = {"ann": BOX, "bob": BOX, "cat": MASKED}  # noqa: RUF012
+    action_spaces = {"ann": ACTIONS["box"], "bob": ACTIONS["box"], "cat": ACTIONS["discrete"]}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.log: list[tuple[dict[str, Any], dict[str, float]]] = []
+        self._rng = np.random.default_rng(5)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        observations = {agent: drawn_item(self.observation_spaces[agent], self._rng) for agent in self.possible_agents}
+        self.log.append((observations, dict.fromkeys(self.possible_agents, 0.0)))
+        return observations, {}
+
+    def step(self, actions: Any) -> Any:
+        observations, _ = self.reset()
+        rewards = {agent: float(self._rng.normal()) for agent in self.possible_agents}
+        self.log[-1] = observations, rewards
+        return observations, rewards, {"__all__": False}, {"__all__": False}, {}
+
+
+def pieces(part: Any) -> list[Any]:
+    """Pieces that look back, for the walkers; a filter for the masked one."""
+    if "cat" in part.agents:
+        return [MeanStdFilter(update_stats=False)]
+    return [
+        PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=2),
+        FlattenObservations(),
+        FrameStacking(num_frames=2),
+    ]
+
+
+def rollout_over(env: LoggedAgents, **kwargs: Any) -> MultiAgentRollout:
+    """A rollout of one fragment, with a module for the walkers, and one for the masked agent."""
+    mapping = {"ann": "walker", "bob": "walker", "cat": "cat"}
+    return MultiAgentRollout(
+        lambda: env,
+        module={"walker": None, "cat": None},
+        agent_to_module_mapping_fn=mapping,
+        model_config=CONFIG,
+        env_to_module_connector=pieces,
+        fragment_length=STEPS,
+        num_fragments=1,
+        seed=3,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize("explore", [False, True])
+def test_each_agents_policy_computes_what_the_rollout_computed(explore: bool, tmp_path: Path) -> None:
+    env = LoggedAgents()
+    rollout = rollout_over(env, explore=explore)
+    for agent in ("ann", "cat"):
+        rollout.policy(agent).save(tmp_path / agent)
+    policies = {agent: Policy.load(tmp_path / agent) for agent in ("ann", "cat")}
+    with rollout:
+        (fragment,) = rollout.fragments()
+    (episode,) = fragment.episodes()
+    recorded = {agent: episode.agent_episodes[agent] for agent in env.possible_agents}
+    for step in range(STEPS):
+        observations, rewards = env.log[step]
+        for agents in (("ann", "bob"), ("cat",)):
+            policy = policies[agents[0]]
+            policy.act_batch(
+                stack_trees([observations[agent] for agent in agents]), [rewards[agent] for agent in agents], agents
+            )
+            for row, agent in enumerate(agents):
+                expected = recorded[agent].get_extra_model_outputs("action_dist_inputs", step)
+                np.testing.assert_array_equal(policy.outputs["action_dist_inputs"][row], expected)
+                if not explore:
+                    np.testing.assert_array_equal(policy.outputs["actions"][row], recorded[agent].get_actions(step))
+            if explore and agents == ("ann", "bob"):
+                return  # what it would look back to are other actions than the rollout's from here on
+
+
+def test_agents_of_a_pettingzoo_environment_act_by_a_policy_each(tmp_path: Path) -> None:
+    rollout = MultiAgentRollout(
+        lambda: ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2)), model_config={"fcnet_hiddens": (8,)}, seed=1
+    )
+    rollout.policy("agent_0").save(tmp_path / "p.zip")
+    policy = Policy.load(tmp_path / "p.zip")
+    env = simple_spread_v3.parallel_env(N=2)
+    observations, _ = env.reset(seed=0)
+    steps = 0
+    while env.agents:
+        actions = {agent: policy.act(observation, session=agent) for agent, observation in observations.items()}
+        observations, *_ = env.step(actions)
+        steps += 1
+    assert (steps, policy.sessions) == (25, ("agent_0", "agent_1"))
+    env.close()
+
+
+def test_agents_without_a_policy_of_their_own_are_refused() -> None:
+    with pytest.raises(PolicyError, match=r"agent 'dan': the agents are \['ann', 'bob', 'cat'\]"):
+        rollout_over(LoggedAgents()).policy("dan")
+    by_function = MultiAgentRollout(LoggedAgents, agent_to_module_mapping_fn=_mapped, module={"a": None, "b": None})
+    with pytest.raises(PolicyError, match="up to the episode, expected module_id"):
+        by_function.policy("ann")
+    assert by_function.policy("ann", "a").trained_on["module"] == "a"
+    jointly = rollout_over(LoggedAgents(), joint_connector=lambda env: LambdaConnector(lambda batch: None, name="x"))
+    with pytest.raises(PolicyError, match="joint_connector pieces see all agents together"):
+        jointly.policy("ann")
+
+
+def _mapped(agent: Any, episode: Any) -> str:
+    return "b" if agent == "cat" else "a"

@@ -1,0 +1,193 @@
+"""One forward pass of each module over several ready lanes: the same fragments, in fewer passes."""
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from drawn_agents import WAYS, Drawn, assert_alike, drawn_settings, fragments_of, made, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from leftovers import join_loop_workers
+from lost_agents import emitted_steps
+from numbered_agents import NumberedAgents
+from property_examples import examples
+from serial_module import SerialModule
+
+from rollflow.nodes import ConnectorV2, DefaultModelConfig, MultiAgentRollout
+from rollflow.stream import ModuleError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+few = settings(max_examples=examples(20))
+LARGEST = 3 * 4  # slots of agents in the largest lane that is drawn
+GATHERING: dict[str, dict[str, Any]] = {
+    "ready": {"max_batch": 2 * LARGEST},
+    "ready, in threads": {"max_batch": 2 * LARGEST, "where": "threads"},
+    "waiting": {"max_batch": 2 * LARGEST, "max_wait": 1e-3},
+    "in a thread": {"forward_in_thread": True},
+    "in a thread, ahead": {"forward_in_thread": True, "max_batch": 2 * LARGEST, "where": "threads", "prefetch": 1},
+}
+
+
+def in_order(fragments: list[MultiAgentFragment]) -> list[MultiAgentFragment]:
+    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+
+
+@few
+@given(drawn=drawn_settings, how=st.sampled_from(list(GATHERING)))
+def test_joint_passes_give_the_same_fragments(drawn: Drawn, how: str) -> None:
+    together = fragments_of(drawn, **GATHERING[how])
+    assert_alike(in_order(together), in_order(fragments_of(drawn)))
+
+
+@few
+@given(drawn=drawn_settings, count=st.integers(1, 6), how=st.sampled_from(list(GATHERING)))
+def test_every_step_is_handed_out_and_every_version_is_that_of_its_pass(drawn: Drawn, count: int, how: str) -> None:
+    _, rollout = made(drawn, **GATHERING[how])
+    fragments = run(rollout, count)
+    assert len(emitted_steps(fragments)) == rollout.num_steps
+    assert rollout.lost == {}
+    for fragment in fragments:
+        for module_id in fragment.module_ids:
+            columns = fragment.of_module(module_id)
+            assert columns.gather("weight").tolist() == columns.gather("policy_version").tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("how", GATHERING)
+def test_it_is_so_however_it_is_run(way: str, how: str) -> None:
+    _, rollout = made(Drawn(3, 3, 3, 1, 9, False, 8, 1, True, 1), **GATHERING[how])
+    fragments = WAYS[way](rollout, 4)
+    assert len(emitted_steps(fragments)) == rollout.num_steps
+    assert rollout.lost == {}
+
+
+def passes_of(**options: Any) -> dict[str, int]:
+    """Passes of each module in the 8 vector steps of three lanes, each with 4 agents that act at once."""
+    drawn = Drawn(3, 3, 4, 0, 100, True, 8, 1, False, 5)
+    _, rollout = made(drawn, num_fragments=1, **options)
+    with rollout:
+        assert len(list(rollout.fragments())) == 3
+    return {module_id: len(module.passes.done) for module_id, module in rollout.module.items()}
+
+
+def test_all_lanes_that_are_ready_go_into_one_pass_of_each_module() -> None:
+    alone = passes_of()
+    assert set(alone.values()) == {3 * alone_per_lane() for _ in alone}
+    assert passes_of(max_batch=12) == {name: count // 3 for name, count in alone.items()}
+    # Two lanes of 4 agents each, and then the third.
+    assert passes_of(max_batch=8) == {name: 2 * count // 3 for name, count in alone.items()}
+    assert passes_of(max_batch=4) == alone
+
+
+def alone_per_lane() -> int:
+    """Vector steps of one fragment for which actions are made."""
+    return 8
+
+
+class Doubles(ConnectorV2):
+    """A piece of a user's, which is run for each lane alone."""
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.foreach_batch_item_change_in_place(batch, "vf_preds", lambda value, *whose: 2 * value)
+        return batch
+
+
+def test_pieces_that_know_one_lane_at_a_time_get_the_rows_of_one() -> None:
+    drawn = Drawn(3, 3, 4, 2, 9, False, 8, 1, True, 7)
+    options: dict[str, Any] = {"module_to_env_connector": lambda part: Doubles()}
+    together = in_order(fragments_of(drawn, max_batch=12, **options))
+    assert_alike(together, in_order(fragments_of(drawn, **options)))
+    for fragment in together:
+        for module_id in fragment.module_ids:
+            columns = fragment.of_module(module_id)
+            assert columns.gather("vf_preds").tolist() == (2 * columns.gather("seen")[:, 4]).tolist()
+
+
+@pytest.mark.parametrize("how", ["ready", "in a thread"])
+def test_stateful_modules_keep_every_agents_own_state(how: str) -> None:
+    def states(**options: Any) -> list[Any]:
+        makers = [partial(NumberedAgents, slot, agents=3, nested=0, length=7) for slot in range(3)]
+        config, kept = DefaultModelConfig(use_lstm=True, lstm_cell_size=4, max_seq_len=4, fcnet_hiddens=(8,)), []
+        rollout = MultiAgentRollout(
+            makers, lanes=3, module=None, model_config=config, fragment_length=9, num_fragments=2, seed=3, **options
+        )
+        with rollout:
+            for fragment in in_order(list(rollout.fragments())):
+                columns = fragment.of_module("default_policy")
+                kept.append((columns.gather("actions"), columns.gather("action_dist_inputs")))
+        return kept
+
+    for (actions, logits), (same, alike) in zip(states(**GATHERING[how]), states(), strict=True):
+        assert actions.tolist() == same.tolist()
+        torch.testing.assert_close(torch.tensor(logits), torch.tensor(alike))
+
+
+class Breaks(SerialModule):
+    """Raises in its second pass."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        if len(self.passes.done) == 1:
+            raise ZeroDivisionError("no more")
+        return super()._forward(batch)
+
+
+@pytest.mark.parametrize("how", ["ready", "waiting", "in a thread"])
+def test_a_module_that_raises_is_named_with_its_lanes_and_its_batch(how: str) -> None:
+    join_loop_workers()
+    before = set(threading.enumerate())
+    drawn = Drawn(2, 2, 4, 0, 9, True, 8, 1, False, 1)
+    modules = {"plain 0": SerialModule(), "plain 1": Breaks()}
+    envs, rollout = made(drawn, module=modules, **GATHERING[how])
+    with pytest.raises(ZeroDivisionError, match="no more") as caught, rollout:
+        list(rollout.fragments())
+    notes = "\n".join(caught.value.__notes__)
+    lanes = "lane 1, vector step 0" if how == "in a thread" else "lanes 0, 1"
+    rows = 2 if how == "in a thread" else 4
+    assert f"module 'plain 1', {lanes}, batch: 'obs' [{rows}, 5]" in notes
+    assert "in node 'module'" in notes
+    join_loop_workers()
+    assert set(threading.enumerate()) <= before
+    assert all(env.closed for env in envs)
+
+
+def test_lanes_whose_batches_differ_are_refused() -> None:
+    class Odd(ConnectorV2):
+        def __call__(self, *, batch: dict[str, Any], shared_data: Any, **kwargs: Any) -> dict[str, Any]:
+            return batch | ({"odd": batch["obs"]} if shared_data["lane"] else {})
+
+    drawn = Drawn(2, 2, 2, 0, 9, True, 8, 1, False, 1)
+    _, rollout = made(drawn, max_batch=4, env_to_module_connector=lambda part: [Late(), Odd()])
+    expected = r"lanes that go into one forward pass have batches of \['obs', 'odd'\]; \['obs'\], expected the same"
+    with pytest.raises(ModuleError, match=expected), rollout:
+        next(iter(rollout.fragments()))
+
+
+class Late(ConnectorV2):
+    """Puts observations into the batch itself."""
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            self.add_batch_item(batch, "obs", episode.get_observations(-1), episode)
+        return batch
+
+
+def test_a_bound_that_a_lane_does_not_fit_is_refused() -> None:
+    drawn = Drawn(3, 2, 4, 0, 9, True, 8, 1, False, 1)
+    with pytest.raises(ValueError, match="max_batch is 7, expected at least 8: a lane's slots go together"):
+        made(drawn, max_batch=7)
+    for name, wrong in (("max_batch", 0), ("max_wait", -1.0)):
+        with pytest.raises(ValueError, match=f"{name} is {wrong}, expected"):
+            made(drawn, **{name: wrong})
+
+
+def test_explain_shows_the_bounds_of_a_pass() -> None:
+    drawn = Drawn(2, 2, 2, 0, 9, True, 8, 1, False, 1)
+    for options, text in (
+        ({"max_batch": 4}, "up to 4 slots a pass"),
+        ({"max_batch": 4, "max_wait": 0.002}, "up to 4 slots a pass, waits 2 ms"),
+    ):
+        rollout = made(drawn, **options)[1]  # type: ignore[arg-type]
+        assert text in rollout.explain()
+        rollout.close()

@@ -1,0 +1,456 @@
+"""Modules that are added, removed and added again while agents are in the middle of their episodes."""
+
+import gc
+import weakref
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from rollflow.nodes import ConnectorV2, MultiAgentEnv, MultiAgentRollout, MultiRLModule, RLModule
+from rollflow.stream import ModuleError
+
+AGENTS = ("a", "b")
+
+
+class Marathon(MultiAgentEnv):
+    """Two agents that act in every step, `length` steps long; they observe the number of the step."""
+
+    possible_agents = AGENTS
+    observation_spaces = dict.fromkeys(AGENTS, gym.spaces.Box(0, 1000, (1,), np.float32))
+    action_spaces = dict.fromkeys(AGENTS, gym.spaces.Discrete(50))
+
+    def __init__(self, length: int = 4) -> None:
+        super().__init__()
+        self.length = length
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.now = 0
+        return self._seen(), {}
+
+    def step(self, actions: Any) -> Any:
+        self.now += 1
+        return self._seen(), dict.fromkeys(AGENTS, 1.0), {"__all__": self.now == self.length}, {"__all__": False}, {}
+
+    def _seen(self) -> Any:
+        return {agent: np.full(1, self.now, np.float32) for agent in AGENTS}
+
+
+class Acts(RLModule):
+    """Acts by a number of its own, and counts its steps in its state if it has one."""
+
+    def __init__(self, action: int = 0, *, state: int = 0, outputs: Any = None) -> None:
+        super().__init__(model_config={"max_seq_len": 4})
+        self.action, self.state, self.outputs = action, state, outputs or {}
+        self.weight = torch.nn.Parameter(torch.full((2,), float(action)))
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        made = {name: value.expand(len(batch["obs"]), *value.shape) for name, value in self.outputs.items()}
+        actions = torch.full(batch["obs"].shape[:-1], self.action)
+        if self.state:
+            made["state_out"] = {"count": batch["state_in"]["count"] + 1}
+            made["count"] = made["state_out"]["count"][:, :1]
+        return {"actions": actions, **made}
+
+    def get_initial_state(self) -> Any:
+        return {"count": np.zeros(self.state, np.float32)} if self.state else {}
+
+
+def marathon(length: int = 4, **options: Any) -> MultiAgentRollout:
+    given = {"module": {"a": Acts(0), "b": Acts(1)}, "fragment_length": 2, "num_fragments": 8, "seed": 0}
+    return MultiAgentRollout(lambda: Marathon(length), **{**given, **options})
+
+
+def rows(fragment: Any, module_id: Any, name: str = "actions") -> list[Any]:
+    return fragment.of_module(module_id).gather(name).tolist()  # type: ignore[no-any-return]
+
+
+def test_agents_keep_the_module_that_they_began_with_when_another_takes_its_id() -> None:
+    actions, versions = [], []
+    with marathon(length=4, fragment_length=3, num_fragments=4) as rollout:
+        for number, fragment in enumerate(rollout.fragments()):
+            actions.append(rows(fragment, "a"))
+            versions.append(rows(fragment, "a", "policy_version"))
+            if number == 0:
+                rollout.publish({"a": Acts(0).state_dict()})
+                rollout.remove_module("a")
+                rollout.add_module("a", Acts(7))
+                assert rollout.policy_versions["a"] == 2
+                assert rollout.publish({"a": Acts(7).state_dict()}) == {"a": 3}
+    assert actions == [[0, 0, 0], [0, 7, 7], [7, 7, 7], [7, 7, 7]]
+    assert versions == [[0, 0, 0], [1, 3, 3], [3, 3, 3], [3, 3, 3]]
+
+
+def test_weights_of_a_removed_module_and_of_the_next_stay_apart() -> None:
+    with marathon(length=6, fragment_length=1, num_fragments=8) as rollout:
+        told = []
+        for number, fragment in enumerate(rollout.fragments()):
+            told.append((rows(fragment, "a")[0], rows(fragment, "a", "policy_version")[0]))
+            if number in (0, 2):
+                rollout.remove_module("a")
+                rollout.add_module("a", Acts(10 + number))
+    assert told == [(0, 0)] * 6 + [(12, 2)] * 2
+
+
+def test_a_removed_modules_state_goes_on_and_the_next_begins_anew() -> None:
+    modules = {"a": Acts(0, state=1), "b": Acts(1)}
+    with marathon(length=4, fragment_length=3, num_fragments=3, module=modules) as rollout:
+        counts = []
+        for number, batch in enumerate(rollout.batches()):
+            counts.append(batch["a"]["count"].tolist())
+            if number == 0:
+                rollout.remove_module("a")
+                rollout.add_module("a", Acts(7, state=1))
+    assert counts[0] == [[1.0, 2.0, 3.0, 0.0]]
+    assert counts[1] == [[4.0, 0.0, 0.0, 0.0], [1.0, 2.0, 0.0, 0.0]]
+
+
+def test_removed_modules_are_gone_once_they_serve_nobody() -> None:
+    names = {"a": "a", "b": "b"}
+    copies: list[Any] = []
+
+    class Noted(Acts):
+        def __deepcopy__(self, memo: Any) -> Any:
+            copies.append(weakref.ref(copy := Acts(self.action, outputs=self.outputs)))
+            return copy
+
+    given: list[Any] = []
+    options = {"agent_to_module_mapping_fn": lambda agent, episode: names[agent], "num_fragments": 60}
+    with marathon(length=2, fragment_length=2, num_envs=2, lanes=2, **options) as rollout:
+        for number, _ in enumerate(rollout.fragments()):
+            old = names["a"]
+            names["a"] = f"opponent {number}"
+            outputs = {f"only here {number}": torch.zeros(2), "vf_preds": torch.zeros(())}
+            rollout.add_module(names["a"], module := Noted(number % 50, outputs=outputs))
+            given.append(weakref.ref(module))
+            del module
+            rollout.remove_module(old)
+            if number % 20 == 19:
+                gc.collect()
+                assert sum(ref() is not None for ref in copies) < 10
+                assert sum(ref() is not None for ref in given) < 10
+                assert len(rollout.returns.by_module) < 10
+                assert max(len(lane.modules) for lane in rollout.environments.lanes) < 10
+                columns = [lane.parts[0].fragment.columns for lane in rollout.environments.lanes]
+                assert max(map(len, columns)) < 16
+    assert len(copies) == 120
+    assert rollout.returns.by_module["b"].count == 120
+
+
+def test_a_module_may_give_an_output_in_another_type_than_one_that_has_gone() -> None:
+    numbers = torch.tensor([1, 2, 3])
+    modules = {"a": Acts(0, outputs={"hint": torch.tensor(0.5)}), "b": Acts(1)}
+    with marathon(length=2, fragment_length=2, num_fragments=6, module=modules) as rollout:
+        hints = []
+        for number, fragment in enumerate(rollout.fragments()):
+            hints.append(rows(fragment, "a", "hint"))
+            if number == 0:
+                rollout.remove_module("a")
+                rollout.add_module("a", Acts(7, outputs={"hint": numbers}))
+    assert hints == [[0.5] * 2] * 2 + [[numbers.tolist()] * 2] * 4
+
+
+def test_a_module_may_come_back_again_and_again() -> None:
+    with marathon(length=2, fragment_length=2, num_fragments=40) as rollout:
+        for number, fragment in enumerate(rollout.fragments()):
+            assert sorted(fragment.module_ids) == ["a", "b"]
+            assert rows(fragment, "a") == [max(0, number - 2)] * 2
+            rollout.remove_module("a")
+            rollout.add_module("a", Acts(number))
+    assert rollout.policy_versions == {"a": 40, "b": 0}
+
+
+def test_a_module_that_was_taken_out_of_the_modules_alone_was_removed() -> None:
+    with marathon(length=4, fragment_length=3, num_fragments=3) as rollout:
+        fragments = iter(rollout.fragments())
+        next(fragments)
+        rollout.publish({"a": Acts(0).state_dict()})
+        rollout.module.remove_module("a")
+        rollout.add_module("a", Acts(7))
+        fragment = next(fragments)
+        assert (rows(fragment, "a"), rows(fragment, "a", "policy_version")) == ([0, 7, 7], [1, 2, 2])
+        next(fragments)
+        assert [len(set(lane.modules) - {None}) for lane in rollout.environments.lanes] == [2]
+
+
+def test_a_module_that_is_removed_while_it_is_looked_up_serves_or_leaves_it_to_the_default_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    contains = MultiRLModule.__contains__
+    modules = {"a": Acts(0), "default_policy": Acts(1)}
+    for is_before in (False, True):
+        with marathon(length=1, module=modules) as rollout:
+            waiting = ["a"]
+
+            def looked_up(
+                here: MultiRLModule,
+                each: Any,
+                *,
+                rollout: Any = rollout,
+                waiting: Any = waiting,
+                first: Any = is_before,
+            ) -> bool:
+                known = contains(here, each)
+                if each in waiting:  # as another thread may do it meanwhile
+                    waiting.remove(each)
+                    rollout.remove_module(each)
+                return contains(here, each) if first else known
+
+            monkeypatch.setattr(MultiRLModule, "__contains__", looked_up)
+            fragments = [(next(iter(rollout.fragments()))) for _ in range(3)]
+            monkeypatch.undo()
+        assert not waiting
+        assert {module_id for each in fragments for module_id in each.policy_versions()} >= {"default_policy"}
+        assert list(fragments[-1].policy_versions()) == ["default_policy"]
+
+
+def test_a_module_that_takes_an_id_while_a_batch_is_made_has_a_learner_pipeline_of_its_own() -> None:
+    made: list[int] = []
+
+    def connector(*spaces: Any) -> list[ConnectorV2]:
+        made.append(len(made))
+        if len(made) == 3:  # as another thread may do it meanwhile
+            rollout.remove_module("a")
+            rollout.add_module("a", Acts(8))
+        return []
+
+    with marathon(learner_connector=connector) as rollout:
+        batches = iter(rollout.batches())
+        next(batches)
+        assert len(made) == 2
+        rollout.remove_module("a")
+        rollout.add_module("a", Acts(7))
+        for count in (3, 4, 4):
+            next(batches)
+            assert len(made) == count
+
+
+def test_of_two_modules_of_one_id_the_columns_are_those_that_both_have() -> None:
+    first, second = {"x": torch.zeros(()), "y": torch.zeros(())}, {"y": torch.ones(()), "z": torch.zeros(())}
+    with marathon(module={"a": Acts(0, outputs=first), "b": Acts(1)}, length=4, fragment_length=3) as rollout:
+        batches = rollout.batches()
+        for number, batch in enumerate(batches):
+            if number == 0:
+                rollout.remove_module("a")
+                rollout.add_module("a", Acts(7, outputs=second))
+            if number == 1:
+                both = batch["a"]
+            if number == 3:
+                assert {"y", "z"} <= batch["a"].keys()
+                assert "x" not in batch["a"]
+    assert both["y"].tolist() == [0.0, 1.0, 1.0]
+    assert not {"x", "z"} & both.keys()
+
+
+def test_lanes_may_be_at_different_modules_of_one_id() -> None:
+    first = {"x": torch.zeros(()), "y": torch.zeros(2), "z": torch.zeros(())}
+    second = {"y": torch.ones(3), "z": torch.ones(())}
+    makers = [lambda: Marathon(2), lambda: Marathon(50)]
+    modules = {"a": Acts(0, outputs=first), "b": Acts(1)}
+    with MultiAgentRollout(makers, module=modules, lanes=2, fragment_length=2, num_fragments=4, seed=0) as rollout:
+        batches = rollout.batches()
+        next(iter(batches))
+        rollout.remove_module("a")
+        rollout.add_module("a", Acts(7, outputs=second))
+        *_, batch = batches
+    assert batch["a"]["actions"].tolist() == [7, 7, 0, 0]
+    assert batch["a"]["z"].tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert not {"x", "y"} & batch["a"].keys()
+
+
+def test_under_an_id_states_stay_alike() -> None:
+    with marathon() as rollout:
+        rollout.remove_module("a")
+        with pytest.raises(ModuleError, match=r"module 'a' has the initial state \{'count': .*expected the same"):
+            rollout.add_module("a", Acts(state=2))
+        assert list(rollout.module) == ["b"]
+        rollout.add_module("a", Acts())
+
+
+def test_pacing_goes_on_where_a_module_is_replaced() -> None:
+    with marathon(length=50, max_lag=0, on_excess="pace", num_fragments=4) as rollout:
+        for _ in rollout.batches():
+            rollout.remove_module("a")
+            rollout.add_module("a", Acts(3))
+    assert rollout.lost == {}
+
+
+# Stateful ones
+
+
+def test_a_stateful_module_may_be_added_beside_stateless_ones() -> None:
+    names = {"a": "a", "b": "b"}
+    options: Any = {
+        "agent_to_module_mapping_fn": lambda agent, episode: names[agent],
+        "length": 4,
+        "fragment_length": 4,
+    }
+    with marathon(**options) as rollout:
+        for number, batch in enumerate(rollout.batches()):
+            if number == 0:
+                names["a"] = "late"
+                rollout.add_module("late", Acts(3, state=1))
+            if number == 2:
+                assert batch["late"]["state_in"]["count"].tolist() == [[0.0]]
+                assert batch["late"]["count"].tolist() == [[1.0, 2.0, 3.0, 4.0]]
+                assert batch["b"]["obs"].shape == (4, 1)
+
+
+def test_a_stateful_module_is_refused_where_fragments_keep_nothing_of_the_ones_before() -> None:
+    with marathon(lookback=0) as rollout:
+        with pytest.raises(ModuleError, match="module 'late' is stateful, but lookback is 0"):
+            rollout.add_module("late", Acts(state=1))
+        assert "late" not in rollout.module
+
+
+# Outputs
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (torch.full((3,), 1.5), torch.full((2,), 2.5)),
+        (torch.tensor(7), torch.tensor(0.25)),
+        (torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.2)),
+    ],
+)
+def test_outputs_of_one_name_may_differ_from_module_to_module(ours: Any, theirs: Any) -> None:
+    modules = {"a": Acts(0, outputs={"told": ours}), "b": Acts(1, outputs={"told": theirs})}
+    with marathon(module=modules, length=5, fragment_length=3, num_fragments=3) as rollout:
+        for fragment in rollout.fragments():
+            for module_id, told in (("a", ours), ("b", theirs)):
+                part = fragment.of_module(module_id)
+                np.testing.assert_array_equal(part.gather("told"), np.broadcast_to(told, (3, *told.shape)))
+                assert part.gather("told").dtype == told.numpy().dtype
+                assert part.extra_columns == ("told", "policy_version")
+            for episode in fragment.episodes():
+                for agent, told in (("a", ours), ("b", theirs)):
+                    own = episode.agent_episodes[agent]
+                    assert set(own.extra_model_outputs) == {"told", "policy_version"}
+                    np.testing.assert_array_equal(own.get_extra_model_outputs("told", -1), told)
+
+
+def test_states_may_differ_from_module_to_module() -> None:
+    modules = {"a": Acts(0, state=1), "b": Acts(1, state=3)}
+    with marathon(module=modules, length=5, fragment_length=3, num_fragments=3) as rollout:
+        batches = list(rollout.batches())
+    for module_id, width in (("a", 1), ("b", 3)):
+        assert [batch[module_id]["count"].tolist() for batch in batches] == [
+            [[1.0, 2.0, 3.0, 0.0]],
+            [[4.0, 5.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]],
+            [[2.0, 3.0, 4.0, 0.0]],
+        ]
+        assert {batch[module_id]["state_in"]["count"].shape[1] for batch in batches} == {width}
+
+
+def test_pieces_see_the_outputs_of_their_own_module() -> None:
+    seen: dict[str, set[Any]] = {"a": set(), "b": set()}
+
+    class Looks(ConnectorV2):
+        def __call__(self, *, episodes: Any, batch: Any, **kwargs: Any) -> Any:
+            for episode in self.single_agent_episode_iterator(episodes):
+                if len(episode):
+                    assert set(episode.extra_model_outputs) == {"told", "policy_version"}
+                    seen[episode.module_id].add(np.shape(episode.get_extra_model_outputs("told", -1)))
+            return batch
+
+    modules = {name: Acts(0, outputs={"told": torch.zeros(size)}) for name, size in (("a", 2), ("b", 3))}
+    with marathon(
+        module=modules, env_to_module_connector=lambda part: Looks(), joint_connector=lambda env: Looks()
+    ) as r:
+        list(r.fragments())
+    assert seen == {"a": {(2,)}, "b": {(3,)}}
+
+
+# Weights that act
+
+
+def test_the_weights_that_act_are_those_published_last() -> None:
+    with marathon(num_fragments=3) as rollout:
+        for number, _ in enumerate(rollout.fragments()):
+            version, weights = rollout.acting_weights("a")
+            assert version == number
+            assert weights["weight"].tolist() == [float(number)] * 2
+            weights["weight"] += 100
+            with torch.no_grad():
+                rollout.module["a"].weight += 50  # training alone changes nothing
+            rollout.publish({"a": Acts(number + 1).state_dict()})
+            assert rollout.acting_weights("a").version == number + 1
+        with pytest.raises(ModuleError, match="there is no module 'c'"):
+            rollout.acting_weights("c")
+
+
+# Exploring
+
+
+class Sure(RLModule):
+    """Finds action 3 the likeliest, by little."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        logits = torch.zeros(len(batch["obs"]), 50)
+        logits[:, 3] = 0.1
+        return {"action_dist_inputs": logits}
+
+
+@pytest.mark.parametrize(
+    ("explore", "greedy"), [(True, ""), (False, "ab"), ({"a": False}, "a"), ({"a": True, "b": False}, "b"), ({}, "")]
+)
+def test_some_modules_explore_and_others_do_not(explore: Any, greedy: str) -> None:
+    with marathon(module={"a": Sure(), "b": Sure()}, explore=explore, num_fragments=1, fragment_length=20) as rollout:
+        [fragment] = rollout.fragments()
+    for module_id in AGENTS:
+        assert (set(rows(fragment, module_id)) == {3}) == (module_id in greedy)
+
+
+def test_whether_a_module_explores_is_said_when_it_is_added() -> None:
+    names = {"a": "a", "b": "b"}
+    options: Any = {"agent_to_module_mapping_fn": lambda agent, episode: names[agent], "length": 20}
+    with marathon(module={"a": Sure(), "b": Sure()}, fragment_length=20, num_fragments=3, **options) as rollout:
+        fragments = rollout.fragments()
+        next(iter(fragments))
+        rollout.add_module("frozen", Sure(), explore=False)
+        names["a"] = "frozen"
+        *_, fragment = fragments
+    assert set(rows(fragment, "frozen")) == {3}
+    assert set(rows(fragment, "b")) != {3}
+
+
+@pytest.mark.parametrize("explore", [{"c": True}, {"a": "yes"}])
+def test_what_says_nothing_of_exploring_is_refused(explore: Any) -> None:
+    with pytest.raises(
+        ModuleError, match=r"expected a bool, or a dict: module id -> bool, with ids among \['a', 'b'\]"
+    ):
+        marathon(explore=explore)
+
+
+# Which module serves whom
+
+
+class Asked(dict[Any, Any]):
+    """A mapping that counts how often it is asked."""
+
+    count = 0
+
+    def __getitem__(self, agent: Any) -> Any:
+        self.count += 1
+        return super().__getitem__(agent)
+
+
+def test_a_dict_is_asked_for_agents_and_a_function_for_their_episodes() -> None:
+    asked, called = Asked(a="a", b="b"), []
+    options: Any = {"num_envs": 16, "length": 2, "fragment_length": 10, "num_fragments": 2}
+    with marathon(agent_to_module_mapping_fn=asked, **options) as rollout:
+        by_dict = [rows(fragment, "b") for fragment in rollout.fragments()]
+    assert asked.count <= 2 * (1 + 10)  # whenever agents begin, each once for all environments
+
+    def mapping(agent: Any, episode: Any) -> Any:
+        called.append((agent, episode.id_))
+        return agent
+
+    with marathon(agent_to_module_mapping_fn=mapping, **options) as rollout:
+        called.clear()  # of what was asked to find out spaces, and at the first reset
+        by_function = [rows(fragment, "b") for fragment in rollout.fragments()]
+    assert by_function == by_dict
+    assert len(called) == len(set(called)) == 2 * 16 * 10

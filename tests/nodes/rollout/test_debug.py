@@ -1,0 +1,178 @@
+"""Debugging: everything in one thread, and errors that say in which piece, lane and step."""
+
+import re
+from threading import get_ident
+from typing import Any
+
+import pytest
+import torch
+from drawn_agents import Drawn, assert_alike, makers_of
+from drawn_agents import fragments_of as agent_fragments
+from drawn_agents import made as agents_rollout
+from numbered_agents import NumberedAgents
+from numbered_module import NumberedModule, numbered_envs
+from serial_module import SerialModule
+
+from rollflow.nodes import ConnectorV2, Rollout
+
+THREADED: dict[str, Any] = {"prefetch": 2, "forward_in_thread": True, "max_batch": 64, "lanes": 2, "seed": 0}
+
+
+class Watches(ConnectorV2):
+    """Notes which threads it is called in, and raises at its `raises_at`-th call."""
+
+    changes_episodes = False
+
+    def __init__(self, raises_at: int | None = None) -> None:
+        super().__init__()
+        self.threads: set[int] = set()
+        self.raises_at, self.calls = raises_at, 0
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.threads.add(get_ident())
+        self.calls += 1
+        if self.calls == self.raises_at:
+            raise ZeroDivisionError
+        return batch
+
+
+class WatchesForward(NumberedModule):
+    threads: set[int]
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.threads.add(get_ident())
+        return super()._forward(batch, **kwargs)
+
+
+def test_everything_runs_in_the_loops_thread_whatever_else_is_asked_for() -> None:
+    WatchesForward.threads = set()
+    pieces = [Watches(), Watches(), Watches()]
+    with Rollout(
+        numbered_envs(4)[1],
+        module=WatchesForward(),
+        fragment_length=8,
+        num_fragments=3,
+        env_to_module_connector=lambda env: pieces[0],
+        module_to_env_connector=lambda env: pieces[1],
+        learner_connector=lambda obs_space, act_space: pieces[2],
+        debug=True,
+        **THREADED,
+    ) as rollout:
+        assert sum(1 for _ in rollout.batches()) == 3
+    assert WatchesForward.threads.union(*(piece.threads for piece in pieces)) == {get_ident()}
+
+
+class WatchesAgents(SerialModule):
+    threads: set[int]
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.threads.add(get_ident())
+        return super()._forward(batch)
+
+
+class WatchedAgents(NumberedAgents):
+    threads: set[int]
+
+    def step(self, actions: Any) -> Any:
+        self.threads.add(get_ident())
+        return super().step(actions)
+
+
+AGENTS = Drawn(4, 2, 3, 0, 9, False, 8, 1, False, 0)
+
+
+@pytest.mark.parametrize("where", ["threads", "processes"])
+def test_with_several_agents_as_well(where: str) -> None:
+    WatchesAgents.threads, WatchedAgents.threads = set(), set()
+    pieces = [Watches() for _ in range(4)]
+    _, rollout = agents_rollout(
+        AGENTS,
+        env=makers_of(AGENTS, WatchedAgents),
+        module={"plain 0": WatchesAgents(), "plain 1": WatchesAgents()},
+        num_fragments=3,
+        where=where,
+        joint_connector=lambda env: pieces[0],
+        env_to_module_connector=lambda part: pieces[1],
+        module_to_env_connector=lambda part: pieces[2],
+        learner_connector=lambda obs_space, act_space: pieces[3],
+        debug=True,
+        **{"prefetch": 2, "forward_in_thread": True, "max_batch": 64},
+    )
+    with rollout:
+        assert sum(1 for _ in rollout.batches()) == 3
+    seen = WatchesAgents.threads | WatchedAgents.threads
+    assert seen.union(*(piece.threads for piece in pieces)) == {get_ident()}
+
+
+def test_what_comes_out_is_the_same_with_several_agents() -> None:
+    assert_alike(agent_fragments(AGENTS, debug=True), agent_fragments(AGENTS))
+
+
+@pytest.mark.parametrize("pipeline", ["joint_connector", "env_to_module_connector", "module_to_env_connector"])
+def test_an_error_with_several_agents_says_in_which_piece_lane_and_step(pipeline: str) -> None:
+    options: dict[str, Any] = {pipeline: lambda part: Watches(5), "debug": True, "forward_in_thread": True}
+    _, rollout = agents_rollout(AGENTS._replace(at_once=True), **options)
+    with pytest.raises(ZeroDivisionError) as raised, rollout:
+        list(rollout.batches())
+    assert raised.value.__notes__[0].startswith("in connector piece 'Watches'")
+    assert any(re.search(r"lane [01], vector step [12]", note) for note in raised.value.__notes__)
+
+
+def test_what_comes_out_is_the_same() -> None:
+    runs = []
+    for debug in (False, True):
+        with Rollout(numbered_envs(4)[1], module=NumberedModule(), num_fragments=3, debug=debug, **THREADED) as rollout:
+            runs.append(
+                sorted(
+                    [((each.lane, each.sequence), each.column("actions")) for each in rollout.fragments()],
+                    key=lambda pair: pair[0],
+                )
+            )
+    for (one, actions), (other, same) in zip(*runs, strict=True):
+        assert one == other
+        assert actions.tolist() == same.tolist()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "notes"),
+    [
+        (
+            "env_to_module_connector",
+            ["in connector piece 'Watches' (1 of 4 in EnvToModulePipeline)", "lane 0, vector step 2"],
+        ),
+        (
+            "module_to_env_connector",
+            ["in connector piece 'Watches' (4 of 6 in ModuleToEnvPipeline)", "lane 0, vector step 2"],
+        ),
+        (
+            "learner_connector",
+            [
+                "in connector piece 'Watches' (1 of 5 in LearnerConnectorPipeline)",
+                "in the train batch of lane 0, vector steps 16 to 24, lane 1, vector steps 16 to 24",
+            ],
+        ),
+    ],
+)
+def test_an_error_says_in_which_piece_lane_and_step(pipeline: str, notes: list[str]) -> None:
+    calls = 3 if pipeline == "learner_connector" else 5  # the third batch, or lane 0's third step
+    options: dict[str, Any] = {pipeline: lambda *given: Watches(calls), "fragment_length": 8, "debug": True}
+    with (
+        pytest.raises(ZeroDivisionError) as raised,
+        Rollout(numbered_envs(4)[1], module=NumberedModule(), **options, **THREADED) as rollout,
+    ):
+        for _ in rollout.batches():
+            pass
+    assert raised.value.__notes__[: len(notes)] == notes
+
+
+def test_an_error_in_the_module_says_what_it_was_given() -> None:
+    class Wrong(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"action_dist_inputs": batch["obs"].float() @ torch.zeros(5, 7)}
+
+    with (
+        pytest.raises(RuntimeError) as raised,
+        Rollout(numbered_envs(4)[1], module=Wrong(), debug=True) as rollout,
+    ):
+        next(iter(rollout.batches()))
+    assert raised.value.__notes__[0] == "lane 0, vector step 0, batch: 'obs' [4, 3]"

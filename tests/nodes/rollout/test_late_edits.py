@@ -1,0 +1,157 @@
+"""Edits of connector pipelines that come too late: refused while a rollout runs."""
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+from numbered_agents import numbered_agents
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import (
+    ConnectorPipelineV2,
+    ConnectorV2,
+    LearnerConnectorPipeline,
+    MultiAgentRollout,
+    Rollout,
+)
+from rollflow.sinks import LearnerPipeline
+from rollflow.stream import ConnectorError, Graph
+
+TOLD = "is edited while it is in use by a rollout that runs, .*; expected the edit before the run, or pieces by a conn"
+
+
+class Passes(ConnectorV2):
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+
+class Raises(Passes):
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        raise ZeroDivisionError
+
+
+def made(**options: Any) -> Rollout:
+    makers = [partial(NumberedEnv, slot) for slot in range(2)]
+    return Rollout(makers, module=NumberedModule(), fragment_length=4, num_fragments=2, seed=0, **options)
+
+
+def of_agents(**options: Any) -> MultiAgentRollout:
+    _, envs = numbered_agents(1, agents=2, nested=0)
+    return MultiAgentRollout(
+        envs, joint_connector=lambda envs: Passes(), fragment_length=4, num_fragments=2, seed=0, **options
+    )
+
+
+def edits_of(pipeline: ConnectorPipelineV2) -> Iterator[Callable[[], Any]]:
+    first = pipeline.names[0]
+    yield partial(pipeline.prepend, Passes())
+    yield partial(pipeline.append, Passes())
+    yield partial(pipeline.insert_before, first, Passes())
+    yield partial(pipeline.insert_after, first, Passes())
+    yield partial(pipeline.remove, first)
+
+
+def check_refused(*pipelines: ConnectorPipelineV2) -> None:
+    for pipeline in pipelines:
+        names = pipeline.names
+        for edit in edits_of(pipeline):
+            with pytest.raises(ConnectorError, match=f"{pipeline.name} {TOLD}"):
+                edit()
+        assert pipeline.names == names
+
+
+def check_taken(*pipelines: ConnectorPipelineV2) -> None:
+    for pipeline in pipelines:
+        count = len(pipeline)
+        for edit in edits_of(pipeline):
+            edit()
+        assert len(pipeline) == count + 3
+
+
+def all_of(rollout: Any) -> list[ConnectorPipelineV2]:
+    if isinstance(rollout, Rollout):
+        return [rollout.env_to_module, rollout.module_to_env, rollout.learner_pipeline]
+    learning = [rollout.learner.pipeline_of(module_id) for module_id in rollout.module]
+    return [rollout.joint.pipeline, *rollout.env_to_module, *rollout.module_to_env, *learning]
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "inline": made,
+    "prefetch": partial(made, prefetch=1),
+    "threads": partial(made, where="threads"),
+    "processes": partial(made, where="processes", workers=1, lanes=1),
+    "rollouts": partial(made, where="rollouts", workers=1, lanes=1),
+    "several agents": of_agents,
+    "several agents in threads": partial(of_agents, where="threads"),
+    "several agents in processes": partial(of_agents, where="processes", workers=1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_edit_within_the_block_is_refused(way: str) -> None:
+    with WAYS[way]() as rollout:
+        check_refused(*all_of(rollout))
+        for _ in rollout.batches():
+            check_refused(*all_of(rollout))
+    check_taken(*all_of(rollout))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [made, of_agents])
+async def test_an_edit_within_an_async_block_is_refused(make: Any) -> None:
+    async with make() as rollout:
+        check_refused(*all_of(rollout))
+        async for _ in rollout.fragments():
+            check_refused(*all_of(rollout))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("make", [made, of_agents])
+async def test_an_edit_while_a_graph_runs_is_refused(make: Any) -> None:
+    rollout, graph = make(), Graph()
+    graph.add(rollout=rollout)
+    graph.output("fragments", "rollout.fragments")
+    async with graph.run() as run:
+        await run["fragments"].receive()
+        check_refused(*all_of(rollout))
+    check_taken(*all_of(rollout)[:1])
+
+
+@pytest.mark.anyio
+async def test_an_edit_of_a_learner_pipeline_of_a_graph_is_refused_once_it_has_begun() -> None:
+    rollout, graph = made(), Graph()
+    pipeline = LearnerConnectorPipeline.default()
+    graph.add(rollout=rollout, learner=LearnerPipeline(pipeline, rollout.module))
+    graph.connect("rollout.fragments", "learner")
+    graph.output("batches", "learner.batches")
+    pipeline.prepend(Passes())
+    async with graph.run() as run:
+        await run["batches"].receive()
+        check_refused(pipeline)
+    check_taken(pipeline)
+
+
+def test_pipelines_within_are_refused_too_and_copies_are_not() -> None:
+    inner = ConnectorPipelineV2(connectors=[Passes()])
+    middle = ConnectorPipelineV2(connectors=[inner])
+    with made(env_to_module_connector=lambda env: middle) as rollout:
+        check_refused(inner, middle)
+        check_taken(copy.deepcopy(rollout.learner_pipeline))
+    check_taken(inner, middle)
+
+
+def test_a_pipeline_taken_out_before_the_run_is_free() -> None:
+    inner = ConnectorPipelineV2(connectors=[Passes()])
+    rollout = made(env_to_module_connector=lambda env: inner)
+    rollout.env_to_module.remove(ConnectorPipelineV2)
+    with rollout:
+        check_taken(inner)
+
+
+def test_a_run_that_has_failed_refuses_nothing() -> None:
+    rollout = made(env_to_module_connector=lambda env: Raises())
+    with pytest.raises(ZeroDivisionError), rollout:
+        next(iter(rollout.fragments()))
+    check_taken(*all_of(rollout))

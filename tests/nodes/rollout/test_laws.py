@@ -1,0 +1,335 @@
+"""The laws that hold of every rollout, on environments that number their own steps."""
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule, logits_of, numbered_envs
+from property_examples import examples
+
+from rollflow.nodes import ConnectorV2, GeneralAdvantageEstimation, Rollout
+from rollflow.stream import Fragment, SingleAgentEpisode
+
+
+class Setting(NamedTuple):
+    """Random settings of a rollout."""
+
+    slots: int
+    lanes: int
+    fragment_length: int
+    lookback: int
+    mode: AutoresetMode
+    nested: bool
+    longest: int
+    seed: int
+
+
+settings_drawn = st.builds(
+    Setting,
+    slots=st.integers(1, 40),
+    lanes=st.integers(1, 4),
+    fragment_length=st.integers(1, 12),
+    lookback=st.integers(0, 12),
+    mode=st.sampled_from(list(AutoresetMode)),
+    nested=st.booleans(),
+    longest=st.integers(1, 25),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.slots)
+
+few = settings(max_examples=examples(60))
+
+
+def made(drawn: Setting, **kwargs: Any) -> tuple[list[NumberedEnv], Rollout]:
+    """The environments, and a rollout over vector environments of them, one per lane."""
+    envs, makers = numbered_envs(drawn.slots, lengths=(1, drawn.longest), nested=drawn.nested)
+    bounds = np.linspace(0, drawn.slots, drawn.lanes + 1).astype(int)
+    vectors = [
+        SyncVectorEnv(makers[start:stop], autoreset_mode=drawn.mode, copy=False) for start, stop in pairwise(bounds)
+    ]
+    rollout = Rollout(
+        vectors,
+        module=NumberedModule(),
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        seed=drawn.seed,
+        **kwargs,
+    )
+    return envs, rollout
+
+
+def run(rollout: Rollout, count: int, *, publish: bool = True) -> list[Fragment]:
+    """`count` fragments, then what a drain gives; before each, weights that say which version they are."""
+    fragments = []
+    with rollout:
+        for fragment in rollout.fragments():
+            fragments.append(fragment)
+            if publish:
+                rollout.publish({"weight": torch.tensor(float(rollout.policy_version + 1))})
+            if len(fragments) == count:
+                rollout.drain()
+    return fragments
+
+
+def at(observations: Any) -> np.ndarray[Any, Any]:
+    """The numbers (slot, episode, step) of observations."""
+    return np.asarray(observations["at"] if isinstance(observations, dict) else observations)
+
+
+def chunks_by_episode(fragments: list[Fragment]) -> dict[str, list[SingleAgentEpisode]]:
+    """Episode id -> its chunks in the order in which they came."""
+    by_id: dict[str, list[SingleAgentEpisode]] = defaultdict(list)
+    for fragment in fragments:
+        for chunk in fragment.episodes():
+            by_id[chunk.id_].append(chunk)
+    return by_id
+
+
+@few
+@given(settings_drawn, st.integers(1, 6))
+def test_every_transition_stands_in_exactly_one_chunk(drawn: Setting, count: int) -> None:
+    envs, rollout = made(drawn)
+    emitted = defaultdict(list)
+    for fragment in run(rollout, count):
+        for chunk in fragment.episodes():
+            where, rewards, actions = at(chunk.get_observations()), chunk.get_rewards(), chunk.get_actions()
+            for i in range(len(chunk)):
+                slot, episode, step = (int(number) for number in where[i])
+                last = i == len(chunk) - 1
+                ends = (last and chunk.is_terminated, last and chunk.is_truncated)
+                emitted[slot].append((episode, step, int(actions[i]), float(rewards[i]), *ends))
+    for env in envs:
+        assert emitted[env.slot] == env.log
+    assert rollout.num_steps == sum(len(env.log) for env in envs)
+    assert rollout.lost == {}
+
+
+@few
+@given(settings_drawn, st.integers(1, 6))
+def test_chunks_join_without_gap_or_repeat(drawn: Setting, count: int) -> None:
+    _, rollout = made(drawn)
+    for chunks in chunks_by_episode(run(rollout, count)).values():
+        t, seen = 0, []
+        for chunk in chunks:
+            assert chunk.t_started == t
+            assert chunk.rewards.lookback == min(drawn.lookback, t)
+            lookback = chunk.rewards.lookback
+            indices = list(range(-lookback, len(chunk) + 1))
+            where = np.stack([at(chunk.get_observations(i, neg_index_as_lookback=True)) for i in indices])
+            assert (where[:, :2] == where[0, :2]).all()
+            assert where[:, 2].tolist() == list(range(t - lookback, t + len(chunk) + 1))
+            if lookback:
+                before = [chunk.get_actions(i, neg_index_as_lookback=True) for i in range(-lookback, 0)]
+                assert [int(action) for action in before] == seen[-lookback:]
+            seen += [int(action) for action in chunk.get_actions()]
+            t += len(chunk)
+            assert chunk.t == t
+        assert not any(chunk.is_done for chunk in chunks[:-1])
+
+
+@few
+@given(settings_drawn, st.integers(1, 6))
+def test_outputs_are_those_of_the_forward_pass_that_made_the_action(drawn: Setting, count: int) -> None:
+    _, rollout = made(drawn)
+    for fragment in run(rollout, count):
+        for chunk in fragment.episodes():
+            where = at(chunk.get_observations(slice(0, len(chunk)))).copy()
+            np.testing.assert_array_equal(chunk.get_extra_model_outputs("seen"), where)
+            expected = logits_of(torch.from_numpy(where).float()).numpy()
+            np.testing.assert_allclose(chunk.get_extra_model_outputs("action_dist_inputs"), expected, atol=1e-6)
+            logp = torch.log_softmax(torch.from_numpy(expected), -1).numpy()
+            chosen = np.take_along_axis(logp, np.asarray(chunk.get_actions())[:, None], 1)[:, 0]
+            np.testing.assert_allclose(chunk.get_extra_model_outputs("action_logp"), chosen, atol=1e-5)
+            np.testing.assert_array_equal(
+                chunk.get_extra_model_outputs("weight"), chunk.get_extra_model_outputs("policy_version")
+            )
+
+
+@few
+@given(settings_drawn)
+def test_without_prefetch_every_fragment_is_of_one_policy_version(drawn: Setting) -> None:
+    _, rollout = made(drawn, num_fragments=4)
+    with rollout:
+        for number, batch in enumerate(rollout.batches()):
+            assert batch["policy_version"].unique().tolist() == [number]
+            rollout.publish({"weight": torch.tensor(float(number + 1))})
+    assert number <= 3
+
+
+@few
+@given(settings_drawn, st.integers(1, 5))
+def test_infos_go_with_their_observations(drawn: Setting, count: int) -> None:
+    _, rollout = made(drawn)
+    for fragment in run(rollout, count):
+        for chunk in fragment.episodes():
+            where = at(chunk.get_observations())
+            numbers = [info["number"] for info in chunk.get_infos()]
+            assert numbers == (10_000 * where[:, 1] + where[:, 2]).tolist()
+
+
+@few
+@given(settings_drawn)
+def test_the_autoreset_modes_give_the_same_transitions(drawn: Setting) -> None:
+    logs = []
+    for mode in AutoresetMode:
+        envs, rollout = made(drawn._replace(mode=mode), explore=False)
+        run(rollout, 4 * drawn.lanes)
+        logs.append([env.log for env in envs])
+    for others in logs[1:]:
+        for first, other in zip(logs[0], others, strict=True):
+            shared = min(len(first), len(other))
+            assert shared > 0
+            assert first[:shared] == other[:shared]
+
+
+class Loop(ConnectorV2):
+    """Makes the pipeline take the way by episodes, and changes nothing."""
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            episode.set_observations(new_data=episode.get_observations(-1), at_indices=-1)
+        return batch
+
+
+@few
+@given(settings_drawn, st.integers(1, 4))
+def test_columns_and_episodes_give_the_same_train_batch(drawn: Setting, count: int) -> None:
+    _, rollout = made(drawn, learner_connector=lambda obs, act: GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8))
+    fragments = run(rollout, count)
+    pipeline = rollout.learner_pipeline
+    for fragment in fragments:
+        columnar = pipeline(rl_module=rollout.module, episodes=fragment.episodes())
+        by_episode = pipeline(rl_module=rollout.module, episodes=list(fragment.episodes()))
+        assert_equal_batches(columnar, by_episode)
+    together = pipeline.of_fragments(fragments, rollout.module)
+    episodes = [chunk for fragment in fragments for chunk in fragment.episodes()]
+    assert_equal_batches(together, pipeline(rl_module=rollout.module, episodes=episodes))
+    assert len(together["rewards"]) == rollout.num_steps
+
+
+@few
+@given(settings_drawn, st.integers(1, 4))
+def test_columns_and_episodes_give_the_same_rollout(drawn: Setting, count: int) -> None:
+    fragments = []
+    for connectors in (
+        {},
+        {"env_to_module_connector": lambda env: Loop()},
+        {"module_to_env_connector": lambda env: Loop()},
+    ):
+        _, rollout = made(drawn, **connectors)
+        fragments.append(run(rollout, count))
+    for others in fragments[1:]:
+        for one, other in zip(fragments[0], others, strict=True):
+            assert_equal_fragments(one, other)
+
+
+@few
+@given(settings_drawn, st.integers(1, 4))
+def test_the_same_seed_gives_the_same_fragments(drawn: Setting, count: int) -> None:
+    first, second = (run(made(drawn)[1], count) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert_equal_fragments(one, other)
+
+
+def assert_equal_batches(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """Same columns, dtypes and numbers."""
+    assert one.keys() == other.keys()
+    for name in one:
+        parts = [batch[name] if isinstance(batch[name], dict) else {"": batch[name]} for batch in (one, other)]
+        assert parts[0].keys() == parts[1].keys()
+        for key in parts[0]:
+            assert parts[0][key].dtype == parts[1][key].dtype, name
+            torch.testing.assert_close(
+                parts[0][key], parts[1][key], rtol=0, atol=0, msg=lambda told, n=name: f"{n}: {told}"
+            )
+
+
+def assert_equal_fragments(one: Fragment, other: Fragment) -> None:
+    """Same episodes with the same ids, numbers and flags."""
+    pairs = list(zip(one.episodes(), other.episodes(), strict=True))
+    for mine, theirs in pairs:
+        assert (mine.id_, mine.t_started, mine.t) == (theirs.id_, theirs.t_started, theirs.t)
+        assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
+        assert mine.observations == theirs.observations
+        assert mine.actions == theirs.actions
+        assert mine.rewards == theirs.rewards
+        assert mine.extra_model_outputs == theirs.extra_model_outputs
+
+
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_a_piece_sees_every_observation_once(mode: AutoresetMode) -> None:
+    class Count(ConnectorV2):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[tuple[int, ...]] = []
+
+        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+            self.seen += [tuple(at(episode.get_observations(-1)).tolist()) for episode in episodes]
+            return batch
+
+    count = Count()
+    drawn = Setting(3, 1, 10, 1, mode, False, 4, 7)
+    envs, rollout = made(drawn, env_to_module_connector=lambda env: count)
+    fragments = run(rollout, 3)
+    assert len(set(count.seen)) == len(count.seen)
+    expected = {(env.slot, entry[0], entry[1]) for env in envs for entry in env.log}
+    ends = {
+        tuple(at(chunk.get_observations(-1)).tolist())
+        for fragment in fragments
+        for chunk in fragment.episodes()
+        if chunk.is_done or fragment is fragments[-1]
+    }
+    assert expected | ends <= set(count.seen)
+
+
+class OneHotSlot(ConnectorV2):
+    """Rewrites the observation into another shape and dtype: a one-hot of the slot, and the step."""
+
+    def recompute_output_observation_space(self, in_obs: gym.Space[Any], in_act: gym.Space[Any]) -> gym.Space[Any]:
+        return gym.spaces.Box(-np.inf, np.inf, (41,), np.float32)
+
+    def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+        for episode in self.single_agent_episode_iterator(episodes):
+            slot, _, step = episode.get_observations(-1)
+            episode.set_observations(new_data=np.append(np.eye(40)[slot], step), at_indices=-1)
+        return batch
+
+
+class StepModule(NumberedModule):
+    """Takes what `OneHotSlot` makes."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        assert batch["obs"].dtype == torch.float32
+        return {"action_dist_inputs": logits_of(batch["obs"]), "vf_preds": batch["obs"][:, -1]}
+
+
+@few
+@given(settings_drawn, st.integers(1, 4))
+def test_pieces_may_change_the_type_of_the_observations(drawn: Setting, count: int) -> None:
+    drawn = drawn._replace(nested=False)
+    envs, makers = numbered_envs(drawn.slots, lengths=(1, drawn.longest))
+    rollout = Rollout(
+        SyncVectorEnv(makers, autoreset_mode=drawn.mode),
+        module=StepModule(),
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        seed=drawn.seed,
+        env_to_module_connector=lambda env: OneHotSlot(),
+    )
+    steps = 0
+    for fragment in run(rollout, count, publish=False):
+        assert fragment.observation_space.shape == (41,)
+        for chunk in fragment.episodes():
+            observations = chunk.get_observations()
+            assert observations.dtype == np.float32
+            assert observations.shape == (len(chunk) + 1, 41)
+            assert observations[:, -1].tolist() == list(range(chunk.t_started, chunk.t + 1))
+            assert (observations[:, :40].argmax(1) == observations[0, :40].argmax()).all()
+            steps += len(chunk)
+    assert steps == sum(len(env.log) for env in envs)

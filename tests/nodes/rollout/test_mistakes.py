@@ -1,0 +1,141 @@
+"""Mistakes of a first program get one line: what was wrong, where, and what was expected."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from numbered_agents import NumberedAgents
+
+from rollflow.nodes import (
+    ConnectorV2,
+    GeneralAdvantageEstimation,
+    MultiAgentRollout,
+    RLModule,
+    Rollout,
+    SingleAgentObservationPreprocessor,
+)
+from rollflow.sinks.trainer.messages.by_module import own_shapes
+from rollflow.stream import ConnectorError, Graph, GraphError, ModuleError
+
+
+class Gives(RLModule):
+    """Gives more than it should, beside what it chooses actions by."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__()
+        self.more = more
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        count = len(batch["obs"])
+        logits = self.more.get("action_dist_inputs", lambda batch: torch.zeros(count, 2))(batch)
+        return {**{name: make(batch) for name, make in self.more.items()}, "action_dist_inputs": logits}
+
+
+def run(module: Any, **options: Any) -> None:
+    with Rollout("CartPole-v1", num_envs=2, fragment_length=4, num_fragments=1, module=module, **options) as rollout:
+        list(rollout.batches())
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *((name, "inline") for name in ("obs", "rewards", "terminateds", "truncateds", "infos", "policy_version")),
+        ("rewards", "rollouts"),
+    ],
+)
+def test_a_module_does_not_give_what_the_rollout_records(name: str, where: Any) -> None:
+    told = rf"Gives.forward_exploration returned '{name}', which the rollout records itself; expected what the module"
+    with pytest.raises(ModuleError, match=told):
+        run(Gives(**{name: lambda batch: torch.zeros(len(batch["obs"]))}), where=where, seed=0)
+
+
+def test_a_module_gives_tensors_to_choose_actions_by() -> None:
+    with pytest.raises(ModuleError, match=r"returned 'action_dist_inputs' with a ndarray, expected tensors"):
+        run(Gives(action_dist_inputs=lambda batch: np.zeros((2, 2), np.float32)))
+
+
+def test_weights_are_tensors() -> None:
+    with Rollout("CartPole-v1", num_envs=2, seed=0) as rollout:
+        arrays = {name: tensor.numpy() for name, tensor in rollout.module.state_dict().items()}
+        with pytest.raises(ModuleError, match=r"\['.*\] are numpy arrays, expected tensors, as a state_dict\(\)"):
+            rollout.publish(arrays)
+
+
+def test_a_device_that_there_is_not_is_named() -> None:
+    with pytest.raises(ModuleError, match="device is 'gpu0', to which the module can't go: "):
+        Rollout("CartPole-v1", device="gpu0")
+
+
+def unconnected(node: Any) -> str:
+    """Return the error for a node behind a rollout whose outlet is connected to nothing."""
+    graph = Graph("mine")
+    graph.add(rollout=Rollout("CartPole-v1"), last=node)
+    graph.connect("rollout.fragments", "last")
+    with pytest.raises(GraphError, match=r"outlet 'last.out' is connected to nothing") as raised:
+        graph.validate()
+    return str(raised.value)
+
+
+def test_a_sink_that_does_not_say_that_it_gives_nothing_is_told_how() -> None:
+    def keep(fragment):  # type: ignore[no-untyped-def]
+        """Says nothing of what it gives."""
+
+    assert unconnected(keep).endswith(": def sink(item) -> None")
+
+
+def test_an_outlet_that_is_annotated_is_to_be_connected() -> None:
+    def count(fragment: Any) -> int:
+        return 1
+
+    assert unconnected(count).endswith("connect it to an inlet, or make it an output")
+
+
+def test_a_preprocessor_that_forgets_to_return_is_named() -> None:
+    class Forgets(SingleAgentObservationPreprocessor):
+        def preprocess(self, observation: Any, episode: Any) -> Any:
+            """Gives nothing."""
+
+    with pytest.raises(ConnectorError, match="Forgets: preprocess gave None, expected the observation") as raised:
+        run(None, env_to_module_connector=lambda env: Forgets(), seed=0)
+    assert any("in connector piece 'Forgets'" in note for note in raised.value.__notes__)
+
+
+def test_the_default_module_says_what_takes_other_observations() -> None:
+    class Square(gym.Env[Any, Any]):
+        observation_space = spaces.Box(-1, 1, (2, 3))
+        action_space = spaces.Discrete(2)
+
+    with pytest.raises(ModuleError, match="the default module takes no others; FlattenObservations as an env_to_modul"):
+        Rollout(Square)
+
+
+def test_pieces_that_want_a_module_say_where_it_is_missing() -> None:
+    piece: ConnectorV2 = GeneralAdvantageEstimation()
+    with Rollout("CartPole-v1", num_envs=2, fragment_length=4, num_fragments=1, seed=0) as rollout:
+        episodes = next(iter(rollout.fragments())).episodes()
+    with pytest.raises(ModuleError, match="needs values, and there is no module: expected module=… where the pipeline"):
+        piece(rl_module=None, batch={}, episodes=list(episodes), shared_data={})
+
+
+def test_the_shapes_of_a_trainers_own_weights_are_known_where_they_are() -> None:
+    linear = torch.nn.Linear(2, 1)
+    assert own_shapes(None) == own_shapes(object()) == own_shapes(torch.nn.LazyLinear(2)) == {}
+    assert own_shapes({"a": linear, "b": torch.nn.LazyLinear(2)}) == {}
+    assert own_shapes({"a": linear}) == {"a/weight": (1, 2), "a/bias": (1,)}
+    assert own_shapes(torch.nn.BatchNorm1d(3)).keys() == torch.nn.BatchNorm1d(3).state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("mapping", "told"),
+    [
+        (lambda agent: "x" if agent == "agent 0" else "y", r"it raised TypeError\(.*takes 1 positional argument"),
+        (lambda agent, episode: {"agent 0": "x"}.get(agent, "Y"), r"it named 'Y', 'x'"),
+    ],
+)
+def test_what_a_mapping_of_agents_gave_is_told(mapping: Any, told: str) -> None:
+    expected = rf"module '.': which agents it serves, .* gave for their ids \({told}"
+    with pytest.raises(ModuleError, match=expected):
+        MultiAgentRollout(lambda: NumberedAgents(0), module={"x": None, "y": None}, agent_to_module_mapping_fn=mapping)

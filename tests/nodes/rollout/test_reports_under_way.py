@@ -1,0 +1,136 @@
+"""`report()` names the stage whose call hangs."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from held_envs import LONGEST_S, Held, await_held, let_go
+from numbered_module import NumberedEnv, NumberedModule
+from remote_hosts import hosting, listening
+from remote_rollouts import rollouts_on
+
+from rollflow.nodes import RemoteEnvs, RemoteRollouts, Rollout
+from rollflow.stream import Graph, Outlet, Report
+
+ANYWHERE: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "ahead": {"prefetch": 1},
+    "threads": {"where": "threads"},
+    "event loop": {"where": "threads", "forward_in_thread": True},
+    "processes": {"where": "processes", "workers": 1},
+    "rollouts": {"where": "rollouts", "workers": 1},
+}
+
+
+def read(rollout: Rollout) -> None:
+    with rollout:
+        for _ in rollout.fragments():
+            pass
+
+
+@contextmanager
+def being_read(rollout: Rollout, let_all_go: Callable[[], None]) -> Iterator[None]:
+    """Have another thread read the rollout, whose last fragments are made when all is let go."""
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read, rollout)
+        try:
+            yield
+        finally:
+            let_all_go()
+        reading.result()
+
+
+def await_bottleneck(report: Callable[[], Report], name: str) -> Report:
+    """The first report that says that a stage holds all others back."""
+    until = time.monotonic() + LONGEST_S
+    while (told := report()).bottleneck != name:
+        assert time.monotonic() < until, str(told)
+        time.sleep(0.01)
+    return told
+
+
+@pytest.mark.parametrize("place", ANYWHERE)
+@pytest.mark.parametrize("held", [{"steps": [3]}, {"resets": [0]}], ids=["step", "first reset"])
+def test_an_environment_that_hangs_is_what_holds_all_others_back(
+    place: str, held: dict[str, Any], tmp_path: Path
+) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), **held)
+    options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 1, "seed": 0}
+    rollout = Rollout(env, num_envs=1, **options, **ANYWHERE[place])
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        report = await_bottleneck(rollout.report, "env")
+        assert "held back by env" in str(report)
+
+
+class HeldModule(NumberedModule):
+    """Hangs in its third forward pass."""
+
+    passes = 0
+    hangs, goes = threading.Event(), threading.Event()
+
+    def __deepcopy__(self, memo: Any) -> "HeldModule":
+        return self
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.passes += 1
+        if self.passes == 3:
+            self.hangs.set()
+            assert self.goes.wait(LONGEST_S)
+        return super()._forward(batch, **kwargs)
+
+
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "event loop"])
+def test_a_forward_pass_that_hangs_is_what_holds_all_others_back(place: str) -> None:
+    env = NumberedEnv(0)
+    module = HeldModule(env.observation_space, env.action_space)
+    module.hangs, module.goes = threading.Event(), threading.Event()
+    options: Any = {"module": module, "flat_forward": False, "fragment_length": 8, "num_fragments": 1, "seed": 0}
+    rollout = Rollout([lambda: env], **options, **ANYWHERE[place])
+    with being_read(rollout, module.goes.set):
+        assert module.hangs.wait(LONGEST_S)
+        await_bottleneck(rollout.report, "module")
+
+
+def test_remote_environments_that_hang_are_what_holds_all_others_back(tmp_path: Path) -> None:
+    remote = listening(RemoteEnvs)
+    with hosting(remote.addresses[0], [partial(Held, 0, tmp_path, steps=[3])]):
+        rollout = Rollout(remote, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0)
+        with being_read(rollout, lambda: let_go(tmp_path, 0)):
+            await_held(tmp_path, 0)
+            await_bottleneck(rollout.report, "env")
+
+
+def test_a_turn_that_hangs_on_a_host_is_what_holds_all_others_back(tmp_path: Path) -> None:
+    remote = listening(RemoteRollouts)
+    with rollouts_on(remote.addresses[0], [partial(Held, 0, tmp_path, steps=[3])]):
+        rollout = Rollout(remote, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0)
+        with being_read(rollout, lambda: let_go(tmp_path, 0)):
+            await_held(tmp_path, 0)
+            await_bottleneck(rollout.report, "rollouts")
+
+
+@pytest.mark.anyio
+async def test_a_synchronous_node_that_hangs_holds_a_graph_on_an_event_loop_back() -> None:
+    reports: list[Report] = []
+
+    def slow(item: int) -> None:
+        # The loop's own thread is at work here: whoever asks is another one.
+        with ThreadPoolExecutor(1) as pool:
+            reports.append(pool.submit(await_bottleneck, run.report, "slow").result())
+
+    async def source(numbers: Outlet[int]) -> None:
+        await numbers.send(1)
+
+    graph = Graph("slow")
+    graph.add(source=source, slow=slow)
+    graph.connect("source", "slow", capacity=1)
+    async with graph.run() as run:
+        await run.wait()
+    assert [report.bottleneck for report in reports] == ["slow"]

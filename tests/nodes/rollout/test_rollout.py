@@ -1,0 +1,1237 @@
+import gc
+import os
+import signal
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import anyio
+import gymnasium as gym
+import numpy as np
+import psutil
+import pytest
+import torch
+from gymnasium.vector import SyncVectorEnv, VectorEnv
+from numbered_module import NumberedEnv, NumberedModule, numbered_envs
+from torch import nn
+
+from rollflow.nodes import (
+    ConnectorV2,
+    Environments,
+    EpisodeReturns,
+    FrameStacking,
+    LambdaConnector,
+    RLModule,
+    Rollout,
+    TensorToNumpy,
+)
+from rollflow.stream import (
+    ColumnError,
+    ConnectorError,
+    EnvError,
+    Fragment,
+    Graph,
+    GraphError,
+    Inlet,
+    LagError,
+    ModuleError,
+    RunError,
+)
+from rollflow.stream.graph.background import Waiter
+
+
+class Policy(RLModule):
+    """A small network for CartPole."""
+
+    def setup(self) -> None:
+        self.trunk = nn.Linear(4, 8)
+        self.heads = nn.Linear(8, 3)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        output = self.heads(torch.tanh(self.trunk(batch["obs"])))
+        return {"action_dist_inputs": output[:, :2], "vf_preds": output[:, 2]}
+
+
+def numbered(count: int = 3, **kwargs: Any) -> Rollout:
+    _, makers = numbered_envs(count)
+    return Rollout(makers, **{"module": NumberedModule(), "fragment_length": 5, "seed": 0, **kwargs})
+
+
+# The short form
+
+
+def test_the_first_program_runs() -> None:
+    policy, batches = Policy(), []
+    with Rollout("CartPole-v1", num_envs=4, module=policy, fragment_length=16, seed=0) as rollout:
+        for batch in rollout.batches():
+            batches.append(batch)
+            assert rollout.publish(policy.state_dict()) == len(batches)
+            if len(batches) == 3:
+                break
+    steps = [len(batch["obs"]) for batch in batches]
+    assert all(0 < count <= 64 for count in steps)
+    assert set(batches[0]) == {
+        "obs",
+        "actions",
+        "rewards",
+        "terminateds",
+        "truncateds",
+        "policy_version",
+        "action_dist_inputs",
+        "vf_preds",
+        "action_logp",
+    }
+    assert (batches[0]["obs"].dtype, batches[0]["obs"].shape) == (torch.float32, (steps[0], 4))
+    assert rollout.lost == {}
+
+
+def test_training_in_place_does_not_reach_the_acting_copy_until_it_is_published() -> None:
+    module = NumberedModule()
+    with numbered(module=module) as rollout:
+        fragments = iter(rollout.fragments())
+        with torch.no_grad():
+            module.weight += 5.0
+        assert set(next(fragments).column("weight").ravel()) == {0.0}
+        rollout.publish(module.state_dict())
+        with torch.no_grad():
+            module.weight += 5.0
+        assert set(next(fragments).column("weight").ravel()) == {5.0}
+
+
+def test_without_exploration_the_likeliest_action_is_taken() -> None:
+    with numbered(explore=False) as rollout:
+        fragment = next(iter(rollout.fragments()))
+    np.testing.assert_array_equal(fragment.column("actions"), fragment.column("action_dist_inputs").argmax(-1))
+    assert not fragment.column("action_logp").any()
+
+
+def test_a_rollout_ends_after_its_fragments() -> None:
+    with numbered(num_fragments=3, lanes=2) as rollout:
+        assert [(fragment.lane, fragment.sequence) for fragment in rollout.fragments()] == [
+            (lane, sequence) for sequence in range(3) for lane in range(2)
+        ]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_batch": 3}, {"prefetch": 2}])
+def test_what_the_reader_did_not_get_is_counted_as_lost(options: dict[str, Any]) -> None:
+    with numbered(4, lanes=2, **options) as rollout:
+        got = next(iter(rollout.fragments())).num_steps
+    assert rollout.num_steps > got
+    assert rollout.lost == {"closed": rollout.num_steps - got}
+
+
+def test_a_batch_that_could_not_be_made_is_lost() -> None:
+    with pytest.raises(ZeroDivisionError), numbered(learner_connector=lambda obs, act: Breaks(at=1)) as rollout:
+        next(iter(rollout.batches()))
+    assert rollout.lost == {"failed": 15}
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"lanes": 2, "max_batch": 2}])
+def test_a_loop_that_was_left_may_be_taken_up_again(options: dict[str, Any]) -> None:
+    envs, makers = numbered_envs(4)
+    seen = 0
+    with Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, num_fragments=6, **options) as rollout:
+        for number in range(3):
+            fragment = next(iter(rollout.fragments()))
+            seen += fragment.num_steps
+            if number:
+                seen += len(next(iter(rollout.batches()))["obs"])
+        for batch in rollout.batches():
+            seen += len(batch["obs"])
+    assert seen == rollout.num_steps == sum(len(env.log) for env in envs)
+    assert rollout.lost == {}
+
+
+@pytest.mark.parametrize("on_excess", ["drop", "pace"])
+def test_the_lag_holds_when_a_fragment_is_handed_out(on_excess: Any) -> None:
+    with numbered(4, lanes=2, max_lag=0, on_excess=on_excess, num_fragments=4) as rollout:
+        lags = []
+
+        def read() -> None:
+            for fragment in rollout.fragments():
+                lags.append(rollout.policy_version - fragment.policy_version)
+                rollout.publish({"weight": torch.tensor(0.0)})
+
+        if on_excess == "pace":
+            with pytest.raises(LagError):
+                read()
+        else:
+            read()
+    assert set(lags) == {0}
+
+
+def test_returns_leave_out_episodes_of_which_a_fragment_is_missing() -> None:
+    _, makers = numbered_envs(3, lengths=(6, 12))
+    with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, num_fragments=30) as rollout:
+        fragments = list(rollout.fragments())
+    some = EpisodeReturns(window=1000)
+    for fragment in fragments:
+        if fragment.sequence % 7 != 3:
+            some(fragment)
+    whole = rollout.returns.returns
+    assert 0 < some.count < rollout.returns.count
+    assert all(value in whole for value in some.returns)
+
+
+def test_the_module_is_told_what_it_will_see() -> None:
+    class Wider(ConnectorV2):
+        def recompute_output_observation_space(self, in_obs: Any, in_act: Any) -> gym.Space[Any]:
+            return gym.spaces.Box(-9, 9, (5,))
+
+        def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return batch
+
+    module = NumberedModule()
+    numbered(module=module, env_to_module_connector=lambda env: Wider())
+    assert module.observation_space == gym.spaces.Box(-9, 9, (5,))
+
+
+def test_returns_are_those_of_whole_episodes() -> None:
+    envs, makers = numbered_envs(3, lengths=(1, 12))
+    with Rollout(makers, module=NumberedModule(), fragment_length=4, seed=0, num_fragments=10) as rollout:
+        for _ in rollout.fragments():
+            pass
+    expected, lengths = [], []
+    for env in envs:
+        whole = 0.0
+        for _, step, _, reward, terminated, truncated in env.log:
+            whole += reward
+            if terminated or truncated:
+                expected.append(whole)
+                lengths.append(step + 1)
+                whole = 0.0
+    assert sorted(rollout.returns.returns) == sorted(expected)
+    assert sorted(rollout.returns.lengths) == sorted(lengths)
+    assert rollout.returns.count == len(expected)
+    assert rollout.returns.mean == pytest.approx(np.mean(expected))
+    assert np.isnan(EpisodeReturns().mean)
+
+
+def test_a_rollout_runs_once() -> None:
+    rollout = numbered()
+    with pytest.raises(RunError, match="the rollout is new; this loop expects: with Rollout"):
+        next(iter(rollout.batches()))
+    with pytest.raises(RunError, match="not running, it is new: nothing to report"):
+        rollout.report()
+    with rollout:
+        next(iter(rollout.batches()))
+    with pytest.raises(RunError, match="the rollout is closed: it runs once"):
+        rollout.__enter__()
+    with pytest.raises(RunError, match="the rollout is closed"):
+        next(iter(rollout.batches()))
+
+
+def test_explain_says_how_it_runs() -> None:
+    assert numbered(8, lanes=2).explain().splitlines()[:2] == [
+        "[env → env_to_module → module → module_to_env ↺]   one task, 2 lanes × 4 slots, inline",
+        "env_to_module.fragments ──(capacity 2, block)──▶ output 'fragments'",
+    ]
+
+
+def test_the_report_names_the_stages_and_the_caller() -> None:
+    with numbered() as rollout:
+        for number, _ in enumerate(rollout.batches()):
+            if number == 20:
+                break
+        report = rollout.report()
+    names = ["env", "env_to_module", "module", "module_to_env", "learner_pipeline", "caller"]
+    assert [node.name for node in report.nodes] == names
+    assert all(node.busy_s > 0 for node in report.nodes)
+    assert sum(node.busy_s for node in report.nodes) <= report.elapsed_s * 1.001
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_next_takes_one_fragment_and_a_loop_goes_on_behind_it(prefetch: int) -> None:
+    with numbered(prefetch=prefetch) as rollout:
+        fragments = rollout.fragments()
+        taken = [next(fragments), next(fragments)]
+        for fragment in fragments:
+            taken.append(fragment)
+            if len(taken) == 4:
+                break
+        taken.append(next(fragments))
+        assert [fragment.sequence for fragment in taken] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.anyio
+async def test_anext_takes_one_fragment_and_an_async_loop_goes_on_behind_it() -> None:
+    async with numbered() as rollout:
+        fragments = rollout.fragments()
+        taken = [await anext(fragments), await anext(fragments)]
+        async for fragment in fragments:
+            taken.append(fragment)
+            rollout.drain()
+        assert [fragment.sequence for fragment in taken] == list(range(len(taken)))
+        assert len(taken) > 2
+
+
+def test_next_after_the_end_raises_stop_iteration() -> None:
+    with numbered() as rollout:
+        fragments = rollout.fragments()
+        next(fragments)
+        rollout.drain()
+        for _ in range(3):
+            if next(fragments, None) is None:
+                break
+        with pytest.raises(StopIteration):
+            next(fragments)
+
+
+# Running ahead, in threads, asynchronously
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "prefetch": {"prefetch": 2},
+    "gathering": {"max_batch": 6, "lanes": 3},
+    "gathering, waiting": {"max_batch": 6, "lanes": 3, "max_wait": 10.0, "num_fragments": 4},
+    "forward in a thread": {"forward_in_thread": True, "lanes": 2, "prefetch": 1},
+}
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_every_way_of_running_keeps_every_transition(options: dict[str, Any]) -> None:
+    envs, makers = numbered_envs(6)
+    emitted: dict[int, list[Any]] = {env.slot: [] for env in envs}
+    settings = {"num_fragments": 6, **options}
+    with Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, **settings) as rollout:
+        for fragment in rollout.fragments():
+            for chunk in fragment.episodes():
+                for where, action in zip(chunk.get_observations(), chunk.get_actions(), strict=False):
+                    emitted[int(where[0])].append((int(where[1]), int(where[2]), int(action)))
+    for env in envs:
+        assert emitted[env.slot] == [entry[:3] for entry in env.log]
+    assert rollout.lost == {}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("options", [{}, {"lanes": 3}, *VARIANTS.values()])
+async def test_the_loop_may_be_asynchronous(options: dict[str, Any]) -> None:
+    async with numbered(6, **{"num_fragments": 4, **options}) as rollout:
+        steps = 0
+        async for batch in rollout.batches():
+            steps += len(batch["obs"])
+            rollout.publish({"weight": torch.tensor(1.0)})
+            rollout.report()
+    assert steps == rollout.num_steps
+    assert rollout.lost == {}
+
+
+@pytest.mark.anyio
+async def test_an_asynchronous_loop_can_be_drained() -> None:
+    async with numbered(6, lanes=2) as rollout:
+        steps = 0
+        async for fragment in rollout.fragments():
+            steps += fragment.num_steps
+            if steps > 60:
+                rollout.drain()
+    assert steps == rollout.num_steps
+
+
+def test_the_environments_stand_still_while_the_caller_works() -> None:
+    for options in ({}, {"max_batch": 3, "lanes": 2}):
+        with numbered(4, **options) as rollout:
+            lanes = options.get("lanes", 1)
+            for number, _ in enumerate(rollout.batches(), start=1):
+                made = [lane.vector_steps for lane in rollout.environments.lanes]
+                assert made == [5 * number] * lanes
+                if number == 4:
+                    break
+
+
+def test_a_rollout_runs_ahead_by_what_prefetch_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    can_not_go_on, wait = threading.Event(), Waiter.wait
+
+    def waited(self: Waiter) -> None:
+        can_not_go_on.set()
+        wait(self)
+
+    monkeypatch.setattr(Waiter, "wait", waited)
+    with numbered(4, prefetch=2) as rollout:
+        batches = iter(rollout.batches())
+        next(batches)
+        assert can_not_go_on.wait(60)
+        assert rollout.environments.lanes[0].vector_steps == 3 * 5
+
+
+# Policy versions and lag
+
+
+def test_a_fragment_that_is_too_old_is_dropped_and_counted() -> None:
+    with numbered(4, prefetch=3, max_lag=1, num_fragments=8) as rollout:
+        seen = []
+        for fragment in rollout.fragments():
+            seen.append(rollout.policy_version - fragment.policy_version)
+            for _ in range(3):
+                rollout.publish({"weight": torch.tensor(0.0)})
+    assert max(seen) <= 1
+    assert rollout.lag.dropped_fragments > 0
+    assert rollout.lost == {"max_lag": rollout.lag.dropped_steps}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1, 2])
+def test_under_pace_nothing_is_dropped_and_no_batch_is_older_than_the_bound(max_lag: int) -> None:
+    with numbered(4, lanes=2, prefetch=4, max_lag=max_lag, on_excess="pace", num_fragments=12) as rollout:
+        lags = []
+        for batch in rollout.batches():
+            lags.append(rollout.policy_version - int(batch["policy_version"].min()))
+            rollout.publish({"weight": torch.tensor(0.0)})
+    assert len(lags) == 12
+    assert max(lags) <= max_lag
+    assert rollout.lost == {}
+
+
+def test_under_pace_publishing_more_often_than_once_per_batch_is_refused() -> None:
+    with numbered(4, prefetch=2, max_lag=1, on_excess="pace") as rollout, pytest.raises(LagError, match="max_lag=1"):
+        for _ in rollout.batches():
+            for _ in range(3):
+                rollout.publish({"weight": torch.tensor(0.0)})
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with numbered() as rollout:
+        with pytest.raises(ModuleError, match=r"weights do not fit module 'NumberedModule': missing \['weight'\]"):
+            rollout.publish({"other": torch.tensor(0.0)})
+        with pytest.raises(ModuleError, match=r"'weight' is \[2\], expected \[\]"):
+            rollout.publish({"weight": torch.zeros(2)})
+        assert rollout.policy_version == 0
+
+
+# As a node of a graph
+
+
+@pytest.mark.anyio
+async def test_a_graph_fans_fragments_out_to_a_complete_sink_and_to_one_that_drops() -> None:
+    envs, makers = numbered_envs(4)
+    rollout = Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, num_fragments=20)
+    complete: list[Fragment] = []
+    finished = anyio.Event()
+
+    def keep(fragments: Fragment) -> None:
+        complete.append(fragments)
+        if fragments.sequence == 19:
+            finished.set()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.fragments: list[Fragment] = []
+
+        async def run(self, fragments: Inlet[Fragment]) -> None:
+            await finished.wait()
+            self.fragments = [fragment async for fragment in fragments]
+
+    slow = Slow()
+    graph = Graph("two sinks")
+    graph.add(rollout=rollout, complete=keep, slow=slow)
+    graph.connect("rollout.fragments", "complete", capacity=1)
+    graph.connect("rollout.fragments", "slow", capacity=3, overflow="drop_oldest")
+    assert graph.explain().startswith(
+        "rollout   [env → env_to_module → module → module_to_env ↺]   one task, 1 lane × 4"
+    )
+    async with graph.run() as run:
+        await run.wait()
+        edges = {edge.name: edge for edge in run.report().edges}
+    assert [fragment.sequence for fragment in complete] == list(range(20))
+    assert sum(fragment.num_steps for fragment in complete) == sum(len(env.log) for env in envs)
+    assert [fragment.sequence for fragment in slow.fragments] == [17, 18, 19]
+    assert all(one is other for one, other in zip(complete[17:], slow.fragments, strict=True))
+    assert edges["rollout/env_to_module.fragments → slow.fragments"].dropped == 17
+    assert edges["rollout/env_to_module.fragments → complete.fragments"].dropped == 0
+
+
+@pytest.mark.anyio
+async def test_a_rollout_in_a_graph_runs_once_and_counts_what_was_not_taken() -> None:
+    rollout = numbered(4)
+    for number in range(2):
+        graph = Graph()
+        graph.add(rollout=rollout)
+        graph.output("fragments", "rollout.fragments")
+        if number:
+            with pytest.raises(RunError, match="these environments have been run before"):
+                async with graph.run() as run:
+                    await run["fragments"].receive()
+            continue
+        async with graph.run() as run:
+            taken = (await run["fragments"].receive()).num_steps
+            await anyio.wait_all_tasks_blocked()
+        assert rollout.lost == {"closed": rollout.num_steps - taken}
+
+
+@pytest.mark.anyio
+async def test_a_stalled_sink_stops_the_environments() -> None:
+    rollout = numbered(4, lanes=2)
+    stalled = anyio.Event()
+
+    class Stalled:
+        async def run(self, fragments: Inlet[Fragment]) -> None:
+            await fragments.receive()
+            await stalled.wait()
+
+    graph = Graph()
+    graph.add(rollout=rollout, sink=Stalled())
+    graph.connect("rollout.fragments", "sink", capacity=3)
+    async with graph.run():
+        await anyio.wait_all_tasks_blocked()
+        made = rollout.num_steps
+        # One with the sink, three in the channel, and one that waits; the lanes fill theirs in turn.
+        cut = [lane.fragment.sequence for lane in rollout.environments.lanes]
+        assert sum(cut) == 5
+        await anyio.wait_all_tasks_blocked()
+        assert rollout.num_steps == made
+
+
+@pytest.mark.slow
+@pytest.mark.anyio
+async def test_memory_stays_flat_while_a_sink_stalls(anyio_backend: Any) -> None:
+    rollout = Rollout("CartPole-v1", num_envs=64, module=Policy(), fragment_length=32, seed=0)
+    taken, stalled = anyio.Event(), anyio.Event()
+
+    class Stalls:
+        async def run(self, fragments: Inlet[Fragment]) -> None:
+            for _ in range(50):
+                await fragments.receive()
+            taken.set()
+            await stalled.wait()
+
+    graph = Graph()
+    graph.add(rollout=rollout, sink=Stalls())
+    graph.connect("rollout.fragments", "sink", capacity=2)
+    async with graph.run():
+        await taken.wait()
+        await anyio.wait_all_tasks_blocked()
+        before, steps = psutil.Process().memory_info().rss, rollout.num_steps
+        for _ in range(1000):
+            await anyio.lowlevel.checkpoint()
+        assert rollout.num_steps == steps
+        assert psutil.Process().memory_info().rss - before < 2**20
+
+
+# Nothing left behind
+
+
+def left_behind(known: tuple[threading.Thread, ...]) -> tuple[int, int]:
+    """Threads beside the known ones that don't end by themselves, and open file descriptors."""
+    gc.collect()
+    others = [thread for thread in threading.enumerate() if thread not in known]
+    for thread in others:
+        thread.join(10)
+    return sum(thread.is_alive() for thread in others), len(os.listdir("/proc/self/fd"))
+
+
+class Breaks(ConnectorV2):
+    """Raises at its tenth call, or when told to."""
+
+    def __init__(self, *, at: int = 10) -> None:
+        super().__init__()
+        self.at = at
+        self.calls = 0
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.calls += 1
+        if self.calls == self.at:
+            raise ZeroDivisionError("no more")
+        return batch
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts file descriptors where the system lists them")
+@pytest.mark.parametrize("options", [{}, *VARIANTS.values()])
+def test_nothing_is_left_behind(options: dict[str, Any]) -> None:
+    def go(ending: str) -> NumberedEnv:
+        envs, makers = numbered_envs(6)
+        settings = {**options}
+        settings["num_fragments"] = 3 if ending == "ended" else None
+        if ending == "failed":
+            settings["env_to_module_connector"] = lambda env: Breaks()
+        rollout = Rollout(makers, module=NumberedModule(), fragment_length=5, seed=0, **settings)
+        try:
+            with rollout:
+                for number, _ in enumerate(rollout.batches()):
+                    if ending == "left" and number == 2:
+                        break
+                    if ending == "interrupted" and number == 2:
+                        raise KeyboardInterrupt
+                    if ending == "drained" and number == 2:
+                        rollout.drain()
+        except (ZeroDivisionError, KeyboardInterrupt) as error:
+            assert (ending == "failed") == isinstance(error, ZeroDivisionError)
+            assert (ending == "interrupted") == isinstance(error, KeyboardInterrupt)
+        else:
+            assert ending not in ("failed", "interrupted")
+        return envs[0]
+
+    known, endings = tuple(threading.enumerate()), ["left", "failed", "drained", "ended", "interrupted"]
+    for ending in endings:  # what is made once for all stays
+        go(ending)
+    before = left_behind(known)
+    for ending in endings:
+        assert go(ending).closed
+        assert left_behind(known) == before == (0, before[1]), ending
+
+
+def test_leaving_waits_for_no_environment_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.rollout.drivers.CLOSE_TIMEOUT_S", 0.1)
+    hangs, released = threading.Event(), threading.Event()
+
+    class Hangs(NumberedEnv):
+        steps = 0
+
+        def step(self, action: Any) -> Any:
+            self.steps += 1
+            if self.steps == 8:  # in the second fragment
+                hangs.set()
+                released.wait()
+            return super().step(action)
+
+    envs: list[Hangs] = []
+
+    def made() -> Hangs:
+        envs.append(Hangs(0))
+        return envs[0]
+
+    known = tuple(threading.enumerate())
+    with Rollout([made], module=NumberedModule(), fragment_length=5, seed=0, prefetch=1) as rollout:
+        next(iter(rollout.batches()))
+        hangs.wait()
+    assert "the rollout's thread is left behind" in caplog.text
+    assert not envs[0].closed
+    released.set()
+    assert left_behind(known)[0] == 0
+    assert envs[0].closed
+
+
+def test_leaving_waits_for_nodes_that_take_their_time_to_close(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many worker processes do."""
+    monkeypatch.setattr("rollflow.nodes.rollout.drivers.CLOSE_TIMEOUT_S", 0.1)
+    released = threading.Event()
+
+    class Slow(NumberedEnv):
+        def close(self) -> None:
+            threading.Timer(0.5, released.set).start()
+            released.wait()
+            super().close()
+
+    envs = [Slow(0)]
+    with Rollout([lambda: envs[0]], module=NumberedModule(), fragment_length=5, seed=0, prefetch=1) as rollout:
+        next(iter(rollout.batches()))
+    assert envs[0].closed
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("options", [{}, {"prefetch": 1}, {"forward_in_thread": True}])
+def test_an_interrupt_that_is_caught_in_the_block_does_not_keep_it_from_being_left(options: dict[str, Any]) -> None:
+    class Interrupts(NumberedEnv):
+        def step(self, action: Any) -> Any:
+            if self.life == 40:
+                os.kill(os.getpid(), signal.SIGINT)
+            return super().step(action)
+
+    caught = False
+    with Rollout(lambda: Interrupts(0), module=NumberedModule(), fragment_length=16, seed=0, **options) as rollout:
+        try:
+            for _ in rollout.batches():
+                pass
+        except KeyboardInterrupt:
+            caught = True
+    assert caught
+
+
+def test_an_error_in_a_piece_names_piece_and_node() -> None:
+    for options in ({}, {"prefetch": 1}):
+        with (
+            pytest.raises(ZeroDivisionError) as raised,
+            numbered(env_to_module_connector=lambda env: Breaks(), **options) as rollout,
+        ):
+            for _ in rollout.batches():
+                pass
+        assert raised.value.__notes__ == [
+            "in connector piece 'Breaks' (1 of 4 in EnvToModulePipeline)",
+            "lane 0, vector step 7",
+            "in node 'env_to_module'",
+        ]
+
+
+# What is refused, before anything runs
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"fragment_length": 0}, ValueError, "fragment_length is 0, expected at least 1"),
+        ({"lookback": -1}, ValueError, "lookback is -1, expected at least 0"),
+        ({"prefetch": -1}, ValueError, "prefetch is -1, expected at least 0"),
+        ({"lanes": 9}, EnvError, "lanes is 9, expected at most num_envs, which is 3"),
+        ({"num_envs": 4}, EnvError, "num_envs is 4, expected 3: one for each callable given"),
+        (
+            {"module": NumberedModule(gym.spaces.Box(0, 1, (9,)))},
+            ModuleError,
+            r"module 'NumberedModule' was made for observations in Box\(0.*\(9,\).*, but those that come are in Box",
+        ),
+        (
+            {"env_to_module_connector": FrameStacking},
+            ConnectorError,
+            r"env_to_module_connector is the class FrameStacking, expected lambda env: FrameStacking\(\)",
+        ),
+        (
+            {"learner_connector": lambda env: FrameStacking()},
+            ConnectorError,
+            r"learner_connector takes \(env\), expected \(obs_space, act_space\)",
+        ),
+        (
+            {"env_to_module_connector": lambda env: FrameStacking},
+            ConnectorError,
+            r"env_to_module_connector returned the class FrameStacking, not FrameStacking\(\), expected a ConnectorV2",
+        ),
+        (
+            {"env_to_module_connector": Breaks()},
+            ConnectorError,
+            r"env_to_module_connector is <Breaks>, expected a function .* such as lambda env: MyPiece\(\)",
+        ),
+        ({"module": object()}, ModuleError, "module is object, which has no method forward_exploration"),
+        ({"max_batch": 2}, ValueError, "max_batch is 2, expected at least 3: a lane's slots go together"),
+        ({"on_excess": "shrug"}, ValueError, "on_excess is 'shrug', expected 'drop' or 'pace'"),
+        ({"on_excess": "pace"}, ValueError, "on_excess='pace' is for fragments older than max_lag, expected max_lag="),
+        ({"explore": "yes"}, ValueError, "explore is 'yes', expected True or False"),
+        ({"debug": 1}, ValueError, "debug is 1, expected True or False"),
+        ({"forward_in_thread": "no"}, ValueError, "forward_in_thread is 'no', expected True or False"),
+        ({"flat_forward": 2}, ValueError, "flat_forward is 2, expected True or False"),
+        ({"compile_forward": "max"}, ValueError, "compile_forward is 'max', expected True, False or a dict of torch"),
+        ({"lanes": 0}, EnvError, "lanes is 0, expected at least 1"),
+        ({"lanes": 0, "where": "threads"}, EnvError, "lanes is 0, expected at least 1"),
+        ({"env_to_module_connector": 3}, ConnectorError, "env_to_module_connector is 3, expected a function"),
+        ({"learner_connector": lambda obs, act: None}, ConnectorError, "learner_connector returned NoneType, expected"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    with pytest.raises(error, match=told):
+        numbered(**options)
+
+
+def test_callables_that_give_no_environment_of_their_own_are_refused() -> None:
+    shared = NumberedEnv(0)
+    with pytest.raises(EnvError, match="the callable for slot 1 gave an environment that another slot has already"):
+        Rollout(lambda: shared, num_envs=3, module=NumberedModule())
+    with pytest.raises(EnvError, match=r"the callable for slot 0 gave None, expected a gymnasium\.Env"):
+        Rollout(lambda: None, num_envs=3, module=NumberedModule())
+
+
+def test_publishing_what_are_no_weights_is_refused() -> None:
+    with pytest.raises(ModuleError, match=r"weights are NumberedModule, expected a state_dict\(\)"):
+        numbered().publish(NumberedModule())
+
+
+@pytest.mark.anyio
+async def test_a_loop_of_the_other_kind_is_refused() -> None:
+    async with numbered() as rollout:
+        with pytest.raises(RunError, match=r"running, entered by 'async with'; this loop expects: with .*, and for"):
+            next(iter(rollout.batches()))
+
+
+def test_a_piece_that_does_not_declare_its_space_is_told_how() -> None:
+    class Widens(ConnectorV2):
+        def __call__(self, *, batch: dict[str, Any], episodes: Any, **kwargs: Any) -> dict[str, Any]:
+            for episode in episodes:
+                episode.set_observations(new_data=np.append(episode.get_observations(-1), 0), at_indices=-1)
+            return batch
+
+    with pytest.raises(ColumnError) as raised, numbered(env_to_module_connector=lambda env: Widens()):
+        pass
+    assert "recompute_output_observation_space" in raised.value.__notes__[0]
+
+
+def test_an_unknown_environment_is_named() -> None:
+    with pytest.raises(EnvError, match="environment 'NoSuchEnv-v0' can't be made"):
+        Rollout("NoSuchEnv-v0", module=NumberedModule())
+
+
+@pytest.mark.parametrize("prefix", ["", "gymnasium:"])
+def test_an_id_without_a_version_gets_the_newest_one_as_a_suggestion(prefix: str) -> None:
+    with pytest.raises(EnvError, match=f"; expected a version, such as '{prefix}CartPole-v1'\nsee "):
+        Rollout(f"{prefix}CartPole", module=NumberedModule())
+    with pytest.raises(EnvError, match=r"Did you mean: `CartPole`\?\nsee "):
+        Rollout(f"{prefix}Cartpole-v1", module=NumberedModule())
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts", "auto"])
+@pytest.mark.parametrize("num_envs", [0, -1])
+def test_too_few_environments_are_refused_by_their_number(where: Any, num_envs: int) -> None:
+    with pytest.raises(EnvError, match=f"^num_envs is {num_envs}, expected at least 1$"):
+        Rollout("CartPole-v1", num_envs=num_envs, where=where)
+
+
+def test_what_is_no_environment_is_refused() -> None:
+    for env in (7, [], [7]):
+        with pytest.raises(EnvError, match=r"env is .*, expected an environment's id, a callable"):
+            Rollout(env, module=NumberedModule())
+
+
+class OddEnv(NumberedEnv):
+    """One thing about it is wrong."""
+
+    def __init__(self, **wrong: Any) -> None:
+        super().__init__(0)
+        for name, value in wrong.items():
+            setattr(self, name, value)
+
+
+def test_a_space_without_columns_is_refused() -> None:
+    with pytest.raises(EnvError, match=r"slot 0: the observation space Text\(.*\) has no columns"):
+        Rollout(lambda: OddEnv(observation_space=gym.spaces.Text(3)), module=NumberedModule())
+
+
+class WrongVector(SyncVectorEnv):
+    """Gives observations with one number too many."""
+
+    def reset(self, **kwargs: Any) -> Any:
+        observations, infos = super().reset(**kwargs)
+        return np.concatenate([observations, observations[:, :1]], 1), infos
+
+
+def test_observations_outside_their_space_are_refused_before_a_step() -> None:
+    envs, makers = numbered_envs(2)
+    told = r"column 'obs': got int64\[2, 4\], expected int64\[2, 3\]; slot 0 has shape \[4\], expected \[3\]"
+    with pytest.raises(ColumnError, match=told) as raised, Rollout(WrongVector(makers), module=NumberedModule()):
+        pass
+    assert raised.value.__notes__ == ["lane 0, the first reset", "in node 'env'"]
+    assert envs[0].log == []
+
+
+class Outputs(NumberedModule):
+    """Gives what it is told to."""
+
+    def __init__(self, output: dict[str, Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return self.output
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "told"),
+    [
+        ({"vf_preds": torch.zeros(3)}, ModuleError, r"the output of Outputs has \['vf_preds'\], expected 'actions' or"),
+        ({"action_dist_inputs": torch.zeros(3, 5)}, ModuleError, r"has shape \[3, 5\], expected a last axis of 7"),
+        (
+            {"actions": torch.zeros(3, 2, dtype=torch.int64)},
+            ColumnError,
+            r"column 'actions': got int64\[3, 2\], expected",
+        ),
+        ({"actions": torch.zeros(3)}, ColumnError, r"column 'actions': got float32\[3\], expected int64\[3\]"),
+        (
+            {"actions": torch.zeros(3, dtype=torch.int64), "loss": torch.zeros(())},
+            ColumnError,
+            r"output 'loss' is float32\[\], expected numbers with a leading axis of 3",
+        ),
+        (torch.zeros(3), ModuleError, "Outputs.forward_exploration returned Tensor, expected a dict of tensors"),
+    ],
+)
+def test_a_modules_output_that_can_not_be_used_is_refused_before_a_step(
+    output: Any, error: type[Exception], told: str
+) -> None:
+    envs, makers = numbered_envs(3)
+    with pytest.raises(error, match=told), Rollout(makers, module=Outputs(output)) as rollout:
+        next(iter(rollout.batches()))
+    assert all(env.log == [] for env in envs)
+
+
+def test_nan_logits_are_named_with_lane_slot_and_step() -> None:
+    class Sick(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch)
+            output["action_dist_inputs"][(batch["obs"][:, 0] == 4) & (batch["obs"][:, 2] == 2)] = torch.nan
+            return output
+
+    envs, makers = numbered_envs(6, lengths=(9, 9))
+    told = "'action_dist_inputs' is NaN in lane 1, vector step 2, slot 1"
+    with pytest.raises(ModuleError, match=told), Rollout(makers, lanes=2, module=Sick(), seed=0) as rollout:
+        next(iter(rollout.batches()))
+    assert len(envs[4].log) == 2
+
+
+@pytest.mark.parametrize("low", [-1.0, -np.inf])  # clipped or not, and so in pieces one by one or fused
+@pytest.mark.parametrize("options", [{}, {"lanes": 2, "max_batch": 2}])
+def test_an_action_that_the_module_gives_and_that_is_no_number_is_refused(low: float, options: dict[str, Any]) -> None:
+    space = gym.spaces.Box(np.float32(low), np.float32(-low), (2,))
+
+    class Takes(gym.Wrapper[Any, Any, Any, Any]):
+        action_space = space
+
+        def step(self, action: Any) -> Any:
+            assert not np.isnan(action).any()
+            return self.env.step(1)
+
+    class Sick(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            actions = torch.zeros(len(batch["obs"]), 2)
+            actions[1, 1] = torch.nan
+            return {"actions": actions}
+
+    makers = [lambda: Takes(gym.make("CartPole-v1"))] * 4
+    message = "'actions' is NaN in lane 0, vector step 0, slot 1"
+    with pytest.raises(ModuleError, match=message), Rollout(makers, module=Sick(), **options) as rollout:
+        next(rollout.batches())
+
+
+@pytest.mark.parametrize("explore", [True, False])
+def test_a_module_is_not_blamed_for_an_environment_whose_observations_are_no_numbers(explore: bool) -> None:
+    class Broken(gym.Wrapper[Any, Any, Any, Any]):
+        def step(self, action: Any) -> Any:
+            observation, *rest = self.env.step(action)
+            return observation * np.float32(np.nan), *rest
+
+    makers = [lambda: gym.make("CartPole-v1"), lambda: Broken(gym.make("CartPole-v1"))]
+    told = "vector step 1, slot 1: the observation itself is not finite in slot 1, expected numbers"
+    with pytest.raises(ModuleError, match=told), Rollout(makers, explore=explore, seed=0) as rollout:
+        next(iter(rollout.batches()))
+
+
+@pytest.mark.parametrize(
+    ("logits", "told"),
+    [(-torch.inf, "rules out every action in lane 0, vector step 0, slot 1, 2"), (torch.inf, r"is \+inf in lane 0")],
+)
+def test_logits_that_leave_nothing_to_choose_are_refused(logits: float, told: str) -> None:
+    row = torch.zeros(3, 7)
+    row[0, :6] = -torch.inf  # one action is left: that will do
+    row[1:] = logits
+    with pytest.raises(ModuleError, match=told), numbered(module=Outputs({"action_dist_inputs": row})) as rollout:
+        next(iter(rollout.batches()))
+
+
+def test_outputs_that_change_between_steps_are_refused() -> None:
+    class Fickle(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            output = super()._forward(batch)
+            return output if batch["obs"][0, 2] == 0 else {**output, "more": output["vf_preds"]}
+
+    _, makers = numbered_envs(2, lengths=(9, 9))
+    told = r"lane 0: the outputs changed between steps: missing \[\], new \['more'\]"
+    with pytest.raises(ColumnError, match=told), Rollout(makers, module=Fickle(), seed=0) as rollout:
+        next(iter(rollout.batches()))
+
+
+def test_a_connector_that_returns_none_is_named() -> None:
+    class Forgets(ConnectorV2):
+        def __call__(self, **kwargs: Any) -> Any:
+            pass
+
+    told = r"connector piece 'Forgets' \(1 of 4 in EnvToModulePipeline\) returned NoneType, expected the batch"
+    with pytest.raises(ConnectorError, match=told), numbered(env_to_module_connector=lambda env: Forgets()):
+        pass
+
+
+def test_an_environment_without_its_autoreset_mode_is_refused() -> None:
+    env = SyncVectorEnv(numbered_envs(2)[1])
+    env.metadata = {}
+    with pytest.raises(EnvError, match=r"metadata\['autoreset_mode'\] is None, expected a gymnasium.vector.Autoreset"):
+        Rollout(env, module=NumberedModule())
+
+
+def test_an_environment_that_loses_the_last_observation_is_refused() -> None:
+    class Forgetful(SyncVectorEnv):
+        def step(self, actions: Any) -> Any:
+            *rest, infos = super().step(actions)
+            infos.pop("final_obs", None)
+            return *rest, infos
+
+    env = Forgetful(numbered_envs(2, lengths=(1, 1))[1], autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    told = r"slots \[0, 1\] ended under SAME_STEP autoreset, but infos has no 'final_obs'"
+    with pytest.raises(EnvError, match=told) as raised, Rollout(env, module=NumberedModule()) as rollout:
+        next(iter(rollout.batches()))
+    assert raised.value.__notes__ == ["lane 0, vector step 0", "in node 'env'"]
+
+
+def test_pacing_is_refused_in_a_graph() -> None:
+    with pytest.raises(GraphError, match="on_excess='pace' is for a loop over the rollout"):
+        Graph().add(rollout=numbered(max_lag=1, on_excess="pace"))
+
+
+# Environments
+
+
+def test_an_ids_own_vectorized_form_is_used() -> None:
+    environments = Environments("CartPole-v1", num_envs=6, lanes=2)
+    assert [type(env.unwrapped).__name__ for env in environments.envs] == ["CartPoleVectorEnv"] * 2
+    assert (environments.num_envs, environments.describe()) == (6, "2 lanes × 3 slots")
+
+
+def test_ids_without_one_are_stepped_one_by_one() -> None:
+    environments = Environments("FrozenLake-v1", num_envs=3)
+    assert isinstance(environments.envs[0], SyncVectorEnv)
+    environments.close()
+
+
+def test_slots_are_dealt_out_evenly_to_lanes() -> None:
+    environments = Environments(numbered_envs(7)[1], lanes=3)
+    assert [env.num_envs for env in environments.envs] == [3, 2, 2]
+    assert environments.describe() == "3 lanes × 2 or 3 slots"
+
+
+def test_seeds_belong_to_slots_whatever_the_lanes() -> None:
+    logs = []
+    for lanes in (1, 2, 3):
+        envs, makers = numbered_envs(6)
+        with Rollout(makers, module=NumberedModule(), explore=False, lanes=lanes, seed=3, num_fragments=4) as rollout:
+            for _ in rollout.fragments():
+                pass
+        logs.append([env.log for env in envs])
+    assert logs[0] == logs[1] == logs[2]
+
+
+def test_a_rollout_without_a_seed_can_be_repeated_by_the_one_it_drew() -> None:
+    first = numbered(seed=None)
+    with first:
+        fragment = next(iter(first.fragments()))
+    with numbered(seed=first.seed) as again:
+        np.testing.assert_array_equal(next(iter(again.fragments())).column("obs"), fragment.column("obs"))
+
+
+@pytest.mark.parametrize(
+    "env_id", ["Acrobot-v1", "Pendulum-v1", "MountainCarContinuous-v0", "FrozenLake-v1", "Blackjack-v1"]
+)
+def test_gymnasiums_own_environments_run(env_id: str) -> None:
+    class Any_(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            first = torch.utils._pytree.tree_leaves(batch["obs"])[0]
+            return {
+                "action_dist_inputs": torch.zeros(len(first), self.get_exploration_action_dist_cls().required_input_dim)
+            }
+
+    with Rollout(env_id, num_envs=3, module=Any_(), fragment_length=20, seed=0) as rollout:
+        for number, batch in enumerate(rollout.batches()):
+            assert len(batch["rewards"]) <= 60
+            if number == 2:
+                break
+
+
+def test_ready_vector_environments_are_left_open() -> None:
+    envs, makers = numbered_envs(2)
+    vector: VectorEnv[Any, Any, Any] = SyncVectorEnv(makers)
+    with Rollout(vector, module=NumberedModule(), seed=0) as rollout:
+        next(iter(rollout.batches()))
+    assert not envs[0].closed
+
+
+def test_the_action_that_the_environment_got_is_recorded_beside_the_modules() -> None:
+    class Bold(RLModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"actions": batch["obs"][:, :1] * 100.0}
+
+    with Rollout("Pendulum-v1", num_envs=2, module=Bold(), fragment_length=10, seed=0) as rollout:
+        fragment = next(iter(rollout.fragments()))
+    np.testing.assert_allclose(fragment.column("actions"), fragment.column("obs")[:, :, :1] * 100.0)
+    np.testing.assert_allclose(fragment.column("actions_for_env"), np.clip(fragment.column("actions"), -2, 2))
+
+
+class Seen(RLModule):
+    """Records what it is given."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": torch.zeros(len(batch["obs"]), dtype=torch.int64), "seen": batch["obs"]}
+
+
+def stacked(rows: Any, count: int) -> list[list[int]]:
+    """The numbers of the steps in stacks of `count` numbered observations."""
+    return rows.reshape(-1, count, 3)[:, :, 2].tolist()
+
+
+def test_pipelines_edited_before_the_run_have_the_lookback_that_they_need() -> None:
+    rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=Seen(), fragment_length=4, num_fragments=4)
+    rollout.env_to_module.prepend(FrameStacking(num_frames=4))
+    rollout.learner_pipeline.prepend(FrameStacking(num_frames=6, as_learner_connector=True))
+    with rollout, pytest.warns(UserWarning, match=r"observations \[12\] while acting, but the train batch has \[18\]"):
+        batches = list(rollout.batches())
+    acted, learnt = (
+        [stack for batch in batches for stack in stacked(batch[column], count)]
+        for column, count in (("seen", 4), ("obs", 6))
+    )
+    assert acted == [[max(0, step - back) for back in (3, 2, 1, 0)] for step in range(16)]
+    assert learnt == [[max(0, step - back) for back in range(5, -1, -1)] for step in range(16)]
+
+
+def test_a_piece_behind_the_module_has_the_lookback_that_it_asks_for() -> None:
+    piece = LambdaConnector(lambda batch: batch, lookback=5)
+    rollout = Rollout("CartPole-v1", module_to_env_connector=lambda env: piece)
+    assert rollout.environments.lanes[0].layout.lookback == 5
+
+
+@pytest.mark.anyio
+async def test_a_pipeline_edited_after_the_graph_is_drawn_is_refused() -> None:
+    rollout = Rollout(numbered_envs(1)[1], module=Seen(), fragment_length=4, num_fragments=2)
+    graph = Graph()
+    graph.add(rollout=rollout)
+    graph.output("fragments", "rollout.fragments")
+    rollout.env_to_module.prepend(FrameStacking(num_frames=4))
+    with pytest.raises(ConnectorError, match="EnvToModulePipeline looks back 3 steps, but fragments keep 1; expected"):
+        async with graph.run() as run:
+            await run["fragments"].receive()
+
+
+@pytest.mark.parametrize("made", [NumberedModule, lambda observations, actions: NumberedModule(observations, actions)])
+def test_a_module_may_be_made_of_the_spaces_as_the_connectors_leave_them(made: Any) -> None:
+    rollout = numbered(module=made, env_to_module_connector=lambda env: FrameStacking(num_frames=2))
+    assert rollout.module.observation_space.shape == (6,)
+    assert rollout.module.action_space == gym.spaces.Discrete(7)
+
+
+def test_a_builder_may_take_the_spaces_and_a_device_too() -> None:
+    given: list[Any] = []
+
+    def build(env: Any, spaces: Any, device: Any) -> ConnectorV2:
+        given.extend([env, spaces, device])
+        return FrameStacking()
+
+    rollout = numbered(env_to_module_connector=build)
+    space = rollout.environments.observation_space, rollout.environments.action_space
+    assert given == [rollout.environments.envs[0], {"__env_single__": space}, None]
+
+
+def test_a_default_module_does_not_fit_a_pipeline_edited_after_it() -> None:
+    rollout = Rollout("CartPole-v1")
+    rollout.env_to_module.prepend(FrameStacking(num_frames=2))
+    with pytest.raises(ModuleError, match="env_to_module was edited: it leaves observations in Box"):
+        rollout.__enter__()
+
+
+def test_one_seed_makes_one_default_module_and_leaves_torch_its_own() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    weights = [
+        torch.cat([each.flatten() for each in Rollout("CartPole-v1", seed=seed).module.parameters()])
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(torch.rand(3), expected)
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_module_that_changes_its_batch_is_refused(flat: bool) -> None:
+    class Shifts(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            obs = batch["obs"]
+            obs -= 1
+            return super()._forward({"obs": obs})
+
+    with (
+        pytest.raises(ModuleError, match=r"Shifts.forward_exploration changed a tensor of its batch in place"),
+        numbered(module=Shifts(), flat_forward=flat) as rollout,
+    ):
+        next(iter(rollout.fragments()))
+
+
+@pytest.mark.parametrize("lookback", [None, 4])
+def test_a_piece_is_told_when_fill_stands_for_what_was_cut_away(lookback: int | None) -> None:
+    def look_back(episodes: Any) -> None:
+        for episode in episodes:
+            episode.get_rewards(slice(-4, None), fill=0.0)
+
+    piece = LambdaConnector(look_back, lookback=lookback or 0)
+    options: Any = {"fragment_length": 6, "num_fragments": 3, "env_to_module_connector": lambda env: piece}
+    rollout = Rollout(numbered_envs(1, lengths=(20, 20))[1], module=NumberedModule(), **options)
+    told = pytest.warns(
+        UserWarning, match="'rewards': fill stands for steps that the episode had, but that are no longer"
+    )
+    with rollout, nullcontext() if lookback else told:
+        assert len(list(rollout.fragments())) == 3
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_forward_passes_and_sampling_use_so_many_threads_and_nothing_else_does(threads: int | None) -> None:
+    seen: set[int] = set()
+    sampling: set[int] = set()
+
+    class Watches(NumberedModule):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            seen.add(torch.get_num_threads())
+            return super()._forward(batch)
+
+    def watch(batch: Any) -> Any:
+        sampling.add(torch.get_num_threads())
+        return batch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        rollout = numbered(module=Watches(), forward_threads=threads, num_fragments=2)
+        rollout.module_to_env.prepend(LambdaConnector(watch))
+        with rollout:
+            for _ in rollout.fragments():
+                assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert seen == sampling == {threads or 3}
+
+
+def test_as_much_lookback_is_kept_as_the_piece_needs_that_looks_furthest_back() -> None:
+    class Back(ConnectorV2):
+        def __init__(self, lookback: int) -> None:
+            super().__init__()
+            self.lookback = lookback
+
+        def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+            return batch
+
+    pieces: Any = {"env_to_module_connector": lambda env: Back(5), "learner_connector": lambda seen, done: Back(2)}
+    assert Rollout("CartPole-v1", **pieces).environments.lookback == 5
+
+
+@pytest.mark.parametrize("settings", [{}, {"lanes": 2, "max_batch": 4}, {"where": "rollouts"}])
+@pytest.mark.parametrize("explore", [True, False])
+def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: bool, settings: dict[str, Any]) -> None:
+    def run(*, as_arrays: bool) -> list[Any]:
+        rollout = Rollout(
+            "CartPole-v1", num_envs=4, fragment_length=10, num_fragments=2, seed=0, explore=explore, **settings
+        )
+        if as_arrays:
+            rollout.module_to_env.prepend(TensorToNumpy())
+        with rollout:
+            fragments = sorted(rollout.fragments(), key=lambda each: (each.lane, each.sequence))
+        return [(each.column("actions"), each.column("action_logp"), each.column("obs")) for each in fragments]
+
+    plain = run(as_arrays=False)
+    assert plain
+    for one, other in zip(run(as_arrays=True), plain, strict=True):
+        for ours, expected in zip(one, other, strict=True):
+            np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+class SeesWhatEnvironmentsGet(ConnectorV2):
+    """Comes last, and may give the environments other actions than the module's."""
+
+    def __init__(self, added: int) -> None:
+        super().__init__()
+        self.added = added
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        np.testing.assert_array_equal(batch["actions_for_env"], batch["actions"])
+        if self.added:
+            batch["actions_for_env"] = (np.asarray(batch["actions_for_env"]) + self.added) % 7
+        return batch
+
+
+class ByItems(ConnectorV2):
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return batch
+
+
+@pytest.mark.parametrize("where", ["inline", "processes"])
+@pytest.mark.parametrize("by_items", [False, True])
+@pytest.mark.parametrize("added", [None, 0, 1])
+def test_what_environments_get_is_recorded_where_a_piece_may_have_changed_it(
+    where: Any, by_items: bool, added: int | None
+) -> None:
+    custom = (lambda env: [ByItems()]) if by_items else None
+    rollout = Rollout(
+        lambda: NumberedEnv(0), num_envs=2, where=where, fragment_length=12, module_to_env_connector=custom, seed=0
+    )
+    if added is not None:
+        rollout.module_to_env.append(SeesWhatEnvironmentsGet(added))
+    with rollout:
+        fragment = next(iter(rollout.fragments()))
+    assert ("actions_for_env" in fragment.extra_columns) is (added is not None)
+    if added is not None:
+        np.testing.assert_array_equal(fragment.column("actions_for_env"), (fragment.column("actions") + added) % 7)

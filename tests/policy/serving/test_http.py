@@ -1,0 +1,231 @@
+"""Policies over HTTP and WebSocket, by a real server: answers, refusals, and what clients can do wrong."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from served_policies import Echo, Held, Sums, policy_of
+from websockets.sync.client import connect
+
+from rollflow.policy.serving.http_server import HttpServer
+from rollflow.policy.serving.packed_arrays import CONTENT_TYPE, pack, unpack
+from rollflow.policy.serving.shelf import BatchOptions, Shelf
+from rollflow.stream import WireError
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    shelf = Shelf()
+    shelf.put("echo", policy_of(Echo), "1")
+    shelf.put("sums", policy_of(Sums), "1")
+    yield shelf
+    shelf.close()
+
+
+@pytest.fixture
+def server(shelf: Shelf) -> Iterator[HttpServer]:
+    with HttpServer(shelf, "127.0.0.1:0", max_body=4096, openpi_for="sums") as server:
+        yield server
+
+
+def ask(server: HttpServer, name: str = "echo", **fields: Any) -> httpx.Response:
+    """The response to a request for an action."""
+    return httpx.post(f"{server.url}/v1/policies/{name}/act", json=fields)
+
+
+def test_an_action_in_json(server: HttpServer) -> None:
+    response = ask(server, observation=[3, 4])
+    assert response.status_code == 200
+    assert response.json() == {"action": [3.0, 0.0], "version": "1", "weights": 0, "number": None}
+
+
+def test_an_action_in_msgpack_with_arrays(server: HttpServer) -> None:
+    body = pack({"observation": np.array([3.0, 4.0], np.float32), "session": "a", "number": 0})
+    headers = {"content-type": CONTENT_TYPE, "accept": CONTENT_TYPE}
+    response = httpx.post(f"{server.url}/v1/policies/echo/act", content=body, headers=headers)
+    answer = unpack(response.content)
+    assert (answer["action"].dtype, answer["action"].tolist(), answer["number"]) == (np.float32, [3.0, 0.0], 0)
+
+
+def test_sessions_remember_each_for_itself(server: HttpServer) -> None:
+    sums = []
+    for session, number, begins in [("a", 1, True), ("b", 10, True), ("a", 2, False), ("b", 20, False)]:
+        sums.append(ask(server, "sums", observation=[number, 0], session=session, begins=begins).json()["action"][0])
+    assert sums == [1.0, 10.0, 3.0, 30.0]
+    assert httpx.delete(f"{server.url}/v1/policies/sums/sessions/a").json() == {"forgotten": True}
+    lost = ask(server, "sums", observation=[1, 0], session="a")
+    assert (lost.status_code, lost.json()["error"][:36]) == (410, "session 'a' has no memory here: it n")
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "text"),
+    [
+        ({}, 422, "'observation' is missing"),
+        ({"observation": [1]}, 422, "observation has shape [1], expected float32[2]"),
+        ({"observation": [1, [2]]}, 422, "observation is a ragged list, expected float32[2]"),
+        ({"observation": "ab"}, 422, "observation is a text, expected float32[2]"),
+        ({"observation": None}, 422, "observation is null, expected float32[2]"),
+        ({"observation": {"a": 1}}, 422, "observation is an object, expected float32[2]"),
+        ({"observation": [1, 2], "reward": "x"}, 422, "'reward' is 'x', expected a finite number"),
+        ({"observation": [1, 2], "session": [1]}, 422, "'session' is [1], expected a text or a whole number"),
+        ({"observation": [1, 2], "begins": 1}, 422, "'begins' is 1, expected true or false"),
+        ({"observation": [1, 2], "number": -1}, 422, "'number' is -1, expected a whole number from 0 on"),
+        ({"observation": [1, 2], "sesion": "a"}, 422, "unknown field 'sesion', expected begins, number"),
+        ({"observation": [1, 2], "version": 7}, 422, "'version' is 7, expected a text"),
+        ({"observation": [1, 2], "version": "7"}, 404, "policy 'echo' has no version '7'; served: 1"),
+        ({"observation": [13, 2]}, 500, "ValueError: thirteen"),
+    ],
+)
+def test_what_is_wrong_is_named(server: HttpServer, fields: dict[str, Any], status: int, text: str) -> None:
+    response = ask(server, **fields)
+    assert response.status_code == status
+    assert response.json()["error"].startswith(text)
+    assert ask(server, observation=[1, 2]).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "text"),
+    [
+        (b"{", "application/json", 422, "the body is no JSON"),
+        (b"[" * 4000, "application/json", 422, "the body is no JSON"),
+        (b"[1]", "application/json", 422, "the request is list, expected an object"),
+        (b'{"observation": [NaN, 1]}', "application/json", 422, "observation has NaN"),
+        (b"\xc1", CONTENT_TYPE, 422, "the message is no msgpack"),
+        (b"x", "text/plain", 422, "content-type is 'text/plain', expected 'application/json'"),
+        (b"0" * 5000, "application/json", 413, "the body is larger than 4096 bytes"),
+        (
+            pack({"observation": {b"__ndarray__": True, b"data": b"cposix\nsystem", b"dtype": "O", b"shape": [1]}}),
+            CONTENT_TYPE,
+            422,
+            "an array has dtype object, expected numbers",
+        ),
+        (
+            pack({"observation": {b"__ndarray__": True, b"data": b"1234", b"dtype": "<f4", b"shape": [1 << 40]}}),
+            CONTENT_TYPE,
+            422,
+            "an array can't be read",
+        ),
+    ],
+)
+def test_bodies_that_are_no_requests_are_refused(
+    server: HttpServer, body: bytes, kind: str, status: int, text: str
+) -> None:
+    response = httpx.post(f"{server.url}/v1/policies/echo/act", content=body, headers={"content-type": kind})
+    assert (response.status_code, response.json()["error"][: len(text)]) == (status, text)
+
+
+def test_policies_describe_themselves(server: HttpServer) -> None:
+    listed = httpx.get(f"{server.url}/v1/policies").json()["policies"]
+    assert [(each["name"], each["versions"], each["has_memory"]) for each in listed] == [
+        ("echo", ["1"], False),
+        ("sums", ["1"], True),
+    ]
+    assert listed[0]["observation"]["minItems"] == 2
+    api = httpx.get(f"{server.url}/openapi.json").json()
+    schema = api["paths"]["/v1/policies/echo/act"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert schema["properties"]["observation"] == listed[0]["observation"]
+    assert httpx.get(f"{server.url}/v1/policies/none").status_code == 404
+
+
+def test_probes_and_metrics(server: HttpServer) -> None:
+    ask(server, observation=[1, 2])
+    assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 200]
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'rollflow_serve_actions_total{policy="echo",version="1"} 1.0' in metrics
+    assert 'rollflow_serve_batch_size_bucket{le="+Inf",policy="echo",version="1"} 1.0' in metrics
+
+
+def test_a_server_without_a_policy_is_healthy_and_not_ready() -> None:
+    shelf = Shelf()
+    with HttpServer(shelf, "127.0.0.1:0") as server:
+        assert [httpx.get(f"{server.url}/{probe}").status_code for probe in ("health", "ready")] == [200, 503]
+
+
+def test_too_many_requests_get_429_and_the_others_their_answers() -> None:
+    held = Held(policy_of(Echo))
+    shelf = Shelf(BatchOptions(max_waiting=2))
+    shelf.put("echo", held, "1")
+    with HttpServer(shelf, "127.0.0.1:0") as server, ThreadPoolExecutor(8) as clients:
+        first = clients.submit(ask, server, observation=[0, 0])
+        held.begun.acquire()
+        others = [clients.submit(ask, server, observation=[number, 0]) for number in range(1, 7)]
+        done = as_completed(others)
+        refused = [next(done).result() for _ in range(4)]
+        for _ in range(2):
+            held.go.release()
+        answered = [other.result() for other in (first, *others)]
+    shelf.close()
+    assert [response.status_code for response in refused] == [429] * 4
+    assert sorted(response.status_code for response in answered) == [200] * 3 + [429] * 4
+
+
+def test_a_secret_is_asked_for(shelf: Shelf) -> None:
+    with HttpServer(shelf, "127.0.0.1:0", secret="open sesame") as server:
+        assert ask(server, observation=[1, 2]).status_code == 401
+        for secret, status in (("open", 401), ("open sesame", 200)):
+            headers = {"authorization": f"Bearer {secret}"}
+            response = httpx.get(f"{server.url}/v1/policies", headers=headers)
+            assert response.status_code == status
+        assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_an_open_address_needs_a_secret(shelf: Shelf) -> None:
+    with pytest.raises(WireError, match=r"'tcp://0\.0\.0\.0:0' without a secret, expected one"):
+        HttpServer(shelf, "0.0.0.0:0")
+
+
+def test_an_address_that_is_taken_is_named(shelf: Shelf, server: HttpServer) -> None:
+    taken = server.url.removeprefix("http://")
+    with pytest.raises(WireError, match=f"can't listen on tcp://{taken}"):
+        HttpServer(shelf, taken)
+
+
+def test_a_websocket_answers_one_message_after_the_other(server: HttpServer) -> None:
+    with connect(f"{server.url.replace('http', 'ws')}/v1/policies/sums/stream") as socket:
+        socket.send(json.dumps({"observation": [1, 0], "session": "a", "begins": True}))
+        assert json.loads(socket.recv())["action"] == [1.0, 0.0]
+        socket.send(pack({"observation": np.array([2, 0]), "session": "a"}))
+        assert unpack(socket.recv())["action"].tolist() == [3.0, 0.0]
+        socket.send(json.dumps({"observation": [1]}))
+        refusal = json.loads(socket.recv())
+        assert (refusal["status"], refusal["error"]) == (422, "observation has shape [1], expected float32[2]")
+        socket.send(json.dumps({"observation": [4, 0], "session": "a"}))
+        assert json.loads(socket.recv())["action"] == [7.0, 0.0]
+
+
+def test_openpis_protocol(server: HttpServer) -> None:
+    address = server.url.replace("http", "ws")
+    with connect(address) as socket:
+        assert unpack(socket.recv())["name"] == "sums"
+        sums = []
+        for message in ({"state": np.array([1, 0])}, {"state": np.array([2, 0])}, {"state": [5, 0], "reset": True}):
+            socket.send(pack(message))
+            answer = unpack(socket.recv())
+            sums.append(answer["actions"][0])
+            assert answer["server_timing"]["infer_ms"] >= 0
+        assert sums == [1.0, 3.0, 5.0]
+        socket.send(pack({"state": [1, 2, 3]}))
+        assert socket.recv() == "RequestError: observation has shape [3], expected float32[2]"
+    with connect(address) as socket:  # another connection is another session
+        socket.recv()
+        socket.send(pack({"state": [1, 0]}))
+        assert unpack(socket.recv())["actions"][0] == 1.0
+
+
+def test_many_clients_each_get_their_own_answers(server: HttpServer) -> None:
+    def play(session: int) -> list[float]:
+        with httpx.Client(base_url=server.url) as client:
+            return [
+                client.post(
+                    "/v1/policies/sums/act", json={"observation": [session, 0], "session": session, "begins": step == 0}
+                ).json()["action"][0]
+                for step in range(10)
+            ]
+
+    with ThreadPoolExecutor(16) as clients:
+        played = list(clients.map(play, range(16)))
+    assert played == [[float(session * (step + 1)) for step in range(10)] for session in range(16)]

@@ -1,0 +1,79 @@
+"""Several policies and versions: which of them acts, and when an older one is over."""
+
+import pytest
+from served_policies import Echo, Sums, Taking, policy_of
+
+from rollflow.policy.serving.request import Acted, Outcome, UnknownPolicyError
+from rollflow.policy.serving.shelf import Shelf
+
+
+def version_of(outcome: Outcome) -> str:
+    """The version that has chosen."""
+    assert isinstance(outcome, Acted), outcome
+    return outcome.version
+
+
+def asked(shelf: Shelf, front: Taking, session: object, *, begins: bool = False, version: str | None = None) -> str:
+    """The version that answers a request."""
+    shelf.submit("pole", front.request(1.0, session, begins=begins), version)
+    return version_of(front.take()[session])
+
+
+def test_a_session_stays_with_its_version_until_it_begins_anew() -> None:
+    shelf, front = Shelf(), Taking()
+    shelf.put("pole", policy_of(Sums), "1")
+    assert asked(shelf, front, "a", begins=True) == "1"
+    shelf.put("pole", policy_of(Sums), "2")
+    assert asked(shelf, front, "a") == "1"
+    assert asked(shelf, front, "b", begins=True) == "2"
+    shelf.tidy()
+    assert list(shelf.versions("pole")) == ["1", "2"]
+    assert asked(shelf, front, "a", begins=True) == "2"
+    shelf.tidy()
+    assert list(shelf.versions("pole")) == ["2"]
+    shelf.close()
+
+
+def test_a_version_without_memory_is_over_at_once() -> None:
+    shelf, front = Shelf(), Taking()
+    shelf.put("pole", policy_of(Echo), "1")
+    assert asked(shelf, front, "a") == "1"
+    shelf.put("pole", policy_of(Echo), "2")
+    shelf.tidy()
+    assert asked(shelf, front, "a") == "2"
+    assert list(shelf.versions("pole")) == ["2"]
+    shelf.close()
+
+
+def test_a_canary_takes_its_share_of_sessions_and_the_same_ones_each_time() -> None:
+    shelf, front = Shelf(), Taking()
+    shelf.put("pole", policy_of(Echo), "1")
+    shelf.put("pole", policy_of(Echo), "2", share=0.25)
+    sessions = [f"session {number}" for number in range(400)]
+    first = [asked(shelf, front, session, begins=True) for session in sessions]
+    again = [asked(shelf, front, session, begins=True) for session in sessions]
+    shelf.tidy()
+    assert first == again
+    assert 60 < first.count("2") < 140  # 100 expected, with a deviation of 8.7
+    assert shelf.newest("pole").version == "1"
+    assert asked(shelf, front, "one", version="2") == "2"
+    shelf.put("pole", policy_of(Echo), "3")
+    shelf.tidy()
+    assert list(shelf.versions("pole")) == ["3"]
+    shelf.close()
+
+
+def test_what_is_not_served_is_named() -> None:
+    shelf, front = Shelf(), Taking()
+    with pytest.raises(UnknownPolicyError, match="no policy 'pole' is served; served: none"):
+        shelf.submit("pole", front.request(1.0))
+    shelf.put("pole", policy_of(Echo), "1")
+    with pytest.raises(UnknownPolicyError, match="policy 'pole' has no version '7'; served: 1"):
+        shelf.submit("pole", front.request(1.0), "7")
+    with pytest.raises(ValueError, match="version '1' of policy 'pole' is served already"):
+        shelf.put("pole", policy_of(Echo), "1")
+    with pytest.raises(ValueError, match="no other version of 'cart' is served, expected 1"):
+        shelf.put("cart", policy_of(Echo), "1", share=0.5)
+    with pytest.raises(ValueError, match="share is 0, expected more than 0"):
+        shelf.put("pole", policy_of(Echo), "2", share=0)
+    shelf.close()

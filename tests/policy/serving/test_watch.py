@@ -1,0 +1,69 @@
+"""Saved policies that are served: what is saved anew takes over, and what can't be loaded does not."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served_policies import Echo, Taking, policy_of
+
+from rollflow.policy.serving.request import Acted
+from rollflow.policy.serving.shelf import Shelf
+from rollflow.policy.serving.watch import WatchedPolicy, Watcher, version_of
+
+ALLOW = ["served_policies"]
+
+
+@pytest.fixture
+def shelf() -> Iterator[Shelf]:
+    shelf = Shelf()
+    yield shelf
+    shelf.close()
+
+
+def offset_of(shelf: Shelf) -> float:
+    """The offset of the policy that acts."""
+    front = Taking()
+    shelf.submit("pole", front.request(1.0, "a"))
+    answer = front.take()["a"]
+    assert isinstance(answer, Acted), answer
+    return float(answer.action[1])
+
+
+@pytest.mark.parametrize("name", ["saved", "saved.zip"])
+def test_what_is_saved_anew_takes_over(shelf: Shelf, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    policy_of(Echo, 1.0).save(path)
+    watched = WatchedPolicy(shelf, "pole", path, allow=ALLOW)
+    first = version_of(path)
+    assert (offset_of(shelf), watched.look()) == (1.0, False)
+    policy_of(Echo, 2.0).save(path)
+    assert watched.look()
+    assert offset_of(shelf) == 2.0
+    assert list(shelf.versions("pole")) == [first, version_of(path)]
+    assert not watched.look()
+
+
+def test_what_can_not_be_loaded_does_not_take_over(
+    shelf: Shelf, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "saved"
+    policy_of(Echo, 1.0).save(path)
+    watched = WatchedPolicy(shelf, "pole", path, allow=ALLOW)
+    manifest = path / "policy.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    assert not watched.look()
+    assert "can't be served, what was there before goes on" in caplog.text
+    shutil.rmtree(path)
+    assert not watched.look()
+    assert offset_of(shelf) == 1.0
+
+
+def test_a_watcher_looks_by_itself(shelf: Shelf, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    policy_of(Echo, 1.0).save(path)
+    watcher = Watcher([WatchedPolicy(shelf, "pole", path, allow=ALLOW)], seconds=0.001)
+    policy_of(Echo, 2.0).save(path)
+    while offset_of(shelf) != 2.0:  # pytest's limit of time ends it
+        pass
+    watcher.close()

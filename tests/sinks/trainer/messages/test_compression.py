@@ -1,0 +1,72 @@
+"""Observations that come compressed are the same; what was not compressed as it says is refused."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_rollouts import Setting, drawn_settings, fragments_of, makers_of, rollout_of
+from feeding_rollouts import graph_over, in_lanes_order, running, trainer
+from fragment_equality import assert_alike
+from hypothesis import Phase, given, settings
+from property_examples import examples
+
+from rollflow.nodes import Rollout
+from rollflow.sinks.trainer.messages import compression
+from rollflow.sinks.trainer.messages.compression import compressed, decompressed
+from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.wire import Fragment, encode
+
+
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
+@given(drawn=drawn_settings)
+def test_fragments_are_the_same(drawn: Setting) -> None:
+    here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
+    with trainer(yields="fragments", compression="zstd") as stream:
+        with running(*graph_over(rollout_of(drawn, lanes=drawn.lanes), stream.address)):
+            there = list(stream)
+    assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
+
+
+def test_it_takes_less_room_on_the_way() -> None:
+    observations = np.zeros((64, 8, 84, 84), np.uint8)
+    message = compressed(Fragment(0, 1, {"obs": observations}, {}))
+    assert sum(map(len, encode(message))) < observations.nbytes / 100
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"obs": [["<f4", [10**12]]]}, "is none, expected what is told of it"),
+        ({"obs": [["<f4", [3]]]}, "an array of 12 bytes is none"),
+        ({"obs": [["<f4", [-3]]]}, "expected a dtype and a shape"),
+        ({"obs": [["|O", [2]]]}, "expected a dtype and a shape"),
+        ({"obs": [["nonsense", [2]]]}, "nonsense"),
+        ({"obs": []}, "expected a dtype and a shape for each part"),
+        ({"rewards": [["<f4", [2]]]}, "expected columns that were asked for so"),
+        (3, "expected columns that were asked for so"),
+    ],
+)
+def test_what_is_not_as_it_says_is_refused(change: Any, told: str) -> None:
+    message = compressed(Fragment(0, 1, {"obs": np.zeros(2, np.float32), "rewards": np.zeros(2)}, {}))
+    with pytest.raises(WireError, match=told):
+        decompressed(replace(message, rest={"compressed": change}))
+    with pytest.raises(WireError, match="compressed"):
+        decompressed(replace(message, columns={"obs": np.zeros(30, np.uint8)}))
+
+
+def test_where_the_package_is_missing_the_trainer_says_so_and_a_rollout_sends_all_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trainer(compression="zstd") as stream, monkeypatch.context() as without:
+        without.setattr(compression, "zstandard", None)
+        with pytest.raises(RollflowError, match=r"takes the package zstandard: pip install rollflow\[compression\]"):
+            trainer(compression="zstd")
+        with caplog.at_level(logging.WARNING):
+            rollout = Rollout("CartPole-v1", fragment_length=8, num_fragments=2)
+            with running(*graph_over(rollout, stream.address)):
+                assert len(list(stream)) == 2
+    assert "can't compress by zstd: it sends all as it is" in caplog.text
+    with pytest.raises(ValueError, match="compression is 'gzip', expected 'zstd' or None"):
+        trainer(compression="gzip")

@@ -1,0 +1,187 @@
+"""Train batches that are made where the rollout is are no older than the bound, and nothing is thrown away."""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn_agents import Drawn, made
+from ending_envs import NotMadeAgain
+from feeding_rollouts import SHORT, fed, graph_of, graph_over, running, trainer, weights
+from held_envs import Held, await_held, let_go
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule
+from property_examples import examples
+from remote_rollouts import await_that
+
+from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
+from rollflow.stream import Columns, Graph, LagError, WireError
+
+DRAWN = Drawn(3, 1, 4, 1, 9, at_once=False, fragment_length=8, lookback=1, by_episode=True, seed=11)
+
+
+def steps_taken(stream: TrainerStream, max_lag: int) -> int:
+    """Have the trainer publish behind every batch, as long as some come; the transitions in them, none too old."""
+    steps = 0
+    for batch in stream:
+        assert int(batch[Columns.POLICY_VERSION].min()) >= stream.version - max_lag
+        np.testing.assert_array_equal(batch["weight"], batch[Columns.POLICY_VERSION])
+        assert all((each.lag or 0) <= max_lag for each in stream.handed)
+        steps += len(batch[Columns.REWARDS])
+        stream.publish(weights(stream.version + 1.0))
+    return steps
+
+
+@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
+@given(
+    max_lag=st.integers(0, 3),
+    lanes=st.integers(1, 3),
+    fragments_per_batch=st.integers(1, 4),
+    where=st.sampled_from(["inline", "threads"]),
+)
+def test_no_action_is_older_than_the_bound_and_nothing_is_lost(
+    max_lag: int, lanes: int, fragments_per_batch: int, where: Any
+) -> None:
+    with trainer(max_lag=max_lag, on_excess="pace") as stream:
+        stream.publish(weights(1.0))
+        sink = {"sends": "batches", "fragments_per_batch": fragments_per_batch}
+        graph = graph_of(stream.address, (0, 1, 2), lanes=lanes, where=where, num_fragments=8, sink=sink)
+        with running(*graph) as feed:
+            steps = steps_taken(stream, max_lag)
+    assert steps == feed.rollout.num_steps
+    assert stream.lost == {}
+
+
+@pytest.mark.parametrize("max_lag", [0, 1])
+def test_batches_of_several_rollouts_go_together(max_lag: int) -> None:
+    with trainer(max_lag=max_lag, on_excess="pace", sources=2) as stream:
+        stream.publish(weights(1.0))
+        options: dict[str, Any] = {"lanes": 2, "sink": {"sends": "batches", "fragments_per_batch": 2}}
+        one = graph_of(stream.address, (0, 1), num_fragments=6, **options)
+        other = graph_of(stream.address, (2, 3), num_fragments=9, **options)
+        with running(*one) as first, running(*other) as second:
+            steps = steps_taken(stream, max_lag)
+    assert steps == first.rollout.num_steps + second.rollout.num_steps
+    assert stream.lost == {}
+    assert stream.version == 1 + 9
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_a_lane_that_is_slow_has_others_wait(max_lag: int, tmp_path: Path) -> None:
+    slow = partial(Held, 0, tmp_path, steps=[20], lengths=(100, 100))
+    with trainer(max_lag=max_lag, on_excess="pace") as stream:
+        rollout = Rollout(
+            [slow, partial(NumberedEnv, 1), partial(NumberedEnv, 2)],
+            module=NumberedModule(),
+            lanes=3,
+            where="threads",
+            fragment_length=8,
+            num_fragments=10,
+        )
+        graph = graph_over(rollout, stream.address, sends="batches", fragments_per_batch=3)
+        with running(*graph) as feed, ThreadPoolExecutor() as threads:
+            stream.publish(weights(1.0))
+            steps = threads.submit(steps_taken, stream, max_lag)
+            await_held(tmp_path, 0)
+            gate = feed.sink._rollout_end.gate
+            await_that(lambda: not gate.credits.admits(gate.done, 1 + max_lag))
+            let_go(tmp_path, 0)
+            assert steps.result(60) == rollout.num_steps
+    assert stream.lost == {}
+
+
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
+@given(max_lag=st.integers(0, 2), lanes=st.integers(1, 2), at_once=st.booleans(), seed=st.integers(0, 99))
+def test_so_it_is_with_several_agents_but_for_actions_that_were_pending(
+    max_lag: int, lanes: int, at_once: bool, seed: int
+) -> None:
+    _, rollout = made(DRAWN._replace(lanes=lanes, at_once=at_once, seed=seed), num_fragments=8)
+    stream = trainer(max_lag=max_lag, on_excess="pace")
+    with fed(stream, rollout):
+        steps = masked = 0
+        for batches in stream:
+            for batch in batches.values():
+                is_young = batch[Columns.POLICY_VERSION] >= stream.version - max_lag
+                assert torch.equal(batch[Columns.LOSS_MASK], is_young)
+                masked += int((~is_young).sum())
+                steps += len(is_young)
+            publish_next(stream, rollout)
+    assert steps == rollout.num_steps
+    assert stream.lost == ({"masked": masked} if masked else {})
+    assert not (at_once and masked)
+
+
+def test_of_several_agents_as_well_it_is_said_that_weights_are_published_too_often() -> None:
+    _, rollout = made(DRAWN._replace(at_once=True))
+    stream = trainer(max_lag=0, on_excess="pace")
+    with fed(stream, rollout):
+        batches = iter(stream)
+        next(batches)
+        stream._begin_next()
+        await_that(lambda: stream._listener.arrived)
+        for _ in range(2):
+            publish_next(stream, rollout)
+        with pytest.raises(
+            LagError, match="is 2 policy versions old, expected at most max_lag=0: publish at most once"
+        ):
+            next(batches)
+
+
+def publish_next(stream: TrainerStream, rollout: MultiAgentRollout) -> None:
+    stream.publish({module_id: weights(stream.version + 1.0) for module_id in rollout.module})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["processes", "rollouts"])
+def test_a_lane_that_is_set_aside_is_not_waited_for(
+    where: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_S", 0.0)
+    envs = [partial(NumberedEnv, 0), partial(NotMadeAgain, 1, tmp_path)]
+    rollout = Rollout(envs, module=NumberedModule(), lanes=2, where=where, fragment_length=8)
+    with trainer(max_lag=0, on_excess="pace") as stream:
+        with running(*graph_over(rollout, stream.address, sends="batches", fragments_per_batch=2)):
+            late = 0
+            for batch in stream:
+                assert int(batch[Columns.POLICY_VERSION].min()) == stream.version
+                stream.publish(weights(stream.version + 1.0))
+                late += "set aside" in caplog.text
+                if late == 5:
+                    break
+
+
+def test_where_fragments_may_be_dropped_none_is_waited_for_in_vain() -> None:
+    rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=4)
+    with trainer(max_lag=0, on_excess="pace", join_timeout=20.0) as stream:
+        sink, graph = TrainerSink(str(stream.address), limits=SHORT), Graph("feed")
+        graph.connect(rollout.fragments, sink, capacity=1, overflow="drop_oldest")
+        with pytest.raises(WireError, match="expected no edge that drops"), running(graph, rollout, sink) as feed:
+            stream._begin_next()
+            feed.ended.result(60)
+
+
+def test_a_rollout_whose_batches_somebody_else_makes_is_refused() -> None:
+    rollout = Rollout([partial(NumberedEnv, 0)], module=NumberedModule(), fragment_length=8, num_fragments=4)
+    with trainer(max_lag=0, on_excess="pace", join_timeout=20.0) as stream:
+        sink = TrainerSink(str(stream.address), rollout, sends="batches", limits=SHORT)
+        graph = Graph("feed")
+        graph.add(
+            rollout=rollout,
+            learner=LearnerPipeline(rollout.learner_pipeline, rollout.module),
+            mine=lambda batches: batches,
+            trainer=sink,
+        )
+        graph.connect("rollout.fragments", "learner")
+        graph.connect("learner", "mine")
+        graph.connect("mine", "trainer")
+        with pytest.raises(
+            WireError, match="a LearnerPipeline alone between the rollout and a sink that sends batches"
+        ):
+            with running(graph, rollout, sink) as feed:
+                stream._begin_next()
+                feed.ended.result(60)

@@ -1,0 +1,131 @@
+"""Infos as bytes: what is packed comes back as it was, and what can't be is named by the way to it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from property_examples import examples
+
+from rollflow.stream import ColumnError
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.data.packing import pack, unpack
+
+DTYPES = st.one_of(
+    hnp.boolean_dtypes(),
+    hnp.integer_dtypes(endianness="?"),
+    hnp.unsigned_integer_dtypes(),
+    hnp.floating_dtypes(sizes=(16, 32, 64)),
+    hnp.complex_number_dtypes(),
+    hnp.unicode_string_dtypes(max_len=4),
+    hnp.byte_string_dtypes(max_len=4),
+    hnp.datetime64_dtypes(),
+)
+small_shapes = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3)
+plain_arrays = DTYPES.flatmap(lambda dtype: hnp.arrays(dtype, small_shapes))
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), texts, st.binary(max_size=5)
+)
+numbers = plain_arrays.filter(lambda array: array.size > 0).map(lambda array: array.reshape(-1)[0])
+
+
+def objects(parts: list[Any]) -> Any:
+    array = np.empty(len(parts), object)
+    for place, part in enumerate(parts):
+        array[place] = part
+    return array
+
+
+values = st.recursive(
+    st.one_of(scalars, plain_arrays, numbers),
+    lambda parts: st.one_of(
+        st.lists(parts, max_size=3),
+        st.lists(parts, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(texts, st.integers(-9, 9), st.tuples(texts, st.booleans())), parts, max_size=3),
+        st.lists(parts, max_size=4).map(objects),
+        st.lists(parts, min_size=4, max_size=4).map(lambda each: objects(each).reshape(2, 2)),
+        st.lists(st.dictionaries(texts, parts, max_size=2), max_size=3).map(SlotInfos),
+    ),
+    max_leaves=8,
+)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if isinstance(one, SlotInfos):
+        assert_same(one.dicts, other.dicts)
+    elif isinstance(one, dict):
+        assert list(one) == list(other)
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for mine, its in zip(one, other, strict=True):
+            assert_same(mine, its)
+    elif isinstance(one, np.ndarray) and one.dtype.hasobject:
+        assert one.shape == other.shape
+        assert_same(one.reshape(-1).tolist(), other.reshape(-1).tolist())
+    elif isinstance(one, np.ndarray | np.generic):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.tobytes() == other.tobytes()
+    else:
+        assert one == other or (one != one and other != other)
+
+
+@given(value=values)
+@settings(max_examples=examples(300))
+def test_every_value_comes_back_as_it_was(value: Any) -> None:
+    assert_same(value, unpack(pack(value)))
+    assert_same(value, unpack(memoryview(pack(value))))
+
+
+def test_a_vector_environment_s_infos_come_back() -> None:
+    infos = {
+        "episode": {"r": np.array([1.5, 0.0]), "_r": np.array([True, False])},
+        "names": objects(["left", None]),
+        "at": (np.float32(0.5), [np.int64(3)]),
+        "TimeLimit.truncated": True,
+    }
+    assert_same(infos, unpack(pack(infos)))
+    assert_same(SlotInfos([infos, {}]), unpack(pack(SlotInfos([infos, {}]))))
+
+
+def test_arrays_come_back_as_views_of_the_bytes() -> None:
+    array = unpack(pack(np.arange(1000.0)))
+    assert not array.flags.writeable
+    assert not array.flags.owndata
+
+
+def test_an_array_that_runs_another_way_comes_back() -> None:
+    for array in (np.asfortranarray(np.arange(6).reshape(2, 3)), np.arange(10)[::-3], np.broadcast_to(7, (2, 2))):
+        np.testing.assert_array_equal(unpack(pack(array)), array)
+
+
+WAYS: list[tuple[Any, str]] = [
+    (lambda bad: bad, ""),
+    (lambda bad: {"a": bad}, r"\['a'\]"),
+    (lambda bad: {"a": [1, (2, bad)]}, r"\['a'\]\[1\]\[1\]"),
+    (lambda bad: {3: {"b": bad}, "c": 1}, r"\[3\]\['b'\]"),
+    (lambda bad: {"a": objects([None, bad])}, r"\['a'\]\[1\]"),
+    (lambda bad: objects([1, 2, 3, bad]).reshape(2, 2), r"\[1\]\[1\]"),
+    (lambda bad: SlotInfos([{}, {"k": [bad]}]), r" of slot 1\['k'\]\[0\]"),
+]
+
+
+@pytest.mark.parametrize(("nest", "way"), WAYS, ids=[way or "bare" for _, way in WAYS])
+@pytest.mark.parametrize(
+    ("bad", "kind"), [(object(), "object"), ({1, 2}, "set"), (1j, "complex"), (2**64, "int"), (print, "builtin.*")]
+)
+def test_what_can_not_be_packed_is_named_by_the_way_to_it(nest: Any, way: str, bad: Any, kind: str) -> None:
+    with pytest.raises(ColumnError, match=rf"^infos{way}: .* of type {kind} can't be handed to another process"):
+        pack(nest(bad), "infos")
+
+
+def test_a_value_that_holds_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(ColumnError, match=r"^infos(\[0\])+: \[\[...\]\] of type list can't be handed"):
+        pack(value, "infos")

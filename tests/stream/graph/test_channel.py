@@ -1,0 +1,216 @@
+import itertools
+from typing import Any
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.stream import Inlet, Outlet
+from rollflow.stream.graph.channel import CHECKPOINT_EVERY, CHECKPOINT_NS, Channel, SourceStop
+from rollflow.stream.graph.meter import NodeMeter
+
+
+def ends(*channels: Channel[Any]) -> tuple[Outlet[Any], Inlet[Any]]:
+    return Outlet(list(channels), NodeMeter("giver")), Inlet(list(channels), NodeMeter("taker"))
+
+
+def test_a_full_channel_refuses_one_more() -> None:
+    channel: Channel[int] = Channel("c", 2)
+    assert [channel.offer(number) for number in range(3)] == [True, True, False]
+    assert [channel.take(), channel.take()] == [0, 1]
+    assert (channel.meter.items, channel.meter.peak, channel.meter.dropped) == (2, 2, 0)
+
+
+@pytest.mark.parametrize("overflow", ["drop_oldest", "latest"])
+def test_a_channel_that_may_drop_throws_its_oldest_away_and_counts_it(overflow: Any) -> None:
+    channel: Channel[int] = Channel("c", 2, overflow)
+    assert all(channel.offer(number) for number in range(5))
+    assert [channel.take(), channel.take()] == [3, 4]
+    assert (channel.meter.items, channel.meter.dropped) == (5, 3)
+
+
+def test_an_empty_channel_would_block_until_it_is_closed() -> None:
+    channel: Channel[int] = Channel("c", 1)
+    with pytest.raises(anyio.WouldBlock):
+        channel.take()
+    channel.offer(7)
+    channel.close()
+    assert channel.take() == 7
+    with pytest.raises(anyio.EndOfStream):
+        channel.take()
+
+
+def test_what_an_abandoned_channel_held_and_gets_is_counted_as_dropped() -> None:
+    channel: Channel[int] = Channel("c", 2)
+    channel.offer(0)
+    channel.abandon()
+    assert all(channel.offer(number) for number in range(1, 5))
+    assert len(channel) == 0
+    assert (channel.meter.items, channel.meter.dropped) == (5, 5)
+
+
+@given(
+    st.lists(st.sampled_from(["offer", "take"]), max_size=40),
+    st.integers(1, 4),
+    st.sampled_from(["block", "drop_oldest", "latest"]),
+)
+def test_what_was_taken_in_has_been_given_or_dropped_or_is_held(
+    operations: list[str], capacity: int, overflow: Any
+) -> None:
+    channel: Channel[int] = Channel("c", capacity, overflow)
+    given_out: list[int] = []
+    for number, operation in enumerate(operations):
+        if operation == "offer":
+            channel.offer(number)
+        elif len(channel):
+            given_out.append(channel.take())
+        assert len(channel) <= capacity
+    assert given_out == sorted(given_out)
+    assert channel.meter.items == len(given_out) + channel.meter.dropped + len(channel)
+
+
+def test_a_fan_out_without_waiting_gives_to_all_or_to_nobody() -> None:
+    roomy: Channel[int] = Channel("roomy", 2)
+    tight: Channel[int] = Channel("tight", 1)
+    outlet = Outlet([roomy, tight], NodeMeter("giver"))
+    outlet.send_nowait(1)
+    with pytest.raises(anyio.WouldBlock):
+        outlet.send_nowait(2)
+    assert (len(roomy), len(tight)) == (1, 1)
+
+
+def test_an_inlet_takes_turns_between_its_channels() -> None:
+    a: Channel[str] = Channel("a", 3)
+    b: Channel[str] = Channel("b", 3)
+    _, inlet = ends(a, b)
+    for _ in range(3):
+        a.offer("a")
+        b.offer("b")
+    assert "".join(inlet.receive_nowait() for _ in range(6)) == "ababab"
+
+
+@pytest.mark.anyio
+async def test_a_sender_waits_for_room_and_the_wait_is_counted_once() -> None:
+    channel: Channel[int] = Channel("c", 1)
+    outlet, inlet = ends(channel)
+    sent: list[int] = []
+
+    async def send() -> None:
+        for number in range(3):
+            await outlet.send(number)
+            sent.append(number)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(send)
+        await anyio.wait_all_tasks_blocked()
+        assert sent == [0]
+        assert [await inlet.receive() for _ in range(3)] == [0, 1, 2]
+    assert sent == [0, 1, 2]
+    assert channel.meter.blocked_count == 2
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_send_leaves_the_channel_as_it_was() -> None:
+    channel: Channel[int] = Channel("c", 1)
+    outlet, inlet = ends(channel)
+    await outlet.send(0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outlet.send, 1)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+    assert await inlet.receive() == 0
+    with pytest.raises(anyio.WouldBlock):
+        inlet.receive_nowait()
+
+
+@pytest.mark.anyio
+async def test_a_cancelled_receive_loses_no_item() -> None:
+    outlet, inlet = ends(Channel[int]("c", 1))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(inlet.receive)
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+        outlet.send_nowait(1)
+    assert await inlet.receive() == 1
+
+
+@pytest.mark.anyio
+async def test_two_readers_of_one_inlet_are_both_woken() -> None:
+    outlet, inlet = ends(Channel[int]("c", 2))
+    seen: list[int] = []
+
+    async def read() -> None:
+        seen.append(await inlet.receive())
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            tasks.start_soon(read)
+            await anyio.wait_all_tasks_blocked()
+            outlet.send_nowait(1)
+            outlet.send_nowait(2)
+    assert sorted(seen) == [1, 2]
+
+
+@pytest.mark.anyio
+async def test_a_reader_that_waits_is_told_of_the_end() -> None:
+    outlet, inlet = ends(Channel[int]("a", 1), Channel[int]("b", 1))
+    seen: list[int] = []
+
+    async def read() -> None:
+        seen.extend([item async for item in inlet])
+
+    with anyio.fail_after(10):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(read)
+            await anyio.wait_all_tasks_blocked()
+            outlet.send_nowait(1)
+            outlet.close()
+    assert seen == [1, 1]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("step_ns", "count"), [(0, CHECKPOINT_EVERY - 1), (CHECKPOINT_NS, 0)])
+async def test_ends_that_never_wait_still_pass_through_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, step_ns: int, count: int
+) -> None:
+    times = itertools.count(step=step_ns)
+    monkeypatch.setattr("rollflow.stream.graph.channel.clock", lambda: next(times))
+    channel = Channel[int]("c", 10 * CHECKPOINT_EVERY)
+    for number in range(CHECKPOINT_EVERY):
+        channel.offer(number)
+    outlet, inlet = ends(channel)
+    sent, received = 0, 0
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        while True:
+            await outlet.send(sent)
+            sent += 1
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        while True:
+            await inlet.receive()
+            received += 1
+    assert (sent, received) == (count, count)
+
+
+@pytest.mark.anyio
+async def test_a_stopped_source_is_cancelled_once_no_send_is_under_way() -> None:
+    channel: Channel[int] = Channel("c", 1)
+    inlet: Inlet[int] = Inlet([channel], NodeMeter("taker"))
+    with anyio.fail_after(10), anyio.CancelScope() as scope:
+        stop = SourceStop(scope)
+        outlet: Outlet[int] = Outlet([channel], NodeMeter("source"), stop)
+        async with anyio.create_task_group() as tasks:
+            for number in range(3):
+                tasks.start_soon(outlet.send, number)
+            await anyio.wait_all_tasks_blocked()
+            stop.request()
+            assert not scope.cancel_called
+            seen = {await inlet.receive(), await inlet.receive()}
+            assert not scope.cancel_called
+            seen.add(await inlet.receive())
+            await anyio.wait_all_tasks_blocked()
+    assert scope.cancelled_caught
+    assert seen == {0, 1, 2}

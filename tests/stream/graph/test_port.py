@@ -1,0 +1,109 @@
+import functools
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from rollflow.stream import GraphError, Inlet, Outlet
+from rollflow.stream.graph.port import meet, read_node
+
+
+class Halves(NamedTuple):
+    low: int | None
+    high: str | None
+
+
+def split(number: int) -> Halves:
+    return Halves(number, None)
+
+
+def split_or_nothing(number: int) -> Halves | None:
+    return Halves(number, None) if number else None
+
+
+def show(text: str) -> None:
+    del text
+
+
+def maybe(number: int) -> float | None:
+    return number or None
+
+
+class Scale:
+    def __call__(self, number: int, factor: int = 2) -> int:
+        return number * factor
+
+
+async def relay(items: Inlet[int], out: Outlet[str], rng: np.random.Generator) -> None:
+    del items, out, rng
+
+
+@pytest.mark.parametrize(
+    ("node", "inlets", "outlets"),
+    [
+        (split, {"number": int}, {"low": int, "high": str}),
+        (split_or_nothing, {"number": int}, {"low": int, "high": str}),
+        (show, {"text": str}, {}),
+        (maybe, {"number": int}, {"out": float}),
+        (Scale(), {"number": int}, {"out": int}),
+        (functools.partial(Scale(), factor=3), {"number": int}, {"out": int}),
+        (lambda item: item, {"item": Any}, {"out": Any}),
+        (relay, {"items": int}, {"out": str}),
+        (functools.partial(relay), {"items": int}, {"out": str}),
+    ],
+)
+def test_a_signature_gives_the_ports(node: Any, inlets: dict[str, Any], outlets: dict[str, Any]) -> None:
+    spec = read_node("x", node)
+    assert (spec.inlets, spec.outlets) == (inlets, outlets)
+
+
+def test_a_parameter_for_a_generator_is_no_port() -> None:
+    assert read_node("x", relay).generator == "rng"
+
+
+class AsynchronousCall:
+    async def __call__(self, number: int) -> int:
+        return number
+
+
+async def asynchronous_generator(number: int) -> AsyncIterator[int]:
+    yield number
+
+
+@pytest.mark.parametrize("node", [AsynchronousCall(), asynchronous_generator])
+def test_what_gives_coroutines_for_items_is_refused(node: Any) -> None:
+    with pytest.raises(GraphError, match=r"node 'x' is <.*>, expected a callable of one parameter, an object with"):
+        read_node("x", node)
+
+
+def test_a_callable_without_a_signature_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"node 'x': <class 'str'> has no signature to be read"):
+        read_node("x", str)
+
+
+def test_an_unknown_place_is_refused() -> None:
+    with pytest.raises(GraphError, match=r"node 'x': where is 'gpu', expected 'inline' or 'thread'"):
+        read_node("x", show, "gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "taken", "fits"),
+    [
+        (int, int, True),
+        (bool, int, True),
+        (int, bool, False),
+        (int, float, True),
+        (int, str, False),
+        (int, Any, True),
+        (Any, str, True),
+        (int | str, str, True),
+        (int | bytes, str | float, True),
+        (bytes | bool, str, False),
+        (list[int], list[str], True),
+        (list[int], dict[str, int], False),
+        ("int", str, True),
+    ],
+)
+def test_types_meet_unless_that_is_known_to_be_impossible(given: Any, taken: Any, fits: bool) -> None:
+    assert meet(given, taken) is fits

@@ -1,0 +1,865 @@
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+import numpy as np
+import pytest
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+
+from rollflow.stream import Graph, GraphError, Inlet, InlineRun, Outlet, RunError
+
+pytestmark = pytest.mark.anyio
+
+
+class Numbers:
+    """0, 1, 2, … and how far it has come."""
+
+    def __init__(self, count: int | None = None) -> None:
+        self.count = count
+        self.sent = 0
+
+    async def run(self, out: Outlet[int]) -> None:
+        while self.count is None or self.sent < self.count:
+            await out.send(self.sent)
+            self.sent += 1
+
+
+class Collect:
+    def __init__(self) -> None:
+        self.items: list[Any] = []
+        self.closed = 0
+
+    def __call__(self, item: Any) -> None:
+        self.items.append(item)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+class Round(NamedTuple):
+    on: int | None
+    out: int | None
+
+
+async def test_a_run_that_is_not_entered_says_so() -> None:
+    graph = Graph("forgotten")
+    graph.add(numbers=Numbers(), collect=Collect())
+    graph.connect("numbers", "collect")
+    with pytest.warns(RuntimeWarning, match="graph 'forgotten' was not run: expected `async with graph.run"):
+        graph.run()
+
+
+class Ring:
+    """Counts an item up at each turn; every third turn lets something out; holds the last turn until `finish`."""
+
+    def __init__(self, turns: int | None = None) -> None:
+        self.turns = turns
+        self.last = 0
+        self.closed = 0
+
+    def start(self) -> Iterable[Round]:
+        yield Round(0, None)
+
+    def __call__(self, number: int) -> Round:
+        self.last = number + 1
+        on = self.last if self.turns is None or self.last < self.turns else None
+        return Round(on, self.last if self.last % 3 == 0 else None)
+
+    def finish(self) -> Iterable[Round]:
+        yield Round(None, -self.last)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def ring_graph(ring: Ring, gate: Any = None) -> Graph:
+    graph = Graph("ring")
+    graph.add(ring=ring, same=lambda number: number)
+    graph.connect("ring.on", "same", gate=gate)
+    graph.connect("same", "ring", feedback=True)
+    graph.output("thirds", "ring.out")
+    return graph
+
+
+async def test_items_arrive_in_order_and_the_run_ends_by_itself() -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(100), double=double, sink=sink)
+    graph.connect("source", "double", capacity=3)
+    graph.connect("double", "sink")
+    async with graph.run() as run:
+        await run.wait()
+    assert sink.items == [2 * number for number in range(100)]
+    assert sink.closed == 1
+
+
+async def test_a_stalled_reader_stops_the_source() -> None:
+    source = Numbers()
+    graph = Graph()
+    graph.add(source=source, double=double)
+    graph.connect("source", "double", capacity=4)
+    graph.output("doubled", "double", capacity=2)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert source.sent == 2 + 1 + 4  # what the output holds, what waits before it, what the channel holds
+        assert await run["doubled"].receive() == 0
+        await anyio.wait_all_tasks_blocked()
+        assert source.sent == 8
+
+
+@pytest.mark.parametrize(("overflow", "capacity"), [("drop_oldest", 3), ("latest", 1)])
+async def test_a_slow_sink_may_drop_and_every_drop_is_counted(overflow: Any, capacity: int) -> None:
+    complete, released = Collect(), anyio.Event()
+
+    class Slow:
+        def __init__(self) -> None:
+            self.items: list[int] = []
+
+        async def run(self, items: Inlet[int]) -> None:
+            self.items.append(await items.receive())
+            await released.wait()
+            self.items += [item async for item in items]
+
+    slow = Slow()
+    graph = Graph()
+    graph.add(source=Numbers(50), slow=slow, complete=complete)
+    graph.connect("source", "complete", capacity=1)
+    graph.connect("source", "slow", capacity=capacity, overflow=overflow)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        released.set()
+        await run.wait()
+        dropped = {edge.name: edge.dropped for edge in run.report().edges}
+    assert complete.items == list(range(50))
+    assert slow.items[-capacity:] == list(range(50 - capacity, 50))
+    assert dropped == {"source.out → complete.item": 0, "source.out → slow.items": 50 - len(slow.items)}
+
+
+async def test_a_fan_out_passes_the_object_itself() -> None:
+    first, second, item = Collect(), Collect(), object()
+
+    async def source(out: Outlet[object]) -> None:
+        await out.send(item)
+
+    graph = Graph()
+    graph.add(source=source, first=first, second=second)
+    graph.connect("source", "first", capacity=1)
+    graph.connect("source", "second", capacity=1)
+    async with graph.run() as run:
+        await run.wait()
+    assert first.items[0] is second.items[0] is item
+
+
+async def test_an_inlet_takes_from_all_that_feed_it_and_ends_after_the_last() -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(a=Numbers(5), b=Numbers(9), sink=sink)
+    graph.connect("a", "sink", capacity=1)
+    graph.connect("b", "sink", capacity=2)
+    async with graph.run() as run:
+        await run.wait()
+    assert sorted(sink.items) == sorted([*range(5), *range(9)])
+
+
+async def test_a_node_in_a_thread_works_off_the_event_loops_thread_and_in_order() -> None:
+    threads: set[int] = set()
+
+    def work(number: int) -> int:
+        threads.add(threading.get_ident())
+        return number
+
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(20), sink=sink)
+    graph.add_node("work", work, where="thread")
+    graph.connect("source", "work", capacity=2)
+    graph.connect("work", "sink")
+    async with graph.run() as run:
+        await run.wait()
+    assert sink.items == list(range(20))
+    assert threading.get_ident() not in threads
+
+
+def fails_at(limit: int) -> Callable[[int], int]:
+    def work(number: int) -> int:
+        if number == limit:
+            raise ValueError(f"{number} is too much")
+        return number
+
+    return work
+
+
+@pytest.mark.parametrize("where", ["inline", "thread"])
+async def test_an_error_names_its_node_and_ends_the_run(where: Any) -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(), sink=sink)
+    graph.add_node("work", fails_at(7), where=where)
+    graph.connect("source", "work", capacity=2)
+    graph.connect("work", "sink", capacity=1)
+    with pytest.raises(ValueError, match="7 is too much") as raised:
+        async with graph.run() as run:
+            await run.wait()
+    assert raised.value.__notes__ == ["in node 'work'"]
+    assert sink.closed == 1
+    assert sink.items == list(range(len(sink.items)))
+
+
+async def test_an_error_of_an_asynchronous_node_reaches_the_reader_of_an_output() -> None:
+    async def source(out: Outlet[int]) -> None:
+        await out.send(1)
+        raise KeyError("gone")
+
+    graph = Graph()
+    graph.add(source=source, double=double)
+    graph.connect("source", "double", capacity=1)
+    graph.output("doubled", "double")
+    seen = []
+    with pytest.raises(KeyError) as raised:
+        async with graph.run() as run:
+            async for item in run["doubled"]:
+                seen.append(item)  # noqa: PERF401  (the error comes in the middle)
+    assert raised.value.__notes__ == ["in node 'source'"]
+    assert seen in ([], [2])
+
+
+async def test_two_errors_at_once_are_told_both() -> None:
+    ready = anyio.Event()
+
+    async def fails(out: Outlet[int]) -> None:
+        await ready.wait()
+        raise ValueError("one of two")
+
+    graph = Graph()
+    graph.add(a=fails, b=fails, sink=Collect())
+    graph.connect("a", "sink", capacity=1)
+    graph.connect("b", "sink", capacity=1)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with graph.run() as run:
+            await anyio.wait_all_tasks_blocked()
+            ready.set()
+            await run.wait()
+    assert len(raised.value.exceptions) == 2
+
+
+async def test_every_node_is_closed_even_when_one_close_raises() -> None:
+    class Bad(Collect):
+        def close(self) -> None:
+            super().close()
+            raise OSError("won't close")
+
+    bad, good = Bad(), Collect()
+    graph = Graph()
+    graph.add(source=Numbers(1), bad=bad, good=good)
+    graph.connect("source", "bad", capacity=1)
+    graph.connect("source", "good", capacity=1)
+    with pytest.raises(OSError, match="won't close") as raised:
+        async with graph.run() as run:
+            await run.wait()
+    assert raised.value.__notes__ == ["in node 'bad'"]
+    assert (bad.closed, good.closed) == (1, 1)
+
+
+async def test_an_error_in_closing_does_not_hide_the_one_before() -> None:
+    class Bad(Collect):
+        def close(self) -> None:
+            raise OSError("won't close")
+
+    graph = Graph()
+    graph.add(source=Numbers(), work=fails_at(3), bad=Bad())
+    graph.connect("source", "work", capacity=1)
+    graph.connect("work", "bad")
+    with pytest.raises(ValueError, match="3 is too much") as raised:
+        async with graph.run() as run:
+            await run.wait()
+    assert raised.value.__notes__ == ["in node 'work'", 'and then, when the nodes were closed: OSError("won\'t close")']
+
+
+async def test_a_call_that_still_runs_in_a_thread_counts_as_busy() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def work(number: int) -> None:
+        began.set()
+        go_on.wait()
+
+    graph = Graph()
+    graph.add(source=Numbers(1))
+    graph.add_node("work", work, where="thread")
+    graph.connect("source", "work", capacity=1)
+    async with graph.run() as run:
+        await anyio.to_thread.run_sync(began.wait)
+        first = {node.name: node.busy_s for node in run.report().nodes}["work"]
+        later = {node.name: node.busy_s for node in run.report().nodes}["work"]
+        go_on.set()
+        await run.wait()
+    assert 0 < first < later
+
+
+async def test_leaving_the_block_cancels_what_still_runs() -> None:
+    ring, sink = Ring(), Collect()
+    graph = Graph()
+    graph.add(source=Numbers(), sink=sink, rings=ring_graph(ring))
+    graph.connect("source", "sink", capacity=1)
+    graph.output("thirds", "rings.thirds")
+    async with graph.run() as run:
+        assert await run["thirds"].receive() == 3
+    assert (ring.closed, sink.closed) == (1, 1)
+
+
+async def test_a_ring_that_never_waits_can_still_be_cancelled() -> None:
+    spins = Graph()
+    spins.add(spin=Ring(), same=lambda number: number, sink=Collect())
+    spins.connect("spin.on", "same")
+    spins.connect("spin.out", "sink")
+    spins.connect("same", "spin", feedback=True)
+    with anyio.move_on_after(0.05) as scope:
+        async with spins.run() as run:
+            await run.wait()
+    assert scope.cancelled_caught
+
+
+async def test_a_source_that_never_waits_can_still_be_cancelled() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(), sink=Collect())
+    graph.connect("source", "sink", capacity=1000)
+    with anyio.move_on_after(0.05) as scope:
+        async with graph.run() as run:
+            await run.wait()
+    assert scope.cancelled_caught
+
+
+async def test_drain_delivers_all_that_is_under_way() -> None:
+    source, sink = Numbers(), Collect()
+    graph = Graph()
+    graph.add(source=source, double=double, sink=sink)
+    graph.connect("source", "double", capacity=8)
+    graph.add_node("slow", lambda number: number, where="thread")
+    graph.connect("double", "slow", capacity=8)
+    graph.connect("slow", "sink", capacity=8)
+    async with graph.run() as run:
+        while len(sink.items) < 5:
+            await checkpoint()
+        await run.drain()
+        assert sink.items == [2 * number for number in range(source.sent + 1)][: len(sink.items)]
+        assert len(sink.items) >= source.sent
+
+
+async def test_drain_flushes_a_ring() -> None:
+    ring = Ring()
+    async with ring_graph(ring).run() as run:
+        assert [await run["thirds"].receive() for _ in range(2)] == [3, 6]
+        run.stop()
+        rest = [item async for item in run["thirds"]]
+    assert rest[-1] == -ring.last
+    assert rest[:-1] == list(range(9, ring.last + 1, 3))
+
+
+async def test_a_ring_ends_when_nothing_goes_round_any_more() -> None:
+    async with ring_graph(Ring(turns=10)).run() as run:
+        assert [item async for item in run["thirds"]] == [3, 6, 9, -10]
+
+
+class Every:
+    """Admits an item only as often as it is told."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.changed: Callable[[], None] = lambda: None
+
+    def admits(self, item: Any) -> bool:
+        if not self.left:
+            return False
+        self.left -= 1
+        return True
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        self.changed = changed
+
+    def let(self, count: int) -> None:
+        self.left += count
+        self.changed()
+
+
+async def test_a_gate_holds_items_until_it_lets_them_pass() -> None:
+    ring, gate = Ring(), Every()
+    async with ring_graph(ring, gate).run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert ring.last == 0
+        gate.let(4)
+        await anyio.wait_all_tasks_blocked()
+        assert ring.last == 4
+        assert await run["thirds"].receive() == 3
+
+
+class Kept(Every):
+    """A gate that somebody holds."""
+
+    holder: str | None = "the keeper"
+
+
+async def until(is_so: Callable[[], Any]) -> None:
+    with anyio.fail_after(20):
+        while not is_so():
+            await checkpoint()
+
+
+async def test_whoever_holds_a_gate_is_a_stage_while_items_are_parked_there() -> None:
+    ring, gate = Ring(), Kept()
+    async with ring_graph(ring, gate).run() as run:
+        await until(lambda: run.report().bottleneck == "the keeper")
+        assert " (waited for " in str(run.report())
+        gate.holder = None  # for whom the gate waits from now on is not known
+        gate.let(2)
+        await anyio.wait_all_tasks_blocked()
+        [waited] = [node for node in run.report().nodes if node.name == "the keeper"]
+        assert waited.items == 1
+        await until(lambda: run.report().bottleneck is None)
+        assert [node.busy_s for node in run.report().nodes if node.name == "the keeper"] == [waited.busy_s]
+    assert ring.last == 2
+
+
+async def test_a_gate_without_a_holder_is_no_stage() -> None:
+    async with ring_graph(Ring(), Every()).run() as run:
+        await until(lambda: run.report().bottleneck is None)
+        assert [node.name for node in run.report().nodes] == [*run.graph.nodes, "caller"]
+
+
+def test_inline_and_asynchronous_runs_give_the_same_items(anyio_backend: Any) -> None:
+    async def asynchronous() -> list[int]:
+        async with ring_graph(Ring(turns=20)).run() as run:
+            return [item async for item in run["thirds"]]
+
+    inline: list[int] = []
+    with InlineRun(ring_graph(Ring(turns=20))) as run:
+        while outputs := run.next_outputs():
+            inline += [item for _, item in outputs]
+    name, options = anyio_backend
+    assert inline == anyio.run(asynchronous, backend=name, backend_options=options)
+
+
+def test_an_inline_run_gives_nothing_while_all_is_parked() -> None:
+    gate, ring = Every(), Ring()
+    with InlineRun(ring_graph(ring, gate)) as run:
+        assert run.next_outputs() == []
+        gate.let(3)
+        assert run.next_outputs() == [("thirds", 3)]
+        run.finish()
+        assert run.next_outputs() == [("thirds", -3)]
+        assert run.next_outputs() == []
+    assert ring.closed == 1
+
+
+def test_an_inline_run_raises_the_error_itself() -> None:
+    graph = Graph("inline")
+    graph.add(ring=Ring(), work=fails_at(2))
+    graph.connect("ring.on", "work")
+    graph.connect("work", "ring", feedback=True)
+    graph.output("out", "ring.out")
+    with InlineRun(graph) as run, pytest.raises(ValueError, match="2 is too much") as raised:
+        run.next_outputs()
+    assert raised.value.__notes__ == ["in node 'work'"]
+
+
+def test_an_inline_run_is_for_once_and_for_synchronous_nodes() -> None:
+    run = InlineRun(ring_graph(Ring()))
+    with run:
+        pass
+    with pytest.raises(RunError, match="has been run before"):
+        run.__enter__()
+    with pytest.raises(RunError, match="is not running: it is closed"):
+        run.next_outputs()
+    graph = Graph("threads")
+    graph.add(source=Numbers(), sink=Collect())
+    graph.connect("source", "sink")
+    with pytest.raises(GraphError, match="graph 'threads' needs an event loop"):
+        InlineRun(graph)
+
+
+async def test_every_node_has_a_random_generator_of_its_own_by_its_name() -> None:
+    async def draw(out: Outlet[int], rng: np.random.Generator) -> None:
+        await out.send(int(rng.integers(2**62)))
+
+    async def drawn(seed: int | None, *names: str) -> dict[str, list[int]]:
+        graph = Graph()
+        sinks = {name: Collect() for name in names}
+        for name, sink in sinks.items():
+            graph.add_node(name, draw)
+            graph.add_node(f"{name} sink", sink)
+            graph.connect(name, f"{name} sink")
+        async with graph.run(seed=seed) as run:
+            await run.wait()
+        return {name: sink.items for name, sink in sinks.items()}
+
+    first = await drawn(5, "a", "b")
+    assert first["a"] != first["b"]
+    assert await drawn(5, "new", "b", "a") == {**first, "new": (await drawn(5, "new"))["new"]}
+    assert await drawn(None, "a") != await drawn(None, "a")
+
+
+async def test_an_unknown_output_is_named() -> None:
+    async with ring_graph(Ring(turns=3)).run() as run:
+        with pytest.raises(GraphError, match="graph 'ring' has no output 'halves'; outputs: thirds"):
+            run["halves"]
+
+
+async def test_busy_idle_and_blocked_time_add_up_to_the_elapsed_time() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(200), double=double, sink=Collect())
+    graph.add_node("work", lambda number: sum(range(2000)), where="thread")
+    graph.connect("source", "double", capacity=2)
+    graph.connect("double", "work", capacity=2)
+    graph.connect("work", "sink", capacity=2)
+    async with graph.run() as run:
+        await run.wait()
+        report = run.report()
+    for node in report.nodes:
+        assert node.items == 200
+        assert min(node.busy_s, node.idle_s, node.blocked_s) >= 0.0
+        assert node.busy_s + node.idle_s + node.blocked_s == pytest.approx(report.elapsed_s)
+    assert all(edge.items == 200 and edge.peak <= edge.capacity for edge in report.edges)
+
+
+async def test_the_report_names_the_stage_that_holds_the_others_back() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(60), double=double, heavy=lambda number: sum(range(50_000)), sink=Collect())
+    graph.connect("source", "double", capacity=2)
+    graph.connect("double", "heavy")
+    graph.connect("heavy", "sink")
+    async with graph.run() as run:
+        await run.wait()
+        report = run.report()
+    assert report.bottleneck == "heavy"
+    assert str(report).splitlines()[-1].startswith("held back by heavy (busy ")
+
+
+async def test_a_reader_that_holds_the_stream_back_is_named_caller() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(30), double=double)
+    graph.connect("source", "double", capacity=1)
+    graph.output("doubled", "double")
+    async with graph.run() as run:
+        async for _ in run["doubled"]:
+            sum(range(50_000))
+        assert run.report().bottleneck == "caller"
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.lists(st.tuples(st.sampled_from(["chain", "channel", "thread", "async"]), st.integers(1, 5)), max_size=5),
+    st.integers(0, 60),
+    st.integers(1, 3),
+    st.sampled_from(["asyncio", "trio"]),
+)
+def test_every_item_reaches_every_sink_once(
+    stages: list[tuple[str, int]], count: int, sinks: int, backend: str
+) -> None:
+    async def passes(items: Inlet[int], out: Outlet[int]) -> None:
+        async for item in items:
+            await out.send(item)
+
+    graph, before, collected = Graph(), "source", [Collect() for _ in range(sinks)]
+    graph.add(source=Numbers(count))
+    for number, (kind, capacity) in enumerate(stages):
+        name = f"stage{number}"
+        node: Any = passes if kind == "async" else lambda item: item
+        graph.add_node(name, node, where="thread" if kind == "thread" else None)
+        graph.connect(before, name, capacity=None if kind == "chain" else capacity)
+        before = name
+    for number, sink in enumerate(collected):
+        graph.add_node(f"sink{number}", sink)
+        graph.connect(before, f"sink{number}", capacity=number or None)
+
+    async def main() -> None:
+        async with graph.run() as run:
+            await run.wait()
+
+    anyio.run(main, backend=backend)
+    assert [sink.items for sink in collected] == [list(range(count))] * sinks
+
+
+@pytest.mark.parametrize("through", ["thread", "channel"])
+async def test_two_ways_to_one_node_do_not_hold_each_other_back(through: str) -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(50), a=lambda number: number, sink=sink)
+    graph.add_node("b", lambda number: number, where="thread" if through == "thread" else None)
+    graph.connect("source", "a")
+    graph.connect("a", "sink")
+    graph.connect("a", "b")
+    graph.connect("b", "sink", capacity=1)
+    with anyio.fail_after(20):
+        async with graph.run() as run:
+            await run.wait()
+    assert sorted(sink.items) == sorted([*range(50), *range(50)])
+
+
+async def test_a_chain_takes_turns_between_all_that_feeds_it() -> None:
+    async def says(word: str, out: Outlet[str]) -> None:
+        while True:
+            await out.send(word)
+
+    async def a(out: Outlet[str]) -> None:
+        await says("a", out)
+
+    async def b(out: Outlet[str]) -> None:
+        await says("b", out)
+
+    graph = Graph()
+    graph.add(a=a, b=b, both=lambda word: word)
+    graph.connect("a", "both", capacity=1)
+    graph.connect("b", "both", capacity=1)
+    graph.output("words", "both")
+    words = ""
+    async with graph.run() as run:
+        for _ in range(8):
+            await anyio.wait_all_tasks_blocked()
+            words += await run["words"].receive()
+    assert words in ("abababab", "babababa")
+
+
+async def test_drain_delivers_a_send_that_is_under_way_on_any_outlet_of_a_source() -> None:
+    class Two:
+        def __init__(self) -> None:
+            self.given = 0
+
+        async def run(self, first: Outlet[int], second: Outlet[int]) -> None:
+            while True:
+                self.given += 1
+                await first.send(self.given)
+                await second.send(self.given)
+
+    source = Two()
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("first", "source.first")
+    graph.output("second", "source.second", capacity=9)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        assert source.given == 2
+        run.stop()
+        assert [item async for item in run["first"]] == [1, 2]
+        assert [item async for item in run["second"]] == [1]
+
+
+async def test_drain_delivers_what_several_tasks_of_a_source_are_sending() -> None:
+    async def source(out: Outlet[int]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for number in range(5):
+                tasks.start_soon(out.send, number)
+
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("numbers", "source")
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        run.stop()
+        assert sorted([item async for item in run["numbers"]]) == list(range(5))
+
+
+async def test_a_run_that_is_drained_before_its_source_has_begun_gives_nothing() -> None:
+    source, first, second = Numbers(), Collect(), Collect()
+    graph = Graph()
+    graph.add(source=source, first=first, second=second)
+    graph.connect("source", "first", capacity=8)
+    graph.connect("source", "second", capacity=3)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            await run.drain()
+    assert (source.sent, first.items, second.items) == (0, [], [])
+
+
+class Turn(NamedTuple):
+    on: int | None
+    out: object | None
+
+
+class Sorter:
+    """Sends numbers round, and lets anything else out."""
+
+    def start(self) -> Iterable[Turn]:
+        yield Turn(0, None)
+
+    def __call__(self, item: Any) -> Turn:
+        return Turn(item + 1, None) if isinstance(item, int) else Turn(None, item)
+
+
+async def test_drain_delivers_what_comes_into_a_ring_from_elsewhere() -> None:
+    sent = anyio.Event()
+
+    async def letters(out: Outlet[str]) -> None:
+        for letter in "abcdefgh":
+            out.send_nowait(letter)
+        sent.set()
+
+    sink, gate = Collect(), Every()
+    graph = Graph()
+    graph.add(letters=letters, ring=Sorter(), same=lambda number: number, sink=sink)
+    graph.connect("letters", "ring", capacity=8)
+    graph.connect("ring.on", "same", gate=gate)
+    graph.connect("same", "ring", feedback=True)
+    graph.connect("ring.out", "sink", capacity=1)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            await sent.wait()
+            await run.drain()
+    assert "".join(sink.items) == "abcdefgh"
+
+
+class Count:
+    def __init__(self) -> None:
+        self.last = 0
+
+    def start(self) -> Iterable[int]:
+        yield 0
+
+    def __call__(self, number: int) -> int:
+        self.last = number + 1
+        return self.last
+
+    def finish(self) -> Iterable[int]:
+        yield -self.last
+
+
+@pytest.mark.parametrize("where", ["inline", "thread"])
+async def test_drain_ends_a_ring_of_channels_wherever_its_nodes_stand(where: Any) -> None:
+    count, sink = Count(), Collect()
+    graph = Graph()
+    graph.add_node("count", count, where=where)
+    graph.add_node("same", lambda number: number, where="thread")
+    graph.add(sink=sink)
+    graph.connect("count", "same")
+    graph.connect("same", "count", feedback=True)
+    graph.connect("count", "sink", capacity=1)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            while count.last < 5:
+                await checkpoint()
+            await run.drain()
+    assert sink.items == [*range(count.last + 1), -count.last]
+
+
+async def test_a_gate_that_opens_lets_the_oldest_pass_first() -> None:
+    go = anyio.Event()
+
+    async def source(out: Outlet[int]) -> None:
+        for number in range(3):
+            await out.send(number)
+        await go.wait()
+        for number in range(3, 6):
+            await out.send(number)
+
+    sink, gate = Collect(), Every()
+    graph = Graph()
+    graph.add(source=source, same=lambda number: number, sink=sink)
+    graph.connect("source", "same", capacity=8)
+    graph.connect("same", "sink", gate=gate)
+    async with graph.run() as run:
+        await anyio.wait_all_tasks_blocked()
+        go.set()
+        gate.let(3)
+        await anyio.wait_all_tasks_blocked()
+        assert sink.items == [0, 1, 2]
+        gate.let(3)
+        await run.wait()
+    assert sink.items == list(range(6))
+
+
+async def test_a_single_error_is_raised_as_it_is_to_one_who_waits_for_an_item() -> None:
+    ready = anyio.Event()
+
+    async def source(out: Outlet[int]) -> None:
+        await ready.wait()
+        raise ValueError("no more")
+
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("numbers", "source")
+    with pytest.raises(ValueError, match="no more") as raised:
+        async with graph.run() as run:
+            ready.set()
+            await run["numbers"].receive()
+    assert raised.value.__notes__ == ["in node 'source'"]
+
+
+async def test_the_end_of_an_output_is_an_error_of_the_reader_where_no_node_has_raised() -> None:
+    graph = Graph()
+    graph.add(source=Numbers(1))
+    graph.output("numbers", "source")
+    with pytest.raises(anyio.EndOfStream):
+        async with graph.run() as run:
+            for _ in range(2):
+                await run["numbers"].receive()
+
+
+async def test_an_error_of_the_reader_is_raised_as_it_is_and_closes_every_node() -> None:
+    sink = Collect()
+    graph = Graph()
+    graph.add(source=Numbers(), sink=sink)
+    graph.connect("source", "sink", capacity=1)
+    with pytest.raises(LookupError, match="reader"):
+        async with graph.run():
+            raise LookupError("reader")
+    assert sink.closed == 1
+
+
+async def test_an_output_is_no_inlet_though_the_graph_bears_a_nodes_name() -> None:
+    seen: list[int] = []
+
+    async def reader(items: Inlet[int]) -> None:
+        seen.extend([item async for item in items])
+
+    graph = Graph("reader")
+    graph.add(source=Numbers(6), reader=reader)
+    graph.connect("source", "reader", capacity=2)
+    graph.output("items", "source", capacity=2)
+    with anyio.fail_after(10):
+        async with graph.run() as run:
+            assert [item async for item in run["items"]] == list(range(6))
+            await run.wait()
+    assert seen == list(range(6))
+
+
+@settings(max_examples=examples(60))
+@given(st.data(), st.integers(1, 6), st.integers(0, 25), st.sampled_from(["asyncio", "trio"]))
+def test_a_graph_without_cycles_delivers_every_item_along_every_way(
+    data: st.DataObject, nodes: int, count: int, backend: str
+) -> None:
+    async def passes(items: Inlet[int], out: Outlet[int]) -> None:
+        async for item in items:
+            await out.send(item)
+
+    graph, sink = Graph(), Collect()
+    graph.add(n0=Numbers(count))
+    ways = [1]  # to each node, from the source
+    for number in range(1, nodes + 1):
+        name = f"n{number}"
+        kind = data.draw(st.sampled_from(["chain", "thread", "async"]))
+        node: Any = passes if kind == "async" else lambda item: item
+        graph.add_node(name, node, where="thread" if kind == "thread" else None)
+        before = data.draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=3))
+        for each in sorted(before):
+            graph.connect(f"n{each}", name, capacity=data.draw(st.sampled_from([None, None, 1, 3])))
+        ways.append(sum(ways[each] for each in before))
+    graph.add(sink=sink)
+    ends = {edge.source[0] for edge in graph.edges}
+    leaves = [number for number in range(nodes + 1) if f"n{number}" not in ends]
+    for number in leaves:
+        graph.connect(f"n{number}", "sink", capacity=data.draw(st.sampled_from([None, 1])))
+
+    async def main() -> None:
+        with anyio.fail_after(20):
+            async with graph.run() as run:
+                await run.wait()
+            assert all(edge.dropped == edge.held == 0 for edge in run.report().edges)
+
+    anyio.run(main, backend=backend)
+    assert sorted(sink.items) == sorted([*range(count)] * sum(ways[number] for number in leaves))

@@ -1,0 +1,209 @@
+"""Hosts that are dialled by names: a name server may be slow, or know nothing; nobody else waits for it."""
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numbered_module import NumberedModule
+from remote_hosts import SHORT, dialled_host
+from remote_rollouts import makers, rollout_over
+
+from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
+from rollflow.sinks import feed
+from rollflow.stream import EnvError
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.net.dial import reach
+from rollflow.stream.wire import parse_address
+
+Answer = Callable[[], list[tuple[str, int]]]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
+    """Table of names for a name server, which is asked in a thread; numbers need none."""
+    known: dict[str, Answer] = {}
+    asked = socket.getaddrinfo
+    testing = threading.current_thread()
+
+    def found(host: str, port: int, *args: Any, flags: int = 0, **options: Any) -> Any:
+        if host not in known:
+            return asked(host, port, *args, flags=flags, **options)
+        if flags & socket.AI_NUMERICHOST:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        assert threading.current_thread() is not testing
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", address) for address in known[host]()]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    return known
+
+
+def unused_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_a_name_server_that_hangs_holds_nothing_up(names: dict[str, Answer], tmp_path: Path) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def hang() -> list[tuple[str, int]]:
+        asked.set()
+        released.wait()
+        return []
+
+    names["slow.test"] = hang
+    before = set(threading.enumerate())
+    envs = RemoteEnvs.connect(["tcp://slow.test:1", f"unix:{tmp_path}/host"], secret="s", hosts=1, limits=SHORT)
+    try:
+        with dialled_host(f"unix:{tmp_path}/host", makers(0), secret="s"):
+            with rollout_over(envs, num_fragments=5) as rollout:
+                assert asked.wait(60)
+                assert len(list(rollout.fragments())) == 5
+                waited_for = rollout.environments.carrier.gateway.waited_for()
+        assert "tcp://slow.test:1: no name server has said yet where this is" in waited_for
+        [hanging] = set(threading.enumerate()) - before
+        assert hanging.daemon
+    finally:
+        released.set()
+    hanging.join()
+
+
+def test_a_rollout_that_has_ended_leaves_nothing_of_a_lookup_behind(names: dict[str, Answer]) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def hang() -> list[tuple[str, int]]:
+        asked.set()
+        released.wait()
+        return [("127.0.0.1", 1)]
+
+    names["slow.test"] = hang
+    before, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    with pytest.raises(EnvError, match=r"0 of 1 hosts came within 0.2 s, dialling tcp://slow.test:1; "):
+        Rollout(RemoteEnvs.connect("tcp://slow.test:1", secret="s", join_timeout=0.2))
+    assert asked.is_set()
+    released.set()  # its answer comes when nobody is there any more
+    for thread in set(threading.enumerate()) - before:
+        thread.join()
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_host_is_found_by_any_of_the_addresses_that_its_name_stands_for(names: dict[str, Answer]) -> None:
+    port = unused_port()
+    names["two.test"] = lambda: [("127.0.0.1", unused_port()), ("127.0.0.1", port)]
+    with (
+        dialled_host(f"tcp://127.0.0.1:{port}", makers(0), secret="s"),
+        rollout_over(RemoteEnvs.connect(f"tcp://two.test:{port}", secret="s"), num_fragments=2) as rollout,
+    ):
+        assert len(list(rollout.fragments())) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("nowhere.test", "Name or service not known"), ("a..b", "'a..b' is no name")]
+)
+def test_a_name_that_leads_nowhere_is_said_to(names: dict[str, Answer], name: str, told: str) -> None:
+    def fail() -> list[tuple[str, int]]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    names["nowhere.test"] = fail
+    with pytest.raises(EnvError, match=rf"0 of 1 hosts came within 0.5 s, dialling tcp://{name}:1; .*{told}"):
+        Rollout(RemoteEnvs.connect(f"tcp://{name}:1", secret="s", join_timeout=0.5))
+
+
+def test_what_is_not_wanted_any_more_is_not_waited_for() -> None:
+    with ExitStack() as closing:
+        silent = closing.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):  # then nobody else gets an answer
+            waiting = closing.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(silent.getsockname())
+        bell = Wakeup()
+        closing.callback(bell.close)
+        bell.ring()
+        rings = iter([False, False, True])
+
+        def is_over() -> bool:
+            bell.ring()
+            return next(rings)
+
+        with pytest.raises(InterruptedError):
+            reach(parse_address(f"tcp://127.0.0.1:{silent.getsockname()[1]}"), 0, bell, is_over)
+        assert list(rings) == []
+
+
+def given_up(retry_s: float, dial: Callable[..., Any], caplog: pytest.LogCaptureFixture, problem: str) -> None:
+    """Dial a name in vain: it is said what is done and for how long, again and again, and it ends in time."""
+    with pytest.raises(WireError, match=rf"tcp://name.test:1 not reached for {retry_s:g} s: {problem}"):
+        dial("tcp://name.test:1", retry_s=retry_s)
+    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("waiting")]
+    assert re.match(rf"waiting(: | for \d+ s: )(gateway|trainer) tcp://name.test:1: {problem}; it is dialled", said[0])
+    assert all(re.search(r"; it is dialled again for \d+ s more \(retry_s\)$", line) for line in said)
+    assert any(line.startswith("waiting for ") for line in said[:3])
+
+
+def dialled_by_a_host(address: str, retry_s: float) -> None:
+    with EnvHost(makers(0), secret="s") as host:
+        host.connect(address, retry_s=retry_s)
+
+
+def dialled_by_a_rollout(address: str, retry_s: float) -> None:
+    rollout = Rollout(makers(0), module=NumberedModule())
+    feed(rollout, address, secret="s", retry_s=retry_s)
+
+
+@pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
+def test_a_name_that_does_not_resolve_is_dialled_no_longer_than_was_said(
+    dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    def fail() -> list[tuple[str, int]]:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
+    names["name.test"] = fail
+    given_up(0.5, dial, caplog, "Name or service not known")
+
+
+@pytest.mark.parametrize("dial", [dialled_by_a_host, dialled_by_a_rollout])
+def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
+    dial: Callable[..., Any], names: dict[str, Answer], caplog: pytest.LogCaptureFixture, monkeypatch: Any
+) -> None:
+    released = threading.Event()
+
+    def hang() -> list[tuple[str, int]]:
+        released.wait()
+        return []
+
+    monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
+    monkeypatch.setattr("rollflow.stream.net.dial.REACH_S", 0.1)
+    monkeypatch.setattr("rollflow.stream.net.dial._LOOK_S", 0.05)
+    names["name.test"] = hang
+    try:
+        given_up(0.5, dial, caplog, "no (answer yet|name server has said where this is)")
+    finally:
+        released.set()
+
+
+def test_a_host_that_asks_for_a_name_can_be_stopped(names: dict[str, Answer]) -> None:
+    asked, released = threading.Event(), threading.Event()
+
+    def hang() -> list[tuple[str, int]]:
+        asked.set()
+        released.wait()
+        return []
+
+    names["name.test"] = hang
+    with EnvHost(makers(0), secret="s") as host, ThreadPoolExecutor(1) as threads:
+        connected = threads.submit(host.connect, "tcp://name.test:1", retry_s=None)
+        assert asked.wait(60)
+        host.stop()
+        try:
+            assert connected.result(60) == "stopped"
+        finally:
+            released.set()

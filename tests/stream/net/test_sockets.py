@@ -1,0 +1,135 @@
+"""Connections and their sockets: what is waited for, who is let in."""
+
+import select
+import socket
+import ssl
+import threading
+from time import monotonic
+
+import pytest
+
+from rollflow.stream.net import transport
+from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet
+from rollflow.stream.net.transport import TlsTransport
+from rollflow.stream.wire import Connection, Limits
+
+
+class End(Connection):
+    roles = "host", "gateway"
+
+
+def test_nothing_is_waited_for_to_be_written_once_reading_has_sent_it(certificates: dict[str, ssl.SSLContext]) -> None:
+    here, there = socket.socketpair()
+    connection = End(Limits(), 0.0, 1 << 20)
+    poll = select.epoll()
+    lines: PeerSet[Peer[Connection]] = PeerSet(poll)
+    line = Peer(TlsTransport(here, connection, certificates["server"], is_server=True), connection, "there")
+    client = certificates["client"].wrap_socket(
+        there, server_hostname="127.0.0.1", do_handshake_on_connect=False, suppress_ragged_eofs=False
+    )
+    shaking = threading.Thread(target=client.do_handshake)
+    shaking.start()
+    lines.add(line)
+    while shaking.is_alive() or not line.transport._is_agreed:  # type: ignore[attr-defined]
+        if poll.poll(0.05):
+            line.transport.read(monotonic())
+            lines.write(line)
+    shaking.join()
+    connection._queue([bytes(8 << 20)])
+    lines.write(line)
+    assert line.mask & select.POLLOUT
+    left = 8 << 20
+    while left:
+        left -= len(client.recv(1 << 20))
+        line.transport.read(monotonic())  # as where something comes while something is left to be sent
+    lines.write(line)
+    assert connection.undelivered == 0
+    assert poll.poll(0) == []
+    lines.drop(line)
+    client.close()
+    poll.close()
+
+
+def test_what_is_much_is_sent_bit_by_bit_and_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "_MOST_SENT", 1000)
+    here, there = socket.socketpair()
+    connection = End(Limits(), 0.0, 1 << 20)
+    line = transport.Transport(here, connection)
+    connection._queue([bytes(600), memoryview(bytes(range(250)) * 10), bytes(1)])
+    came = []
+    while connection.undelivered:
+        line.write()
+        assert line.waits_to_write == bool(connection.undelivered)
+        came.append(there.recv(1 << 20))
+    assert [len(data) for data in came] == [1000, 1000, 1000, 101]
+    assert b"".join(came) == bytes(600) + bytes(range(250)) * 10 + bytes(1)
+    line.close()
+    there.close()
+
+
+def test_what_comes_while_the_last_words_are_on_their_way_does_not_cut_them_off() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        here, there = socket.create_connection(server.getsockname()), server.accept()[0]
+    connection = End(Limits(), 0.0, 1 << 20)
+    line = transport.Transport(here, connection)
+    connection._queue([bytes(16 << 20)])  # more than the sockets hold
+    line.write()
+    connection.refuse("failed", "it broke")
+    size = connection.undelivered
+    assert size
+    closing = threading.Thread(target=line.close, args=(monotonic() + 60.0,))
+    closing.start()
+    received = 0
+    while data := there.recv(1 << 20):
+        received += len(data)
+        there.sendall(bytes(1000))  # as a trainer acknowledges
+    assert connection.undelivered == 0
+    assert received >= size
+    assert closing.is_alive()  # it waits for the other end to close as well
+    there.close()
+    closing.join()
+    assert line.fileno() == -1
+
+
+def test_the_other_end_has_only_so_much_time_to_close() -> None:
+    here, there = socket.socketpair()
+    line = transport.Transport(here, End(Limits(), 0.0, 1 << 20))
+    line.close(monotonic() + 0.01)
+    assert line.fileno() == -1
+    assert there.recv(1) == b""
+    there.close()
+
+
+def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Exhausted(socket.socket):
+        is_exhausted = True
+
+        def accept(self) -> tuple[socket.socket, object]:
+            if self.is_exhausted:
+                raise OSError(24, "Too many open files")
+            return super().accept()
+
+    poll = select.epoll()
+    with Exhausted() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        entrance = Acceptor([listener], poll)
+        with socket.create_connection(listener.getsockname()):
+            assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
+            assert entrance.accept(listener.fileno(), 7.0) is None
+            assert poll.poll(0) == []
+            listener.is_exhausted = False
+            entrance.listen_again(7.0)
+            assert poll.poll(0) == []
+            assert entrance.due is not None
+            entrance.listen_again(entrance.due)
+            assert entrance.due is None
+            assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
+            arrived = entrance.accept(listener.fileno(), 8.0)
+            assert arrived is not None
+            assert arrived[1].startswith("tcp://127.0.0.1:")
+            arrived[0].close()
+    poll.close()
+    assert "a connection can't be taken: [Errno 24] Too many open files" in caplog.text

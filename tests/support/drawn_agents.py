@@ -1,0 +1,184 @@
+"""Rollouts of numbered agents that are drawn by chance, run in every way that there is."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import torch
+from hypothesis import strategies as st
+from lost_agents import in_time
+from numbered_agents import NumberedAgents, numbered_agents
+from serial_module import SerialModule
+
+from rollflow.nodes import MultiAgentRollout
+from rollflow.stream import Graph
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+
+class Drawn(NamedTuple):
+    """Random settings of a rollout."""
+
+    envs: int
+    lanes: int
+    agents: int
+    nested: int
+    length: int
+    at_once: bool
+    fragment_length: int
+    lookback: int
+    by_episode: bool
+    seed: int
+
+
+drawn_settings = st.builds(
+    Drawn,
+    envs=st.integers(1, 3),
+    lanes=st.integers(1, 3),
+    agents=st.integers(1, 4),
+    nested=st.integers(0, 2),
+    length=st.integers(1, 14),
+    at_once=st.booleans(),
+    fragment_length=st.integers(1, 9),
+    lookback=st.integers(0, 3),
+    by_episode=st.booleans(),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.envs and drawn.nested <= drawn.agents)
+
+
+def envs_of(drawn: Drawn) -> tuple[list[NumberedAgents], list[Callable[[], NumberedAgents]]]:
+    return numbered_agents(
+        drawn.envs, agents=drawn.agents, nested=drawn.nested, length=drawn.length, at_once=drawn.at_once
+    )
+
+
+def mapping_of(drawn: Drawn) -> Callable[[Any, Any], str]:
+    """Two modules for each kind of spaces: by the agent, or by the episode as well."""
+
+    def module_of(agent: str, episode: Any) -> str:
+        number = int(agent.split()[1])
+        kind = "nested" if number < drawn.nested else "plain"
+        return f"{kind} {(number + (int(episode.id_, 16) if drawn.by_episode else 0)) % 2}"
+
+    return module_of
+
+
+def modules_of(drawn: Drawn) -> dict[str, SerialModule]:
+    kinds = ["nested"] * (drawn.nested > 0) + ["plain"] * (drawn.nested < drawn.agents)
+    names = [f"{kind} {place}" for kind in kinds for place in range(2)]
+    return {name: SerialModule(shift) for shift, name in enumerate(names)}
+
+
+def made(drawn: Drawn, **options: Any) -> tuple[list[NumberedAgents], MultiAgentRollout]:
+    """The environments, and a rollout over them."""
+    envs, makers = envs_of(drawn)
+    rollout = MultiAgentRollout(
+        options.pop("env", makers),
+        agent_to_module_mapping_fn=mapping_of(drawn),
+        lanes=options.pop("lanes", drawn.lanes),
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        seed=drawn.seed,
+        **{"module": modules_of(drawn), **options},
+    )
+    return envs, rollout
+
+
+def run(rollout: MultiAgentRollout, count: int, *, publish: bool = True) -> list[MultiAgentFragment]:
+    """`count` fragments, then what a drain gives. Before each, one of the modules gets a new version of its weight."""
+    fragments = []
+    with rollout:
+        for fragment in rollout.fragments():
+            fragments.append(fragment)
+            if publish:
+                publish_next(rollout, len(fragments))
+            if len(fragments) == count:
+                rollout.drain()
+    return fragments
+
+
+def makers_of(drawn: Drawn, kind: type[NumberedAgents] = NumberedAgents) -> list[Any]:
+    options: dict[str, Any] = {"nested": drawn.nested, "length": drawn.length, "at_once": drawn.at_once}
+    return [partial(kind, slot, agents=drawn.agents, **options) for slot in range(drawn.envs)]
+
+
+def fragments_of(drawn: Drawn, **options: Any) -> list[MultiAgentFragment]:
+    """Three fragments of every lane, in the lanes' order."""
+    _, rollout = made(drawn, **{"env": makers_of(drawn), "num_fragments": 3, **options})
+    with rollout:
+        fragments = in_time(list(rollout.fragments()))
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert rollout.lost == {}
+    return fragments
+
+
+def assert_alike(some: list[MultiAgentFragment], others: list[MultiAgentFragment]) -> None:
+    """Assert that steps, outputs, infos and ids are the same in two places."""
+    for one, other in zip(some, others, strict=True):
+        assert (one.lane, one.sequence, one.num_rows) == (other.lane, other.sequence, other.num_rows)
+        for mine, theirs in zip(one.episodes(), other.episodes(), strict=True):
+            assert (mine.id_, mine.env_t_started, mine.env_t) == (theirs.id_, theirs.env_t_started, theirs.env_t)
+            assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
+            assert mine.agent_ids == theirs.agent_ids
+            assert mine.get_infos(return_list=True) == theirs.get_infos(return_list=True)
+        assert one.module_ids == other.module_ids
+        for module_id in one.module_ids:
+            for mine, theirs in zip(one.agent_episodes(module_id), other.agent_episodes(module_id), strict=True):
+                assert (mine.id_, mine.t_started, mine.t) == (theirs.id_, theirs.t_started, theirs.t)
+                assert (mine.is_terminated, mine.is_truncated) == (theirs.is_terminated, theirs.is_truncated)
+                assert mine.observations == theirs.observations
+                assert mine.actions == theirs.actions
+                assert mine.rewards == theirs.rewards
+                for name in mine.extra_model_outputs.keys() - {"serial"}:  # lanes take turns at the modules
+                    assert mine.extra_model_outputs[name] == theirs.extra_model_outputs[name]
+                assert mine.get_infos() == theirs.get_infos()
+
+
+def publish_next(rollout: MultiAgentRollout, number: int) -> None:
+    """A weight that says its version, for one module after the other."""
+    names = list(rollout.module)
+    name = names[number % len(names)]
+    rollout.publish({name: {"weight": torch.tensor(float(rollout.policy_versions[name] + 1))}})
+
+
+def run_async(rollout: MultiAgentRollout, count: int, backend: str) -> list[MultiAgentFragment]:
+    """Run the rollout in an asynchronous loop."""
+
+    async def read() -> list[MultiAgentFragment]:
+        fragments = []
+        async with rollout:
+            async for fragment in rollout.fragments():
+                fragments.append(fragment)
+                publish_next(rollout, len(fragments))
+                if len(fragments) == count:
+                    rollout.drain()
+        return fragments
+
+    return anyio.run(read, backend=backend)
+
+
+def run_in_graph(rollout: MultiAgentRollout, count: int, backend: str) -> list[MultiAgentFragment]:
+    """Run the rollout as a node of a graph."""
+
+    async def read() -> list[MultiAgentFragment]:
+        graph, fragments = Graph("agents"), []
+        graph.add(rollout=rollout)
+        graph.output("fragments", "rollout.fragments", capacity=1)
+        async with graph.run() as running:
+            async for fragment in running["fragments"]:
+                fragments.append(fragment)
+                publish_next(rollout, len(fragments))
+                if len(fragments) == count:
+                    running.stop()
+        return fragments
+
+    return anyio.run(read, backend=backend)
+
+
+WAYS: dict[str, Callable[[MultiAgentRollout, int], list[MultiAgentFragment]]] = {
+    "loop": run,
+    "asyncio": lambda rollout, count: run_async(rollout, count, "asyncio"),
+    "trio": lambda rollout, count: run_async(rollout, count, "trio"),
+    "graph": lambda rollout, count: run_in_graph(rollout, count, "asyncio"),
+}
+"""Rollout, how many fragments to take before it is drained -> the fragments."""

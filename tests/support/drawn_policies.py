@@ -1,0 +1,121 @@
+"""Random environments that keep what they gave, and rollouts over them, for tests of policies."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+
+from rollflow.nodes import (
+    ConnectorV2,
+    FlattenObservations,
+    FrameStacking,
+    LambdaConnector,
+    MeanStdFilter,
+    OneHotObservations,
+    PrevActionsPrevRewards,
+    Rollout,
+)
+from rollflow.stream.data.tree import stack_trees
+
+BOX = spaces.Box(-2.0, 2.0, (3,), np.float32)
+MASKED = spaces.Dict({"action_mask": spaces.MultiBinary(4), "place": spaces.Box(-1.0, 1.0, (2,), np.float32)})
+NESTED = spaces.Dict({"kind": spaces.Discrete(3, start=1), "pair": spaces.Tuple([BOX, spaces.MultiDiscrete([2, 3])])})
+IMAGE = spaces.Box(0, 255, (12, 12, 2), np.uint8)
+OBSERVATIONS = {"box": BOX, "masked": MASKED, "nested": NESTED, "discrete": spaces.Discrete(5), "image": IMAGE}
+ACTIONS = {
+    "discrete": spaces.Discrete(4),
+    "box": spaces.Box(-1.0, 1.0, (2,), np.float32),
+    "several": spaces.MultiDiscrete([2, 3]),
+    "dict": spaces.Dict({"fire": spaces.Discrete(2), "turn": spaces.Box(-1.0, 1.0, (1,), np.float32)}),
+}
+
+
+def shifted(batch: dict[str, Any], episodes: Any) -> None:
+    """Connector piece in list form: write observations that depend on the episode's own length and data."""
+    for episode in ConnectorV2.single_agent_episode_iterator(episodes):
+        count = episode.custom_data["count"] = episode.custom_data.get("count", 0) + 1
+        latest = episode.get_observations(-1)
+        episode.set_observations(new_data=(latest + np.float32(0.1) * (count + len(episode) % 2)), at_indices=-1)
+
+
+PIECES: dict[str, Any] = {
+    "none": lambda: [],
+    "filter": lambda: [MeanStdFilter(update_stats=False)],
+    "frames": lambda: [FrameStacking(num_frames=4)],
+    "previous": lambda: [PrevActionsPrevRewards(n_prev_actions=2, n_prev_rewards=3), FlattenObservations()],
+    "flat": lambda: [FlattenObservations()],
+    "one_hot": lambda: [OneHotObservations()],
+    "all": lambda: [FlattenObservations(), MeanStdFilter(update_stats=False), FrameStacking(num_frames=2)],
+    "listed": lambda: [LambdaConnector(shifted)],
+}
+FITTING = {
+    "box": ["none", "filter", "frames", "previous", "flat", "all", "listed"],
+    "masked": ["none", "filter"],
+    "nested": ["none", "filter", "previous", "flat", "all"],
+    "discrete": ["none", "one_hot", "previous", "flat"],
+    "image": ["none", "frames"],
+}
+
+
+class LoggedEnv(gym.Env[Any, Any]):
+    """Environment with random observations, rewards and ends, all of which it keeps in `log`.
+
+    log    (observation, reward, whether an episode begins) of what a policy sees, step by step
+    """
+
+    def __init__(self, observations: spaces.Space[Any], actions: spaces.Space[Any], seed: int) -> None:
+        self.observation_space, self.action_space = observations, actions
+        self.log: list[tuple[Any, float, bool]] = []
+        self._rng = np.random.default_rng(seed)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        observation = drawn_item(self.observation_space, self._rng)
+        self.log.append((observation, 0.0, True))
+        return observation, {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        observation, reward = drawn_item(self.observation_space, self._rng), float(self._rng.normal())
+        ends = bool(self._rng.random() < 0.15)
+        if not ends:
+            self.log.append((observation, reward, False))
+        return observation, reward, ends, False, {}
+
+
+def drawn_item(space: spaces.Space[Any], rng: np.random.Generator) -> Any:
+    """An item of a space; a mask always allows an action."""
+    space.seed(int(rng.integers(2**31)))
+    item = space.sample()
+    if isinstance(item, dict) and "action_mask" in item:
+        item["action_mask"][rng.integers(len(item["action_mask"]))] = 1
+    return item
+
+
+def logged_rollout(
+    observations: str, actions: str, pieces: str, *, slots: int, seed: int, **kwargs: Any
+) -> tuple[list[LoggedEnv], Rollout]:
+    """Environments, and a rollout over them whose filters have a state that does not change any more."""
+    envs = [LoggedEnv(OBSERVATIONS[observations], ACTIONS[actions], seed + slot) for slot in range(slots)]
+    unused = iter(envs)
+    rollout = Rollout(
+        lambda: next(unused),
+        num_envs=slots,
+        env_to_module_connector=lambda env: PIECES[pieces](),
+        seed=seed,
+        fragment_length=5,
+        num_fragments=8,
+        **kwargs,
+    )
+    for piece in rollout.env_to_module:
+        if isinstance(piece, MeanStdFilter):
+            teach(piece, seed)
+    return envs, rollout
+
+
+def teach(piece: MeanStdFilter, seed: int) -> None:
+    """Give a filter the state of another one that has counted random observations."""
+    rng = np.random.default_rng(seed)
+    other = MeanStdFilter(piece.input_observation_space, piece.input_action_space)
+    items = [drawn_item(piece.input_observation_space, rng) for _ in range(10)]
+    other._filter(stack_trees(items))
+    piece.set_state(other.get_state())

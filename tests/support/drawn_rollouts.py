@@ -1,0 +1,61 @@
+"""Rollouts that are drawn by chance, to be held against each other."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+from hypothesis import strategies as st
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import Rollout
+from rollflow.stream import Fragment
+
+
+class Setting(NamedTuple):
+    """Random settings of a rollout."""
+
+    slots: int
+    lanes: int
+    fragment_length: int
+    lookback: int
+    nested: bool
+    longest: int
+    prefetch: int
+    seed: int
+
+
+drawn_settings = st.builds(
+    Setting,
+    slots=st.integers(1, 6),
+    lanes=st.integers(1, 4),
+    fragment_length=st.integers(1, 12),
+    lookback=st.integers(0, 6),
+    nested=st.booleans(),
+    longest=st.integers(1, 12),
+    prefetch=st.integers(0, 2),
+    seed=st.integers(0, 2**32 - 1),
+).filter(lambda drawn: drawn.lanes <= drawn.slots)
+
+
+def makers_of(drawn: Setting) -> list[Any]:
+    return [partial(NumberedEnv, slot, lengths=(1, drawn.longest), nested=drawn.nested) for slot in range(drawn.slots)]
+
+
+def rollout_of(drawn: Setting, env: Any = None, **options: Any) -> Rollout:
+    """Three fragments of every lane, over environments of its own unless there are others."""
+    return Rollout(
+        makers_of(drawn) if env is None else env,
+        fragment_length=drawn.fragment_length,
+        lookback=drawn.lookback,
+        seed=drawn.seed,
+        num_fragments=3,
+        **{"module": NumberedModule(), **options},
+    )
+
+
+def fragments_of(env: Any, drawn: Setting, **options: Any) -> list[Fragment]:
+    """Three fragments of every lane, in the lanes' order."""
+    with rollout_of(drawn, env, prefetch=drawn.prefetch, **options) as rollout:
+        fragments = list(rollout.fragments())
+        assert rollout.num_steps == sum(fragment.num_steps for fragment in fragments)
+    assert rollout.lost == {}
+    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))

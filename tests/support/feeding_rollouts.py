@@ -1,0 +1,214 @@
+"""Rollouts that feed a trainer, in threads and in processes."""
+
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+from numbered_agents import NumberedAgents
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow.sinks import LearnerPipeline, MultiAgentLearnerPipeline, TrainerSink, TrainerStream, feed
+from rollflow.stream import Fragment, Graph
+from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.run import Run
+from rollflow.stream.wire import Limits
+
+AnyRollout = Rollout | MultiAgentRollout
+HASTY = Limits(heartbeat_s=0.3, grace_s=0.5, handshake_s=2.0)
+SHORT = Limits(heartbeat_s=5.0, grace_s=30.0)
+_PROGRAM = """
+import sys; sys.path[:] = {path!r}
+from functools import partial
+import anyio, torch
+from feeding_rollouts import graph_of
+from numbered_module import NumberedEnv, NumberedModule
+torch.set_num_threads(1)
+async def main():
+    graph, rollout, sink = graph_of({address!r}, {slots!r}, sink={sink!r}, **{options!r})
+    async with graph.run() as run:
+        await run.wait()
+    print(rollout.num_steps, flush=True)
+anyio.run(main)
+"""
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    """Return weights of a `NumberedModule`."""
+    return {"weight": torch.tensor(value)}
+
+
+def trainer(**options: Any) -> TrainerStream:
+    """A stream on a port of this machine's."""
+    return TrainerStream("tcp://127.0.0.1:0", **{"limits": SHORT, "join_timeout": 60.0, **options})
+
+
+def weights_of_agents(value: float) -> dict[str, dict[str, torch.Tensor]]:
+    """Return weights of the modules of several agents."""
+    return {each: weights(value) for each in ("nested", "plain")}
+
+
+def module_of(agent: str, episode: Any) -> str:
+    """The module of an agent of `NumberedAgents`, of which the first has nested observations."""
+    return "nested" if agent == "agent 0" else "plain"
+
+
+def rollout_of(
+    slots: Sequence[int], *, agents: int = 0, env: type[NumberedEnv] = NumberedEnv, **options: Any
+) -> AnyRollout:
+    """A rollout over environments that number their steps.
+
+    agents    that act in each step; 0: each has one, which is not told by its name
+    """
+    settings: dict[str, Any] = {"fragment_length": 8, "seed": 0, **options}
+    if not agents:
+        return Rollout([partial(env, slot) for slot in slots], **{"module": NumberedModule(), **settings})
+    envs = [partial(NumberedAgents, slot, agents=agents, nested=1, at_once=True) for slot in slots]
+    modules = {"nested": NumberedModule(), "plain": NumberedModule()}
+    return MultiAgentRollout(envs, module=modules, agent_to_module_mapping_fn=module_of, **settings)
+
+
+def graph_of(
+    address: Any, slots: Sequence[int], *, sink: dict[str, Any] | None = None, **options: Any
+) -> tuple[Graph, AnyRollout, TrainerSink]:
+    """A rollout over environments that number their steps, and a sink, in a graph."""
+    return graph_over(rollout_of(slots, **options), address, **(sink or {}))
+
+
+def graph_over(
+    rollout: AnyRollout, address: Any, *, fragments_per_batch: int = 1, **sink: Any
+) -> tuple[Graph, AnyRollout, TrainerSink]:
+    """A rollout and a sink in a graph, and between them what makes batches of so many fragments, if it sends these."""
+    sends = TrainerSink(str(address), **{"limits": SHORT, "name": "feed", **sink})
+    graph = Graph("feed")
+    graph.add(rollout=rollout, trainer=sends)
+    if sink.get("sends") == "batches":
+        count = {"fragments_per_batch": fragments_per_batch}
+        if isinstance(rollout, MultiAgentRollout):
+            graph.add(learner=MultiAgentLearnerPipeline(rollout.learner, **count))
+        else:
+            graph.add(learner=LearnerPipeline(rollout.learner_pipeline, rollout.module, **count))
+        graph.connect("rollout.fragments", "learner")
+        graph.connect("learner", "trainer")
+    else:
+        graph.connect("rollout.fragments", "trainer")
+    return graph, rollout, sends
+
+
+class Feed:
+    """A rollout that runs in another thread.
+
+    ended         is done when it has ended, with what was raised
+    is_drained    whether it is to end by itself, once the trainer has all
+    """
+
+    def __init__(self, portal: BlockingPortal, graph: Graph, rollout: AnyRollout, sink: TrainerSink) -> None:
+        self.rollout: Any = rollout
+        self.sink = sink
+        self._portal, self._graph = portal, graph
+        self._run: Run | None = None
+        self.is_drained = False
+        self.ended: Future[None] = portal.start_task_soon(self._main)
+
+    def drain(self) -> None:
+        """Have it stop making steps, and end once the trainer has all of them."""
+        assert self._run is not None
+        self.is_drained = True
+        self._portal.call(self._run.stop)
+
+    def report(self) -> Report | None:
+        """Return the counts so far, or None before it has begun."""
+        return None if self._run is None else self._run.report()
+
+    def held_back_by(self) -> str | None:
+        """The name of the stage that holds the others back."""
+        report = self.report()
+        return None if report is None else report.bottleneck
+
+    async def _main(self) -> None:
+        async with self._graph.run() as self._run:
+            await self._run.wait()
+
+
+@contextmanager
+def feeding(address: Any, slots: Sequence[int] = (0, 1, 2, 3), **options: Any) -> Iterator[Feed]:
+    """A rollout in another thread; what it raised is raised when this is left."""
+    with running(*graph_of(address, slots, **options)) as feed:
+        yield feed
+
+
+@contextmanager
+def running(graph: Graph, rollout: AnyRollout, sink: TrainerSink) -> Iterator[Feed]:
+    """A graph in another thread, until it ends; one whose rollout never does is cut off."""
+    with start_blocking_portal() as portal:
+        feed = Feed(portal, graph, rollout, sink)
+        try:
+            yield feed
+        except BaseException:
+            feed.ended.cancel()
+            raise
+        if _ends(rollout) or feed.is_drained:
+            feed.ended.result()
+        else:
+            feed.ended.cancel()
+
+
+def _ends(rollout: AnyRollout) -> bool:
+    """True for one that makes so many fragments."""
+    counted = rollout if isinstance(rollout, Rollout) else rollout._execution.counting[0]
+    return counted._num_fragments is not None
+
+
+@contextmanager
+def fed(stream: TrainerStream, rollout: Any, **options: Any) -> Iterator["Future[Any]"]:
+    """Within the stream, which a rollout feeds by `feed` from another thread; what that comes to."""
+    failed: BaseException | None = None
+    with ThreadPoolExecutor() as threads:
+        with stream:
+            feeding = threads.submit(feed, rollout, str(stream.address), limits=SHORT, **options)
+            try:
+                yield feeding
+            except BaseException as error:  # the stream says goodbye all the same, or the rollout would wait for it
+                failed = error
+        feeding.result()
+    if failed is not None:
+        raise failed
+
+
+class FeedProcess:
+    """A rollout in a process of its own."""
+
+    def __init__(
+        self, address: Any, slots: Sequence[int], *, sink: dict[str, Any] | None = None, **options: Any
+    ) -> None:
+        program = _PROGRAM.format(path=sys.path, address=str(address), slots=list(slots), sink=sink, options=options)
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def end(self) -> tuple[str, str]:
+        """Wait until it has ended; what it printed, and what it had to say."""
+        return self.process.communicate(timeout=60)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.communicate()
+
+
+def in_lanes_order(fragments: Sequence[Fragment]) -> list[Fragment]:
+    return sorted(fragments, key=lambda fragment: (fragment.lane, fragment.sequence))
+
+
+def sequences_of(fragments: Sequence[Fragment]) -> dict[int, list[int]]:
+    """The numbers of the fragments of each lane, in the order in which they came."""
+    by_lane: dict[int, list[int]] = {}
+    for fragment in fragments:
+        by_lane.setdefault(fragment.lane, []).append(fragment.sequence)
+    return by_lane

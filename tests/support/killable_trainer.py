@@ -1,0 +1,239 @@
+"""A trainer in a process of its own, which may be killed at any moment and started again."""
+
+import json
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from feeding_rollouts import FeedProcess, graph_of, weights, weights_of_agents
+from remote_rollouts import await_that
+from serial_module import at_of
+
+from rollflow.sinks import TrainerStream
+from rollflow.stream import Columns, Fragment
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.wire import Limits
+
+__all__ = ["FeedProcess", "Record", "TrainerChild", "check_whole", "forked", "lost_by", "record_of", "records_of"]
+
+
+class Record(NamedTuple):
+    """A fragment that was handed over, of environments whose rewards are the numbers of their steps.
+
+    numbers          slot -> numbers of its first and last step; the last batch may have none of some slots
+    is_consecutive   whether none is missing between them
+    """
+
+    lane: int
+    sequence: int
+    steps: int
+    numbers: dict[str, list[int]]
+    is_consecutive: bool
+
+
+def record_of(fragment: Fragment | MultiAgentFragment) -> Record:
+    """Return a fragment's record; of several agents a slot is an environment, with all their rewards."""
+    if isinstance(fragment, MultiAgentFragment):
+        slots = [part.gather("obs") for part in fragment.parts]
+        rewards = [part.gather("rewards").astype(np.int64) for part in fragment.parts]
+        by_slot = _by_slot([at_of(each)[:, 0] for each in slots], rewards)
+        return _record(fragment.lane, fragment.sequence, fragment.num_steps, by_slot)
+    rewards = np.asarray(fragment.column("rewards"), np.int64)
+    return _record(fragment.lane, fragment.sequence, fragment.num_steps, dict(enumerate(rewards.T)))
+
+
+def record_of_batch(batch: dict[str, Any], number: int) -> Record:
+    """Return a train batch's record, or that of several modules' ones; it counts as a fragment of one lane."""
+    parts = list(batch.values()) if is_by_module(batch) else [batch]
+    slots = [at_of(part["obs"])[:, 0].numpy() for part in parts]
+    rewards = [part["rewards"].numpy().astype(np.int64) for part in parts]
+    return _record(0, number, sum(map(len, rewards)), _by_slot(slots, rewards))
+
+
+def is_by_module(batch: dict[str, Any]) -> bool:
+    """True for a batch of several modules: the observations of one may be a tree as well."""
+    return "rewards" not in batch
+
+
+def _by_slot(slots: Sequence[Any], rewards: Sequence[Any]) -> dict[int, Any]:
+    """Slot -> its rewards as they come; of several agents, which have their numbers in turn, by these."""
+    of_all, numbers = np.concatenate(slots), np.concatenate(rewards)
+    by_slot = {int(slot): numbers[of_all == slot] for slot in np.unique(of_all)}
+    return {slot: np.sort(each) for slot, each in by_slot.items()} if len(slots) > 1 else by_slot
+
+
+def _record(lane: int, sequence: int, steps: int, by_slot: Mapping[int, Any]) -> Record:
+    numbers = {str(slot): [int(of_slot[0]), int(of_slot[-1])] for slot, of_slot in by_slot.items()}
+    is_consecutive = all(bool((np.diff(of_slot) == 1).all()) for of_slot in by_slot.values())
+    return Record(lane, sequence, steps, numbers, is_consecutive)
+
+
+def check_whole(records: Sequence[Record]) -> None:
+    """Every lane's fragments are there from the first on, each once and in its order, and so are all slots' steps."""
+    by_lane: dict[int, list[Record]] = {}
+    for record in records:
+        by_lane.setdefault(record.lane, []).append(record)
+    for lane in by_lane.values():
+        assert [record.sequence for record in lane] == list(range(len(lane)))
+        last: dict[str, int] = {}
+        for record in lane:
+            assert record.is_consecutive, record
+            for slot, (first, newest) in record.numbers.items():
+                assert first == last.get(slot, 0) + 1, record
+                last[slot] = newest
+
+
+def forked() -> ForkServerContext:
+    """Processes that need not import anything again: there may be hundreds, one after the other."""
+    context = multiprocessing.get_context("forkserver")
+    slow_imports = ["anyio.from_thread", "rollflow.nodes.rollout.rollout", "rollflow.sinks"]
+    context.set_forkserver_preload(slow_imports)
+    return context
+
+
+class TrainerChild:
+    """A trainer that writes down what it was handed over, together with its stream's state; goes on from there.
+
+    max_lag    it publishes new weights behind each batch, and rollouts are held back to this; None: it publishes none
+    sources    rollouts that it waits for
+    dies_at    it publishes before it saves, and is killed between the two with its batch of this number, when the
+               weights are out; None: it saves first
+    agents     in each environment; 0: one, with one module
+    """
+
+    def __init__(
+        self,
+        address: str,
+        folder: Path,
+        *,
+        ack: str,
+        yields: str = "fragments",
+        limits: Limits | None = None,
+        max_lag: int | None = None,
+        sources: int = 1,
+        dies_at: float | None = None,
+        agents: int = 0,
+    ) -> None:
+        arguments = address, str(folder), ack, yields, limits or Limits(), max_lag, sources, dies_at, agents
+        self.process = forked().Process(target=_train, args=arguments)
+        self.process.start()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.join()
+
+
+class FeedChild:
+    """A rollout that feeds a trainer, until it is killed."""
+
+    def __init__(self, address: str, slots: list[int], **options: Any) -> None:
+        self.process = forked().Process(target=_feed, args=(address, slots, options))
+        self.process.start()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.process.kill()
+        self.process.join()
+
+
+def records_of(folder: Path) -> list[Record]:
+    """Return the records of the items that a trainer was handed over, in this order."""
+    path = folder / "checkpoint"
+    return [Record(*record) for record in json.loads(path.read_text())["records"]] if path.exists() else []
+
+
+def lost_by(folder: Path) -> tuple[dict[str, int], int]:
+    """Return the losses of a trainer when it saved last: transitions by cause, and items that those before it had."""
+    saved = json.loads((folder / "checkpoint").read_text())
+    return saved["lost"], saved["missed"]
+
+
+def _train(
+    address: str,
+    folder: str,
+    ack: Any,
+    yields: Any,
+    limits: Limits,
+    max_lag: int | None,
+    sources: int,
+    dies_at: float | None,
+    agents: int,
+) -> None:
+    path = Path(folder) / "checkpoint"
+    bound: dict[str, Any] = {} if max_lag is None else {"max_lag": max_lag, "on_excess": "pace"}
+    stream = TrainerStream(address, yields=yields, ack=ack, limits=limits, sources=sources, **bound)
+    records: list[Any] = []
+    if path.exists():
+        checkpoint = json.loads(path.read_text())
+        records = checkpoint["records"]
+        stream.load_state_dict(checkpoint["stream"])
+    with stream:
+        publish = partial(_publish, stream, records, max_lag, weights_of_agents if agents else weights)
+        publish()
+        for number, item in enumerate(stream):
+            if max_lag is not None:
+                check_young(stream, item, max_lag, is_numbered=dies_at is None)
+            is_batch = isinstance(item, dict)
+            records.append(record_of_batch(item, len(records)) if is_batch else record_of(item))
+            if dies_at is not None:
+                publish()
+                if number == dies_at:
+                    await_that(lambda: has_told(stream))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            written = path.with_suffix(".new")
+            told = {"records": records, "lost": stream.lost, "missed": stream.missed}
+            written.write_text(json.dumps({"stream": stream.state_dict(), **told}))
+            os.replace(written, path)
+            if dies_at is None:
+                publish()
+            if ack == "manual":
+                stream.ack()
+        assert dies_at is not None or not stream.lost
+
+
+def _publish(
+    stream: TrainerStream, records: Sequence[Any], max_lag: int | None, weights: Callable[[float], Any]
+) -> None:
+    """The weights that training has come to: what was saved says which they are."""
+    if max_lag is not None:
+        stream.publish(weights(float(len(records))))
+
+
+def has_told(stream: TrainerStream) -> bool:
+    """Return True once all rollouts have been sent the newest weights."""
+    sources = stream._listener.connected
+    is_sent = [source.connection is not None and not source.connection.undelivered for source in sources]
+    return all(is_sent) and all(source.sent.version == stream.version for source in sources)
+
+
+def check_young(stream: TrainerStream, batch: dict[str, Any], max_lag: int, *, is_numbered: bool) -> None:
+    """No action of a train batch is older than it may be, and each was computed with its version's weights.
+
+    is_numbered    whether these say which version it is
+    """
+    for part in batch.values() if is_by_module(batch) else [batch]:
+        versions = part[Columns.POLICY_VERSION]
+        assert int(versions.min()) >= stream.version - max_lag
+        if is_numbered:
+            assert (part["weight"] == versions - 1).all()  # the first version has weights of 0
+
+
+def _feed(address: str, slots: list[int], options: dict[str, Any]) -> None:
+    import anyio
+
+    torch.set_num_threads(1)
+
+    async def main() -> None:
+        graph, _, _ = graph_of(address, slots, **options)
+        async with graph.run() as run:
+            await run.wait()
+
+    anyio.run(main)

@@ -1,0 +1,34 @@
+"""The clock that lanes' deadlines are told by, which goes on only where a test says so."""
+
+import pytest
+
+from rollflow.nodes import MultiAgentRollout, Rollout
+
+
+class LaneClock:
+    """However slow the machine is, nothing is late before time goes on here. Rollouts are those over remote hosts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._now = 0.0
+        monkeypatch.setattr("rollflow.nodes.env.workers.watch.monotonic", lambda: self._now)
+
+    def is_before(self, rollout: Rollout | MultiAgentRollout, lane: int) -> bool:
+        """Return True while a lane has work to do, and time left for it."""
+        return self.left(rollout, lane) > 0.0
+
+    def left(self, rollout: Rollout | MultiAgentRollout, lane: int) -> float:
+        """Seconds that a lane has left for what it is at; 0.0 where it has nothing to do."""
+        watch = rollout.environments.carrier.supervisor.deadlines  # type: ignore[attr-defined]
+        is_watched = any(lane in lanes for lanes in list(watch._looks._due.values()))
+        return watch._until[lane] - self._now if is_watched else 0.0
+
+    def has_looked(self, rollout: Rollout, lane: int) -> bool:
+        """True where a lane of whole rollouts has made nothing since it was looked at, and has time left."""
+        watch = rollout.environments.carrier.supervisor.deadlines  # type: ignore[attr-defined]
+        pulse = rollout.environments._counts[lane].pulse  # type: ignore[attr-defined]
+        return bool(watch._seen[lane][0] == pulse) and self.is_before(rollout, lane)
+
+    def go_on(self, rollout: Rollout | MultiAgentRollout, seconds: float) -> None:
+        """Let so much time pass, and have the rollout look at the clock."""
+        self._now += seconds
+        rollout.environments.carrier.gateway.wake()  # type: ignore[attr-defined]

@@ -1,0 +1,12 @@
+"""Items taken from a trainer's batch assembly."""
+
+from collections.abc import Sequence
+
+from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
+from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
+
+
+def taken_of(supply: ArrivalOrder | LaneRounds, present: Sequence[RolloutPeer]) -> list[list[ArrivedItem]]:
+    """Have what is handed over together taken from what waits."""
+    sets, supply.waiting = supply.take(present)  # type: ignore[assignment]
+    return sets

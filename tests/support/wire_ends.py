@@ -1,0 +1,145 @@
+"""A gateway and a host in one place: what one sends is carried to the other by hand, some bytes at a time."""
+
+from typing import Any
+
+from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
+
+from rollflow.stream.wire import (
+    AgentRows,
+    Connection,
+    Event,
+    GatewayConnection,
+    GatewaySession,
+    Hello,
+    HostConnection,
+    HostSession,
+    Limits,
+    Reset,
+    Rows,
+    SourceConnection,
+    SourceSession,
+    TrainerConnection,
+    TrainerSession,
+)
+
+
+def taken_from(connection: Connection) -> bytes:
+    """Return the bytes that a connection has to send, reported as sent."""
+    data = b"".join(connection.outgoing())
+    connection.sent(len(data))
+    return data
+
+
+class Ends:
+    """Both ends of one connection.
+
+    session                    the gateway's, once the host was welcomed
+    from_host, from_gateway    bytes on their way
+    """
+
+    def __init__(
+        self,
+        *,
+        said: Hello | None = None,
+        host_session: HostSession | None = None,
+        host_secret: bytes | None = SECRET,
+        gateway_secret: bytes | None = SECRET,
+        limits: Limits | None = None,
+        now: float = 0.0,
+    ) -> None:
+        limits = limits or Limits()
+        self.now = now
+        self.host_session = host_session or HostSession(TOKEN)
+        said = said or hello(session=self.host_session.token)
+        self.host = HostConnection(said, self.host_session, secret=host_secret, limits=limits, now=now)
+        self.gateway = GatewayConnection(
+            software="rollflow 0.1", nonce=GATEWAY_NONCE, secret=gateway_secret, limits=limits, now=now
+        )
+        self.session: GatewaySession | None = None
+        self.from_host = self.from_gateway = b""
+
+    def to_gateway(self, count: int | None = None) -> list[Event]:
+        """Carry bytes of the host to the gateway, all of them or so many."""
+        self.from_host += taken_from(self.host)
+        data, self.from_host = _split(self.from_host, count)
+        return self.gateway.receive(data, self.now)
+
+    def to_host(self, count: int | None = None) -> list[Event]:
+        """Carry bytes of the gateway to the host, all of them or so many."""
+        self.from_gateway += taken_from(self.gateway)
+        data, self.from_gateway = _split(self.from_gateway, count)
+        return self.host.receive(data, self.now)
+
+
+def greeted(**given: Any) -> Ends:
+    """Two ends where the host has proved itself and waits for its welcome."""
+    ends = Ends(**given)
+    assert ends.to_gateway() == []
+    assert ends.to_host() == []
+    (said,) = ends.to_gateway()
+    assert isinstance(said, Hello)
+    return ends
+
+
+def running(*, credits: int = 0, **given: Any) -> Ends:
+    """Two ends after the handshake, with a new session; lanes 0 and 1, …, of two environments each."""
+    ends = greeted(**given)
+    assert ends.gateway.hello is not None
+    slots = ends.gateway.hello.slots
+    first_slots = [sum(slots[:lane]) for lane in range(len(slots))]
+    ends.session = GatewaySession(TOKEN, ends.gateway.hello, range(len(slots)), first_slots)
+    ends.gateway.welcome(ends.session, credits=credits)
+    ends.to_host()
+    return ends
+
+
+def running_agents() -> Ends:
+    """Two ends of environments with several agents, whose lane 0 has been reset; the answer is under way."""
+    ends = running(said=agents_hello())
+    return _reset(ends, first_agent_rows())
+
+
+def running_reset(**given: Any) -> Ends:
+    """Two ends whose lane 0 has been reset; the answer is under way."""
+    return _reset(running(**given), first_rows())
+
+
+def _reset(ends: Ends, answer: Rows | AgentRows) -> Ends:
+    ends.gateway.ask(Reset(0, 1, (1, 2), None))
+    (request,) = ends.to_host()
+    assert isinstance(request, Reset)
+    ends.host.answer(request, answer)
+    return ends
+
+
+class StreamEnds:
+    """Both ends of one connection, after the handshake, of a source that has given so many fragments."""
+
+    def __init__(
+        self, session: SourceSession | None = None, known: TrainerSession | None = None, *, given: int = 0, **said: Any
+    ) -> None:
+        self.session = session or SourceSession(TOKEN)
+        self.session.given = max(given, self.session.given)
+        self.known = known or TrainerSession(TOKEN)
+        shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
+        self.source = SourceConnection(hello(**{"role": "source", **said}), self.session, **shared)
+        self.trainer = TrainerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.to_trainer()
+        self.to_source()
+        self.events = self.to_trainer()
+        if self.trainer.hello is not None:
+            self.trainer.welcome(self.known)
+            (self.welcome,) = self.to_source()
+
+    def to_trainer(self) -> list[Event]:
+        """Carry all bytes of the source to the trainer."""
+        return self.trainer.receive(taken_from(self.source), 0.0)
+
+    def to_source(self) -> list[Event]:
+        """Carry all bytes of the trainer to the source."""
+        return self.source.receive(taken_from(self.trainer), 0.0)
+
+
+def _split(data: bytes, count: int | None) -> tuple[bytes, bytes]:
+    count = len(data) if count is None else count
+    return data[:count], data[count:]

@@ -1,0 +1,66 @@
+"""Values that a header can say, to draw from, and whether two of them are the same."""
+
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+from hypothesis.extra import numpy as npst
+
+from rollflow.stream.data.infos import SlotInfos
+from rollflow.stream.wire.codec.value import DTYPES
+
+ARRAYS = npst.arrays(
+    st.sampled_from(sorted(DTYPES)).map(np.dtype), npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
+)
+NUMBERS = st.sampled_from(sorted(DTYPES)).flatmap(lambda name: npst.from_dtype(np.dtype(name)))
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8)
+)
+
+
+def _objects(items: list[Any]) -> Any:
+    array = np.empty(len(items), object)
+    for index, item in enumerate(items):
+        array[index] = item
+    return array
+
+
+def _inside(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    keys = st.text(max_size=4) | st.integers(-9, 9)
+    return (
+        st.lists(values, max_size=3)
+        | st.lists(values, max_size=3).map(tuple)
+        | st.lists(values, max_size=3).map(_objects)
+        | st.dictionaries(keys, values, max_size=3)
+        | st.lists(st.dictionaries(st.text(max_size=4), values, max_size=2), max_size=3).map(SlotInfos)
+    )
+
+
+VALUES = st.recursive(PLAIN | ARRAYS | NUMBERS, _inside, max_leaves=8)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return True if two values are of the same types and have the same bits."""
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, np.ndarray) and left.dtype != object:
+        plain = np.ascontiguousarray(left, left.dtype.newbyteorder("<"))
+        return bool(right.dtype == plain.dtype and right.shape == left.shape and right.tobytes() == plain.tobytes())
+    if isinstance(left, np.ndarray):
+        return bool(left.shape == right.shape) and same(left.reshape(-1).tolist(), right.reshape(-1).tolist())
+    if isinstance(left, np.generic):
+        return bool(left.dtype == right.dtype) and left.tobytes() == right.tobytes()
+    if isinstance(left, SlotInfos):
+        return same(left.dicts, right.dicts)
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return bool(np.float64(left).tobytes() == np.float64(right).tobytes())
+    return bool(left == right)
