@@ -181,7 +181,8 @@ class StateBufferConnector(AgentConnector):
         output = self._outputs.get(ac_data.env_id, {}).get(ac_data.agent_id)
         if output is None:
             space = self.context.action_space
-            actions, states, fetches = (None if space is None else sample_of(space)), self.context.initial_states, {}
+            actions, states = (None if space is None else sample_of(space)), self.context.initial_states
+            fetches: Any = {}
         else:
             actions, states, fetches = output
         if actions is not None:
