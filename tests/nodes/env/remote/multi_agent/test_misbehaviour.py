@@ -149,7 +149,7 @@ def test_a_rollout_of_one_agent_refuses_a_host_of_several() -> None:
     with hosting(envs.addresses[0], partial(NumberedEnv, 0)), Rollout(envs, fragment_length=8, prefetch=1) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
-        told = r"hello\.role is 'agents', expected 'env': here are RemoteEnvs of a Rollout, .* of one agent; this host is for"
+        told = r"hello\.role is 'agents', expected 'env': here are RemoteEnvs of a Rollout, .* of one agent; this host"
         with EnvHost(MAKER) as other, pytest.raises(WireError, match=told):
             other.connect(str(envs.addresses[0]))
         next(fragments)
