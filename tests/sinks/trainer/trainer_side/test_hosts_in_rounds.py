@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ending_agent_envs import DoomedAgents
 from feeding_rollouts import SHORT, feeding, graph_over, running, trainer, weights
 from held_envs import Held, let_go
 from paced_hosts import PacedHosts
@@ -161,15 +162,18 @@ def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(
             hosts.enter_context(remote.host(1))
             rounds.rest(stream)
     assert rounds.lanes[-1] == {1}
-    assert rounds.steps == rollout.num_steps == 2 * 20 * 8
+    assert rounds.steps == rollout.num_steps == 2 * 20 * 8 * max(remote.agents, 1)
 
 
 def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: PacedHosts, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:
-        held = [partial(Held, 0, tmp_path, steps=[4 * 8])]  # until another lane is there
-        hosts.enter_context(remote.host_of(held))
-        hosts.callback(let_go, tmp_path, 0)
+        held = partial(Held, 0, tmp_path, steps=[4 * 8])  # until another lane is there
+        if remote.agents:
+            held = partial(DoomedAgents, 0, tmp_path, fate="hold", step=4 * 8, lives=1, **remote.options)
+        hosts.enter_context(remote.host_of([held]))
+        let_it_go = partial(let_go, tmp_path, 0) if not remote.agents else (tmp_path / "go 0").touch
+        hosts.callback(let_it_go)
         rollout = remote.rollout(num_fragments=6)
         with running(*graph_over(rollout, address)) as feed:
             unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT, "join_timeout": 60.0}
@@ -180,7 +184,7 @@ def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Pa
                     if (fragment.lane, fragment.sequence) == (0, 2):
                         hosts.enter_context(remote.host(1))
                         await_that(lambda: rollout.environments.num_lanes == 2)
-                        let_go(tmp_path, 0)
+                        let_it_go()
                     if (fragment.lane, fragment.sequence) == (0, 5):
                         break
                 raise ZeroDivisionError
