@@ -81,7 +81,7 @@ class StallWatch:
             return diagnosed(look, None, 0.0, 0.0, is_stalled=False)
         seen = self._seen.get(way.blocker.name)
         stood = way.blocker.age_s
-        if seen is not None and seen.wait.mark == way.blocker.mark and seen.wait.doing == way.blocker.doing:
+        if seen is not None and seen.wait.mark == way.blocker.mark and seen.wait.kind == way.blocker.kind:
             stood = max(stood, now - seen.since)
         waited = 0.0 if self._since is None else now - self._since
         is_stalled = self._told is not None or (self._since is not None and self._is_stall(way, waited, stood))
@@ -98,7 +98,7 @@ class StallWatch:
         """Take note of who has got on since the last look, and of long calls that have ended."""
         for party, wait in look.waits.items():
             seen = self._seen.get(party)
-            if seen is not None and (seen.wait.mark, seen.wait.doing) == (wait.mark, wait.doing):
+            if seen is not None and seen.wait.mark == wait.mark and seen.wait.kind == wait.kind:
                 seen.looks += 1
                 seen.wait = wait
                 continue

@@ -186,6 +186,11 @@ class InlineRun:
         self._settles = False
         yield from chain.finish()
 
+    @property
+    def is_in_call(self) -> bool:
+        """True while a node is being called, rather than waited for. From any thread."""
+        return self.chain.mark[1] >= 0
+
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
         return look_of_inline_run(self) if self._state in ("running", "finished") else None

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rollflow.stream.doctor.stacks import stack_of_coroutine, stack_of_thread
-from rollflow.stream.doctor.waits import READER, Exit, Kind, Look, Wait, by_name
+from rollflow.stream.doctor.waits import READER, Exit, Kind, Limit, Look, Wait, by_name
 from rollflow.stream.graph.chain import Chain
 from rollflow.stream.graph.meter import NodeMeter, clock
 
@@ -39,11 +39,10 @@ def look_of_run(run: "Run") -> Look:
             exits += [Exit(_name_of(chain), run.meters[name].items, waits=True) for name in sinks]
     for name, spec in run.graph.nodes.items():
         if name not in tasks and run.is_live(name):
-            wait = _node_wait(run, spec, tasks)
-            waits.append(wait)
+            found = _node_waits(run, spec, tasks)
+            waits += found
             if not spec.outlets:
-                exits.append(Exit(wait.name, run.meters[name].items, waits=True))
-            waits += [each for each in _asked(spec, name) if each.name != wait.name]
+                exits.append(Exit(found[0].name, run.meters[name].items, waits=True))
     if run.graph.outputs:
         awaited = [_task(edge.source[0], tasks) for name, edge in run.graph.outputs.items() if run[name].is_awaited]
         waits.append(_reader(run.caller, run.caller.is_waiting, awaited))
@@ -94,7 +93,7 @@ def _call(chain: Chain, name: str, calls: int, mark: Any, age_s: float) -> Wait:
     stack = partial(stack_of_thread, chain.thread)
     for wait in _asked(chain.node_of(name), name):
         return Wait(name, "call", wait.doing, (), mark, age_s, calls, wait.where, wait.limit, wait.remedy, stack=stack)
-    limit = "sink" if chain.is_sink(name) else None
+    limit: Limit | None = "sink" if chain.is_sink(name) else None
     return Wait(name, "call", "is in its call", (), mark, age_s, calls, limit=limit, stack=stack)
 
 
@@ -107,25 +106,27 @@ def _background(node: Any, meter: NodeMeter) -> list[Wait]:
     return asked or [Wait(meter.name, "call", doing, mark=(meter.items, node.in_flight), calls=meter.items)]
 
 
-def _node_wait(run: "Run", spec: "NodeSpec", tasks: dict[str, str]) -> Wait:
-    """An asynchronous node, or one that is called in a thread."""
+def _node_waits(run: "Run", spec: "NodeSpec", tasks: dict[str, str]) -> list[Wait]:
+    """An asynchronous node, or one that is called in a thread; first of all what it waits for itself."""
     name, meter = spec.name, run.meters[spec.name]
     mark = meter.items, meter.busy_ns, meter.blocked_ns
     if meter.is_blocked:
         full = [(task, edge) for task, edge in _full_from(run, [name], tasks)]
         doing = f"waits for room in {', '.join(edge for _, edge in full) or 'an edge'}"
-        return Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=mark)
+        return [Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=mark)]
     if meter.is_waiting and spec.inlets:
         sources = dict.fromkeys(edge.source[0] for edge in run.graph.edges if edge.target[0] == name)
         on = tuple(dict.fromkeys(_task(source, tasks) for source in sources))
-        return Wait(name, "waits", f"waits for an item of {', '.join(sources)}", on=on, mark=mark)
+        return [Wait(name, "waits", f"waits for an item of {', '.join(sources)}", on=on, mark=mark)]
     asked = list(_asked(spec, name))
+    if any(wait.name == name for wait in asked):
+        return asked
     if asked:
-        return Wait(name, "waits", "waits", on=tuple(wait.name for wait in asked), mark=mark)
-    limit = "sink" if not spec.outlets else None
+        return [Wait(name, "waits", "waits", on=tuple(wait.name for wait in asked), mark=mark), *asked]
+    limit: Limit | None = "sink" if not spec.outlets else None
     kind: Kind = "call"
     doing = "is in its call" if spec.where == "thread" else "is at work, and neither sends nor receives"
-    return Wait(name, kind, doing, mark=mark, calls=meter.items, limit=limit, stack=partial(_stack, run, name))
+    return [Wait(name, kind, doing, mark=mark, calls=meter.items, limit=limit, stack=partial(_stack, run, name))]
 
 
 def _stack(run: "Run", name: str) -> Any:
