@@ -14,6 +14,7 @@ from rollflow.stream.data.errors import (
     PolicyError,
     RollflowError,
     RunError,
+    StallError,
     StateError,
     WireError,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Run",
     "RunError",
     "SingleAgentEpisode",
+    "StallError",
     "StateError",
     "WholeEpisodes",
     "WireError",

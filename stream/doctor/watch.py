@@ -10,6 +10,7 @@ from rollflow.stream.doctor.stacks import is_debugged_now
 from rollflow.stream.doctor.waits import Look, Probe, Wait, Way, way_from
 
 _NO_STALL = ("works", "holds back")
+_DEBUGGER_LOOKS = 4  # for a debugger, within `after`
 
 
 @dataclass(slots=True)
@@ -129,10 +130,12 @@ class StallWatch:
         if way is None or self._since is None:
             return None
         seen = self._seen.get(way.blocker.name)
-        if seen is None or seen.looks < 2 or not self._is_stall(way, now - self._since, now - seen.since):
+        if seen is None or seen.looks < 2:
             return None
-        if self._is_debugged():
+        if now - seen.since >= self._after / _DEBUGGER_LOOKS and self._is_debugged():
             self._begin_anew()
+            return None
+        if not self._is_stall(way, now - self._since, now - seen.since):
             return None
         return way, min(self._since, seen.since) if self._told is None else self._told.since
 
