@@ -72,6 +72,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter("learner_pipeline")
+        self.stall = stall
         self._doctor = RolloutDoctor(stall, self._learner_meter, self._signs)
 
     # Parts of a rollout

@@ -212,10 +212,9 @@ class TrainerSink:
 
     def at_work(self, name: str) -> Iterator[Wait]:
         """The trainer, for the stall doctor: one that is there is waited for as long as it takes."""
-        if self._uplink.problem:
-            yield Wait(self._trainer_name, "away", f"is not there: {self._uplink.problem}")
-        else:
-            yield Wait(self._trainer_name, "holds back", "has what it wants for now", mark=self._session.done)
+        wait = self._rollout_end.gate.waits_for()
+        if wait is not None:
+            yield wait
 
     def describe(self) -> str:
         """Text for `explain()`."""

@@ -1,9 +1,11 @@
 """Faults in graphs on an event loop, which the stall doctor names from another thread."""
 
+import contextlib
 import inspect
 import logging
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -33,10 +35,15 @@ async def looked_at(
     run: Run, look: Callable[[Looking], str], party: str, is_there: Callable[[], bool] = lambda: True
 ) -> str:
     """What looks from a thread say, once a party is what the run waits for, and the fault is there."""
-    with anyio.fail_after(LONGEST_S):
+
+    def wait_and_look() -> str:
+        until = time.monotonic() + LONGEST_S
         while not is_there() or (blocker := run.diagnose().blocker) is None or blocker.party != party:
-            await anyio.sleep(0.005)
-        return await anyio.to_thread.run_sync(lambda: look(Looking(run.doctor)))
+            assert time.monotonic() < until, str(run.diagnose())
+            time.sleep(0.005)
+        return look(Looking(run.doctor))
+
+    return await anyio.to_thread.run_sync(wait_and_look)
 
 
 async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> None:
@@ -120,6 +127,13 @@ async def test_a_source_that_awaits_what_never_comes_is_named_with_the_line_of_i
     assert line_of(source, "await never.wait()") in text
 
 
+def empty(full: "queue.Queue[int]", run: Run) -> None:
+    """Take everything out until the run has ended."""
+    while not run.has_ended:
+        with contextlib.suppress(queue.Empty):
+            full.get(timeout=0.01)
+
+
 async def test_a_sink_that_puts_into_a_full_queue_is_named_after_ten_calls() -> None:
     full: queue.Queue[int] = queue.Queue(maxsize=20)
 
@@ -137,16 +151,10 @@ async def test_a_sink_that_puts_into_a_full_queue_is_named_after_ten_calls() -> 
             told.extend(looking.for_s(25.0))
             return looking.until_told(10.0)
 
-        # Seen to hang once the queue is full.
-        with anyio.fail_after(LONGEST_S):
-            while not full.full():
-                await anyio.sleep(0.005)
-        text = await looked_at(run, look, "put")
+        text = await looked_at(run, look, "put", full.full)
         run.stop()
-        while not run.has_ended:
-            while not full.empty():
-                full.get()
-            await anyio.sleep(0.005)
+        with anyio.fail_after(LONGEST_S):
+            await anyio.to_thread.run_sync(empty, full, run)
     assert told == []  # a sink may take its time
     assert "put is in its call since 30." in text
     assert line_of(put, "full.put(number)") in text
