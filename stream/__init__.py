@@ -19,6 +19,7 @@ from rollflow.stream.data.errors import (
     WireError,
 )
 from rollflow.stream.data.space import one_hot
+from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.episodes.buffer import LookbackBuffer
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
@@ -41,6 +42,7 @@ __all__ = [
     "ColumnError",
     "Columns",
     "ConnectorError",
+    "Diagnosis",
     "EnvError",
     "EpisodeError",
     "EpisodeIndexError",

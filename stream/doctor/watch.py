@@ -64,15 +64,19 @@ class StallWatch:
             self._begin_anew()
         look = self._probe.look()
         if look is None:
-            return self._over(now), None
+            return self.finish(), None
         self._follow(look, now)
         texts = [f"{note}" for note in look.notes if note not in self._notes]
         self._notes.update(look.notes)
         found = self._stalled(look, now)
         if found is None:
-            return texts + self._over(now), None
+            return texts + self._over("it goes on"), None
         way, begun = found
         return self._tell(look, way, begun, now, texts)
+
+    def finish(self) -> list[str]:
+        """Texts to be logged at the end of the run."""
+        return self._over("it has ended")
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now."""
@@ -160,10 +164,10 @@ class StallWatch:
         found = diagnosed(look, way, now - (self._since or now), stood, is_stalled=True)
         return [*texts, str(found)], found if is_new else None
 
-    def _over(self, now: float) -> list[str]:
-        """The line that says that a stall is over, where one was told."""
+    def _over(self, how: str) -> list[str]:
+        """The line that says how a stall is over, where one was told."""
         told, self._told = self._told, None
-        return [] if told is None else [f"it goes on: it stood still for {now - told.since:.1f} s"]
+        return [] if told is None else [f"{how}: it stood still for {self._rules.clock.now() - told.since:.1f} s"]
 
 
 def _due(times: int) -> float:

@@ -81,3 +81,6 @@ def _work(
         ending = end()
         if stall is not None and rules.on_stall == "raise" and ending is not None:
             ending(StallError(str(stall)).see("stall"))
+        del ending
+    for text in watch.finish():
+        logger.warning("%s", text)

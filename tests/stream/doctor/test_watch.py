@@ -159,6 +159,15 @@ def test_the_final_blocker_is_followed_to_and_a_closed_way_is_a_deadlock() -> No
     assert [wait.party for wait in open_way.waits] == [READER, "a", "b", "c"]
 
 
+def test_a_stall_that_ends_with_the_run_is_over() -> None:
+    probe = Told(*on_lane(STEP))
+    looking = Looking(probe)
+    looking.until_told(6.0)
+    probe.is_running = False
+    assert looking.once() == [f"it has ended: it stood still for {looking.spent:.1f} s"]
+    assert looking.for_s(60.0) == []
+
+
 def test_a_run_that_has_ended_is_not_diagnosed() -> None:
     probe = Told()
     probe.is_running = False
