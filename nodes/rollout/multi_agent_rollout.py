@@ -117,7 +117,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         max_lag          None     How many policy versions old a batch may be, of the modules that are trained, each
                                   beside its own.
         on_excess        "drop"   What is done with older ones: see `LagBound`.
-        stall_after      5.0      As in `Rollout`; `on_stall` "log" too
+        stall_after      5.0      Seconds for which it stands still before the log says why: see `Rollout`.
+        on_stall         "log"    "raise" ends the run as well.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
                                   breakpoint stops right there. In a graph the graph says what runs where.
 
@@ -130,12 +131,13 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         returns                       `mean` and `count` of the last episodes' returns, all agents together;
                                       `by_module`.
         environments, lag             The node that steps them; the `AgentLagBound`.
-        seed                          The seed in use.
+        seed, placement               The seed in use; why it goes where it goes, with `where="auto"`.
+        stall                         The rules of the stall doctor, of `stall_after` and `on_stall`.
 
     Also `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
     Methods: `publish`, `acting_weights`, `policy`, `add_module` and `remove_module`; loop over `batches()` or
-    `fragments()`; `start`, `drain`, `close`; `report` and `explain`; `graph`, whose `mermaid()` is a diagram.
+    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `graph`, whose `mermaid()` is a diagram.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """

@@ -122,6 +122,7 @@ class Rollout(RolloutLoop[Fragment]):
         returns                          `mean` and `count` of the last episodes' returns: see `EpisodeReturns`
         environments, lag                the node that steps them; the `LagBound`
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
+        stall                            the rules of the stall doctor, of `stall_after` and `on_stall`
         is_running, policy_version, num_steps, lost, loaded
 
     Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report`,

@@ -76,6 +76,14 @@ def await_blocker(rollout: Any, party: str) -> None:
         time.sleep(0.01)
 
 
+def await_alone(rollout: Any) -> None:
+    """Wait until one lane alone is waited for: the others have made what they may make."""
+    until = time.monotonic() + LONGEST_S
+    while len(list(rollout.environments.at_work("env"))) != 1:
+        assert time.monotonic() < until, str(rollout.diagnose())
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("place", ANYWHERE)
 def test_a_step_that_hangs_is_named_with_its_place_and_its_line(place: str, tmp_path: Path) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
@@ -228,6 +236,7 @@ def test_of_several_lanes_in_a_worker_the_one_that_hangs_is_named(tmp_path: Path
     rollout = Rollout(envs, lanes=2, module=NumberedModule(), where="processes", workers=1, **OPTIONS)
     with being_read(rollout, lambda: let_go(tmp_path, 1)):
         await_held(tmp_path, 1)
+        await_alone(rollout)
         text = Looking(rollout._doctor).until_told(7.5)
         assert re.search(r"env \(lane 1, worker 0, pid \d+\) is in step\(\)", text), text
         assert line_of(Held.step, "self._wait()") in text
