@@ -157,7 +157,7 @@ class AgentEnvironments(LaneSource):
 
 
 def _noted_in(given: list[Any], make: Callable[[], Any]) -> Any:
-    """What the callable makes; it is added to the list, too."""
+    """Make an environment, and add it to the list."""
     given.append(make())
     return given[-1]
 

@@ -20,7 +20,7 @@ L = TypeVar("L", bound=CarriedLane)
 
 
 class Carrier(Protocol):
-    """What takes lanes to where their environments are, and brings them back: `WorkerCarrier`, `HostCarrier`."""
+    """Way of lanes to where their environments are, and back: a `WorkerCarrier` or a `HostCarrier`."""
 
     supervisor: LaneSupervisor
 
