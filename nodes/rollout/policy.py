@@ -76,7 +76,7 @@ class Policy(Protocol):
         ...
 
     def published_as(self, version: int, weights: Any) -> Published | None:
-        """Weights that `publish_as` would publish; None: the weights are not newer. Raises ModuleError for wrong ones."""
+        """Weights that `publish_as` would publish; None where they are not newer. Raises ModuleError for wrong ones."""
         ...
 
     def publish_as(self, version: int, weights: Any) -> bool:
