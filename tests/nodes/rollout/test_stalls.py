@@ -76,10 +76,10 @@ def await_blocker(rollout: Any, party: str) -> None:
         time.sleep(0.01)
 
 
-def await_alone(rollout: Any) -> None:
-    """Wait until one lane alone is waited for: the others have made what they may make."""
+def await_end_of(rollout: Any, lane: int) -> None:
+    """Wait until a lane has made its fragment, after which it is not waited for."""
     until = time.monotonic() + LONGEST_S
-    while len(list(rollout.environments.at_work("env"))) != 1:
+    while rollout.environments.lanes[lane].vector_steps < OPTIONS["fragment_length"]:
         assert time.monotonic() < until, str(rollout.diagnose())
         time.sleep(0.01)
 
@@ -236,7 +236,8 @@ def test_of_several_lanes_in_a_worker_the_one_that_hangs_is_named(tmp_path: Path
     rollout = Rollout(envs, lanes=2, module=NumberedModule(), where="processes", workers=1, **OPTIONS)
     with being_read(rollout, lambda: let_go(tmp_path, 1)):
         await_held(tmp_path, 1)
-        await_alone(rollout)
+        await_end_of(rollout, 0)
+        await_blocker(rollout, "env")
         text = Looking(rollout._doctor).until_told(7.5)
         assert re.search(r"env \(lane 1, worker 0, pid \d+\) is in step\(\)", text), text
         assert line_of(Held.step, "self._wait()") in text
