@@ -211,8 +211,7 @@ class RolloutLink(LaneLink):
             return super().doing
         stage, seconds = at_work
         doing = super().doing.doing if stage == STAGES[0] else f"is in node '{stage}'"
-        calls = self.steps // max(self.lane.num_slots, 1)
-        return Wait("", "call", doing, mark=(self.pulse, stage), age_s=seconds, calls=calls)
+        return Wait("", "call", doing, mark=(self.pulse, stage), age_s=seconds, calls=self.pulse)
 
     def late_with(self, text: str) -> str:
         """The words for what the worker is late with, and the stage that it hangs in."""

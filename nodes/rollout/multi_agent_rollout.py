@@ -137,7 +137,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
     Also `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
     Methods: `publish`, `acting_weights`, `policy`, `add_module` and `remove_module`; loop over `batches()` or
-    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose` and `explain`; `graph`, whose `mermaid()` is a diagram.
+    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`, whose `mermaid()` is a diagram.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """

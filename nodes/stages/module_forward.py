@@ -95,7 +95,7 @@ class ModuleForward:
 
     def at_work(self, name: str) -> Iterator[Wait]:
         """A pass, which may be the first, or be compiled."""
-        yield Wait(name, "call", "is in a forward pass", limit="compile" if self._is_compiled else "forward")
+        yield Wait(name, "call", "is in a forward pass", limit="compile" if self._is_compiled else None)
 
     def forward_lanes(self, lanes: Sequence[Lane]) -> None:
         """Replace each lane's batch by its `LaneOutput` of one joint pass; one lane's batch by the whole output."""
@@ -255,7 +255,7 @@ class GatheringForward(Generic[L]):
         if begun is not None:
             age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
             calls = self._passes
-            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, limit="forward", stack=stack)
+            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
 
     def _pass(self, lanes: Sequence[L]) -> None:
         self._begun = clock(), get_ident()

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from time import monotonic
 from typing import Literal, Protocol
 
-from rollflow.stream.doctor.waits import Limit, Wait
+from rollflow.stream.doctor.waits import Wait
 
 OnStall = Literal["log", "raise"]
 AGAIN_S = (60.0, 300.0, 1800.0)  # of standing still, when a message is repeated; then every last of these
@@ -13,7 +14,9 @@ _LOOK_S = 0.5
 _LATE_S = 1.0  # that a look may come late before all waits begin anew
 _CALLS = 10  # that a call's own times count from
 _TIMES = 10.0  # a stall takes so many times what all but one in a hundred calls take
-_FIRST: dict[Limit, float] = {"reset": 30.0, "forward": 30.0, "compile": 300.0}
+_FIRST_S = 30.0  # that a first call has: a reset, a step or a pass may have to load or to build something
+_COMPILE_S = 300.0  # that each of the first calls has that may compile
+_SINK_S = 30.0
 _KEPT = 256  # long calls of a party
 
 
@@ -84,22 +87,26 @@ class CallTimes:
             seen.remove(min(seen))
 
     def p99(self, wait: Wait) -> float:
-        """Seconds that all but one in a hundred calls like this one took; 0: less than a look."""
+        """Seconds that all but one in a hundred calls like this one took; 0: less than a look. Of resets the longest.
+
+        Resets are rare among the steps that they are counted with.
+        """
         seen = sorted(self._longest.get((wait.party, wait.doing), ()), reverse=True)
-        calls = max(wait.calls, len(seen))
-        left_out = calls // 100
+        left_out = 0 if wait.limit == "reset" else max(wait.calls, len(seen)) // 100
         return seen[left_out] if left_out < len(seen) else 0.0
 
     def limit(self, wait: Wait, after: float) -> float:
         """Seconds that this party may take before it is what stalls the run."""
+        if wait.kind == "lost":
+            return max(after, _FIRST_S)
         if wait.kind != "call":
-            return max(after, _FIRST["reset"]) if wait.kind == "lost" else after
+            return after
         usual = max(after, _TIMES * self.p99(wait))
-        if wait.calls >= _CALLS and wait.limit != "sink":
-            return usual
         if wait.limit == "sink":
-            return max(usual, 6 * after) if wait.calls >= _CALLS else float("inf")
-        return max(usual, _FIRST[wait.limit]) if wait.limit is not None and wait.limit in _FIRST else usual
+            return max(usual, _SINK_S) if wait.calls >= _CALLS else inf
+        if wait.limit == "compile" and wait.calls < _CALLS:
+            return max(usual, _COMPILE_S)
+        return usual if wait.calls else max(usual, _FIRST_S)
 
 
 def median(seconds: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ away          it is not there: a trainer or host that has not come
 lost          it was lost, and begins anew later
 waits         for others, which are in `on`
 """
-Limit = Literal["reset", "forward", "compile", "sink"]
+Limit = Literal["reset", "compile", "sink"]
 
 
 def no_stack() -> tuple[Frame, ...]:
@@ -40,7 +40,7 @@ class Wait:
     age_s     seconds since it last got on, as far as it says so itself
     calls     number of calls that it has completed
     where     lane, worker, process or host, in words
-    limit     kind of a call that may take longer: a reset, a pass, compilation, a sink's
+    limit     kind of a call that may take longer: a reset, one that may compile, a sink's
     remedy    what to change; "": the usual words for this kind
     stack     gives the stack of the thread that does it
     is_part   whether it stands for a task whose node is named by itself, and is left out of texts

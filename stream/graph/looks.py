@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rollflow.stream.graph.run import Run
 
 
+_BRIEF_S = 0.1  # that a call between two waits for background nodes lasts at most
+
+
 def look_of_inline_run(run: "InlineRun") -> Look:
     """The chain of the run, and its reader."""
     caller, chain = run.caller, run.chain
@@ -61,7 +64,8 @@ def chain_waits(
     number, since = chain.mark[1], chain.mark[0]
     name, age_s = _name_of(chain), max(clock() - since, 0) / 1e9
     items = sum(meters[each].items for each in chain.names)
-    if number >= 0:
+    working = [wait for node, meter in chain.background for wait in _background(node, meter)]
+    if number >= 0 and not (working and age_s < _BRIEF_S):
         called = list(meters)[number]
         call = _call(chain, called, meters[called].items, (number, since), age_s)
         yield Wait(name, "waits", "waits", on=(call.name,), mark=items, is_part=True)
@@ -72,10 +76,9 @@ def chain_waits(
         doing = f"waits for room in {', '.join(edge for _, edge in full)}"
         yield Wait(name, "waits", doing, on=tuple(task for task, _ in full), mark=items)
         return
-    at_work = [wait for node, meter in chain.background for wait in _background(node, meter)]
-    if at_work:
-        yield Wait(name, "waits", "waits", on=tuple(wait.name for wait in at_work), mark=items, is_part=True)
-        yield from at_work
+    if working:
+        yield Wait(name, "waits", "waits", on=tuple(wait.name for wait in working), mark=items, is_part=True)
+        yield from working
         return
     gates = list({id(gate): gate for gate, _, _ in list(chain.parked)}.values())
     refusing = [gate.waits_for() for gate in gates if hasattr(gate, "waits_for")]
@@ -91,8 +94,10 @@ def chain_waits(
 def _call(chain: Chain, name: str, calls: int, mark: Any, age_s: float) -> Wait:
     """The call that a chain is in, as its node describes it."""
     stack = partial(stack_of_thread, chain.thread)
-    for wait in _asked(chain.node_of(name), name):
-        return Wait(name, "call", wait.doing, (), mark, age_s, calls, wait.where, wait.limit, wait.remedy, stack=stack)
+    is_background = any(meter.name == name for _, meter in chain.background)  # what it works on is not this call
+    for wait in () if is_background else _asked(chain.node_of(name), name):
+        done = wait.calls if wait.limit == "reset" else calls  # resets are not what the meter counts
+        return Wait(name, "call", wait.doing, (), mark, age_s, done, wait.where, wait.limit, wait.remedy, stack=stack)
     limit: Limit | None = "sink" if chain.is_sink(name) else None
     return Wait(name, "call", "is in its call", (), mark, age_s, calls, limit=limit, stack=stack)
 

@@ -1,5 +1,7 @@
 """A clock that tests move, and looks of the stall doctor that follow it."""
 
+import time
+
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.doctor.waits import Probe
 from rollflow.stream.doctor.watch import StallWatch
@@ -46,6 +48,7 @@ class Looking:
         raise AssertionError(f"nothing was told in {most_s:g} s: {self.watch.diagnose()}")
 
     def once(self) -> list[str]:
+        time.sleep(0.0005)  # lets the run's threads have the interpreter: a look is no half second of theirs
         self.clock.time += self.rules.look_s
         self.spent += self.rules.look_s
         return self.watch.look()[0]

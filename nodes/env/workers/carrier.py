@@ -44,6 +44,9 @@ class Carrier(Protocol):
     def describe(self) -> str:
         """Where the lanes are, for `explain()`."""
 
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane that is waited for is at. From any thread."""
+
     def close(self) -> None:
         """End all that was begun elsewhere."""
 

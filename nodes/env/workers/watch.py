@@ -65,7 +65,7 @@ DOING = {Activity.STEP: "is in step()", Activity.RESET: "is in reset()", Activit
 
 def calls_of(lane: Any, turns: int, activity: Activity) -> int:
     """How often a lane has done before what it is at; without the first reset."""
-    if activity is not Activity.STEP:
+    if activity is Activity.RESET:
         return turns // 2
     steps = getattr(lane, "vector_steps", 0)
     return steps if isinstance(steps, int) else 0

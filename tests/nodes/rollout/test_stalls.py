@@ -119,6 +119,20 @@ def test_a_first_reset_has_half_a_minute_and_is_named_then(place: str, tmp_path:
         assert line_of(Held.reset, "self._wait()") in text
 
 
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads", "processes"])
+def test_a_first_reset_within_a_step_has_half_a_minute_too(place: str, tmp_path: Path) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(4, 4), resets=[1])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **OPTIONS, **ANYWHERE[place])
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        await_blocker(rollout, "env")
+        looking = Looking(rollout._doctor)
+        assert looking.for_s(25.0) == []
+        text = looking.until_told(8.0)
+        assert re.search(PLACES[place] + r" is in reset\(\) since", text), text
+        assert line_of(Held.reset, "self._wait()") in text
+
+
 class Locked(NumberedModule):
     """Takes a lock in its third forward pass that somebody else has."""
 
@@ -146,8 +160,8 @@ def test_a_lock_in_a_module_is_named_with_its_line(place: str) -> None:
     with being_read(rollout, module.lock.release):
         assert module.hangs.wait(LONGEST_S)
         await_blocker(rollout, "module")
-        text = Looking(rollout._doctor).until_told(31.5)
-        assert re.match(r"no fragment for .*: module is in a forward pass since 3\d\.\d s; ", text), text
+        text = Looking(rollout._doctor).until_told(6.5)
+        assert re.match(r"no fragment for .*: module is in a forward pass since 5\.\d s; ", text), text
         assert (
             text.splitlines()[1]
             == f"  at {line_of(Locked._forward, 'with self.lock')} in Locked._forward: with self.lock:"
@@ -240,7 +254,7 @@ def test_of_several_lanes_in_a_worker_the_one_that_hangs_is_named(tmp_path: Path
         await_blocker(rollout, "env")
         text = Looking(rollout._doctor).until_told(7.5)
         assert re.search(r"env \(lane 1, worker 0, pid \d+\) is in step\(\)", text), text
-        assert line_of(Held.step, "self._wait()") in text
+        assert line_of(Held.step, "self._wait()") in text, text
 
 
 def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
@@ -250,7 +264,7 @@ def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
         with being_read(rollout, lambda: let_go(tmp_path, 0)):
             await_held(tmp_path, 0)
             await_blocker(rollout, "env")
-            text = Looking(rollout._doctor).until_told(31.5)
+            text = Looking(rollout._doctor).until_told(6.5)
             assert re.search(r"env \(lane 0, host sim.*\) has no answer to step\(\)", text), text
 
 
