@@ -26,10 +26,7 @@ from rollflow.stream.data.errors import ConnectorError, StateError, page_on
 from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
-_CALLED_WITH = (
-    "if that is the piece's own call: it takes rl_module, batch, episodes, explore, shared_data and metrics by name, "
-    f"or **kwargs; {page_on('piece')}"
-)
+_CALLED_WITH = f"a piece is called with rl_module, batch, episodes, explore, shared_data, metrics; {page_on('piece')}"
 
 
 class ConnectorPipelineV2(ConnectorV2):
