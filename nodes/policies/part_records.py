@@ -18,7 +18,7 @@ from rollflow.stream.data.errors import PolicyError, located
 _OF_THE_DEVICE = {"device", "pin_memory"}  # arguments of `NumpyToTensor` that a file must not fix
 _PIECE = {"name", "version", "label", "config", "state"}
 _PIPELINE = {"name", "version", "label", "config", "pieces"}
-_MODULE = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
+MODULE_FIELDS = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
 
 
 def check_fields(record: Any, expected: Collection[str], where: str) -> None:
@@ -168,7 +168,7 @@ def module_of(
     record: Any, weights: dict[str, Any], where: str, arrays: ArraysByName, allow: Collection[str]
 ) -> tuple[Any, Any]:
     """A module with its weights, and the initial state that it is to have. Raises PolicyError for no such record."""
-    check_fields(record, _MODULE, where)
+    check_fields(record, MODULE_FIELDS, where)
     cls = named("module", record["name"], allow, where)
     spaces = [space_of(record[name], f"{where}/{name}") for name in ("observation_space", "action_space")]
     config = from_plain(record["config"], f"{where}/config", arrays, allow)

@@ -18,11 +18,12 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
-from rollflow.nodes.policies.artifact import Parts, computed_by, files_of, parts_of
+from rollflow.nodes.policies.artifact import Examples, Parts, computed_by, files_of, parts_of, program_files
 from rollflow.nodes.policies.artifact_files import check_target, read_files, read_manifest, write_files
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, evaluated
-from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, traced
+from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
 from rollflow.nodes.policies.part_records import classes_of
+from rollflow.nodes.policies.program_module import ProgramModule
 from rollflow.nodes.policies.session_lane import SessionLane
 from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
 from rollflow.nodes.stages.acting import chosen_space
@@ -91,7 +92,8 @@ class Policy:
         self.explore = explore
         self.trained_on: dict[str, Any] = {}
         self.outputs: Batch = {}
-        self._examples: Arrays = {}  # observations that it was tried on when it was saved
+        self._examples = Examples()
+        self._has_program = False  # where it was loaded from
         self.module = acting_copy(module_for(module, None, *_seen_spaces(env_to_module, spaces)), device)
         stateful = is_stateful(self.module)
         self.env_to_module = _pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=stateful)
@@ -196,8 +198,11 @@ class Policy:
 
     # Saving
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, program: bool | None = None) -> None:
         """Write the policy to a folder, or to one file where the path ends in `.zip`, with the sessions left out.
+
+            program    True: with the module's forward passes as programs, which act where its class is not there;
+                       None: where the policy was loaded with programs
 
         A policy that is there already is replaced, in one step. What was written is what `load` has read back, and has
         acted with as this policy does.
@@ -206,11 +211,15 @@ class Policy:
         """
         check_target(Path(path))
         self._weights.load_into(self.module)
-        inputs = self._examples or drawn_inputs(self.observation_space)
-        files = files_of(self, inputs, self._traced(inputs, self.explore))
+        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
+        with_program = self._has_program if program is None else program
+        others = program_files(self.module, self._example_batch(inputs)) if with_program else {}
+        files = files_of(self, self._tried(inputs), others)
         manifest, arrays = read_manifest(files)
-        parts = parts_of(manifest, arrays, classes_of(manifest))
-        type(self)._loaded(parts, device_of(self.module), self.explore)
+        is_program = isinstance(self.module, ProgramModule)
+        for as_program in {is_program, is_program or with_program}:
+            parts = parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
+            type(self)._loaded(parts, device_of(self.module), self.explore)
         write_files(Path(path), files)
 
     @classmethod
@@ -257,11 +266,22 @@ class Policy:
             device=device,
             **options,
         )
-        policy.trained_on, policy._examples = parts.trained_on, parts.inputs
-        exact = computed_by(policy.module) == parts.computed_by
+        policy.trained_on, policy._examples = parts.trained_on, parts.examples
+        policy._has_program = parts.has_program
+        if isinstance(policy.module, ProgramModule):
+            policy.module.check(policy._example_batch(parts.examples.inputs))
+        exact = computed_by(policy.module) == parts.examples.computed_by
         sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
-        check_same(parts.computed, policy._traced(parts.inputs, parts.explore), exact=exact, skipped=sampled)
+        computed = policy._traced(parts.examples.inputs, parts.explore)
+        check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
         return policy
+
+    def _tried(self, inputs: Arrays) -> Examples:
+        """The examples to be saved; a program keeps those of its class, which differ by rounding at most."""
+        computed = self._traced(inputs, self.explore)
+        if isinstance(self.module, ProgramModule) and is_same(self._examples.computed, computed):
+            return self._examples
+        return Examples(inputs, computed, computed_by(self.module))
 
     def _traced(self, inputs: Arrays, explore: bool) -> Arrays:
         """All that each part makes of the examples."""
@@ -270,6 +290,15 @@ class Policy:
             return self._copy(before, after, explore, 0)
 
         return traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
+
+    def _example_batch(self, inputs: Arrays) -> Batch:
+        """The batch that the module gets of the examples' first observations."""
+        actor = self._copy(self.env_to_module, self.module_to_env, self.explore, 0)
+        lane, prepare = actor._sessions.group(tuple(range(inputs["inputs/rewards"].shape[1])))
+        observations = lane.checked(observations_at(self.observation_space, inputs, 0))
+        lane.take_observations(observations, inputs["inputs/rewards"][0], None)
+        prepare(lane)
+        return lane.batch
 
     # Inside
 

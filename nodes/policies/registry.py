@@ -99,6 +99,15 @@ def named(kind: str, name: Any, allow: Collection[str], where: str) -> Any:
     return thing
 
 
+def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
+    """True if `named` gives the class or function of a name."""
+    try:
+        named(kind, name, allow, kind)
+    except PolicyError:
+        return False
+    return True
+
+
 def _own(kind: str, name: str) -> Any:
     """rollflow's own class of this name; None where it has none."""
     nodes = importlib.import_module("rollflow.nodes")
