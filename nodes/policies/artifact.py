@@ -16,6 +16,7 @@ from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays
 from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
 from rollflow.nodes.policies.artifact_files import (
     CARD,
+    ONNX,
     PROGRAM_ARRAYS,
     PROGRAMS,
     array_bytes,
@@ -97,6 +98,7 @@ class Parts:
     """Parts of a policy that was read from files, and what it computed when it was saved.
 
     has_program    True where the files have the module's programs
+    onnx           the policy's ONNX program; b"" where the files have none
     """
 
     module: Any
@@ -107,6 +109,7 @@ class Parts:
     explore: bool
     trained_on: dict[str, Any]
     has_program: bool
+    onnx: bytes
     examples: Examples
 
 
@@ -195,6 +198,7 @@ def parts_of(
         explore=manifest["explore"],
         trained_on=trained_on,
         has_program=PROGRAMS in files,
+        onnx=files.get(ONNX, b""),
         examples=Examples(inputs, computed, manifest["computed_by"]),
     )
 

@@ -89,6 +89,22 @@ def write_files(path: Path, files: Mapping[str, bytes]) -> None:
         _remove(made)
 
 
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole, or leave what was there. Raises PolicyError where a folder is at the path."""
+    if path.is_dir():
+        raise PolicyError(f"there is a folder at {path}, expected a file to be replaced, or nothing")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.parent / f".{path.name}.{os.getpid()}.new"
+    try:
+        with made.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+    finally:
+        _remove(made)
+
+
 def check_target(path: Path) -> None:
     """Raise PolicyError where a policy can't be written to a path, since something else is there."""
     is_policy = (path / MANIFEST).is_file() or (path.is_dir() and not any(path.iterdir()))

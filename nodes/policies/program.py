@@ -105,7 +105,8 @@ def exported(module: torch.nn.Module, leaves: Iterable[torch.Tensor]) -> torch.e
         program = torch.export.export(
             module, leaves, dynamic_shapes={"leaves": tuple({0: batch} for _ in leaves)}, strict=False
         )
-        return program.run_decompositions({})
+        decomposed: torch.export.ExportedProgram = program.run_decompositions({})
+        return decomposed
 
 
 def _program(module: Any, name: str, batch: Mapping[str, Any], constants: Constants) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -72,7 +73,7 @@ class ProgramModule(RLModule):
         spaces: Mapping[str, gym.Space[Any]],
         initial: Tree,
     ) -> None:
-        super().__init__(**spaces)
+        super().__init__(spaces["observation_space"], spaces["action_space"])
         self.origin, self._initial = origin, initial
         for key, tensor in weights.items():
             *path, last = key.split(".")
@@ -212,21 +213,24 @@ def _reader(argument: Any, number: int, last_use: dict[int, int]) -> Reader:
     raise PolicyError(f"programs: an argument is {str(argument)[:80]}, expected a value before it, or a constant")
 
 
-class _Constant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Constant:
     value: Any
 
     def __call__(self, values: Values) -> Any:
         return self.value
 
 
-class _Value(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Value:
     place: int
 
     def __call__(self, values: Values) -> Any:
         return values[self.place]
 
 
-class _ListReader(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _ListReader:
     parts: Sequence[Reader]
 
     def __call__(self, values: Values) -> Any:

@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any
 
 from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.policies.policy import pieces_within
+from rollflow.nodes.policies.policy_parts import pieces_within
 from rollflow.policy.serving.request import Acted, ActRequest, Outcome, RequestError, SessionLostError
 
 _OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
