@@ -141,7 +141,7 @@ def files_of(policy: Saved, examples: Examples, others: Mapping[str, bytes]) -> 
         "explore": policy.explore,
         "observation_space": described(policy.observation_space),
         "action_space": described(policy.action_space),
-        "module": _module_record(policy.module, arrays),
+        "module": _module_record(policy.module, arrays, has_program=PROGRAMS in others),
         "weights": {
             "dtypes": dict(sorted(weights.dtypes.items())),
             "others": to_plain(weights.others, "weights", arrays),
@@ -177,7 +177,8 @@ def parts_of(
     weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
     record = manifest["module"]
     check_fields(record, MODULE_FIELDS, "module")
-    if as_program or (PROGRAMS in files and not is_known("module", record["name"], allow)):
+    is_there = record["config"] is not None and is_known("module", record["name"], allow)
+    if as_program or (PROGRAMS in files and not is_there):
         module = _program_module(record, files, weights, states)
     else:
         module, initial = module_of(record, weights, "module", states, allow)
@@ -240,9 +241,9 @@ def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str
     return from_arrays(WeightArrays(tensors, dtypes, others))
 
 
-def _module_record(module: Any, arrays: Arrays) -> dict[str, Any]:
+def _module_record(module: Any, arrays: Arrays, *, has_program: bool) -> dict[str, Any]:
     if not isinstance(module, ProgramModule):
-        return record_of_module(module, "module", arrays)
+        return record_of_module(module, "module", arrays, has_program=has_program)
     arrays |= module.origin.arrays
     return module.origin.record
 

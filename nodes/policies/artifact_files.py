@@ -175,7 +175,7 @@ class _FolderSource:
         if size > most:
             raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
         with path.open("rb") as file:
-            return file.read(most + 1)
+            return file.read(size + 1)
 
 
 class _ZipSource:

@@ -10,7 +10,10 @@ The program is a function of one vector step. Names of its inputs and outputs, N
     action_dist_inputs f32[N, D], where the module gives them
 """
 
+import contextlib
+import io
 import json
+import math
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +30,7 @@ FORMAT = 1
 MEMORY, NEXT = "memory.", "next_"
 TOLERANCE = 1e-5
 MOST_CLOSE_CALLS = 1 / 32  # of whole numbers, where two actions are about as likely
+MOST_REMEMBERED = 1 << 26  # numbers, in one session's memory
 DEFAULT_SESSION = "default"
 _EXTERNAL = b"\x0a\x08location"  # how ONNX names another file that has its weights
 
@@ -67,7 +71,7 @@ class OnnxPolicy:
         self._outputs = [each.name for each in self._session.get_outputs()]
         self._leaves = dict(named_spaces(self.observation_space, "obs"))
         self._memory = sorted(name for name in inputs if name.startswith(MEMORY))
-        self._like = {name: (_dtype(inputs[name][0]), inputs[name][1][1:]) for name in self._memory}
+        self._like = {name: _like(name, *inputs[name]) for name in self._memory}
         self._takes_rewards, self._takes_begins = "rewards" in inputs, "begins" in inputs
         expected = {*self._leaves, *self._memory} | {each for each in ("rewards", "begins") if each in inputs}
         missing = {name for name, _ in named_spaces(self.action_space, "actions")} - set(self._outputs)
@@ -98,7 +102,12 @@ class OnnxPolicy:
         for name in ("observation_space", "action_space"):
             if getattr(policy, name) != manifest.get(name):
                 raise PolicyError(f"{ONNX} and policy.json have different {name}s, expected those of one policy")
-        policy.check(arrays_of(files["examples.safetensors"], "examples.safetensors"))
+        try:
+            policy.check(arrays_of(files["examples.safetensors"], "examples.safetensors"))
+        except PolicyError:
+            raise
+        except Exception as error:
+            raise PolicyError(f"the examples can't be played: {type(error).__name__}: {error}") from error
         return policy
 
     # Acting
@@ -187,7 +196,10 @@ class OnnxPolicy:
         if self._takes_begins:
             given["begins"] = begins
             given |= self._remembered(ids)
-        made = dict(zip(self._outputs, self._session.run(None, given), strict=True))
+        try:
+            made = dict(zip(self._outputs, self._session.run(None, given), strict=True))
+        except Exception as error:  # onnxruntime's errors have no common base
+            raise PolicyError(f"the ONNX program fails: {str(error)[:200]}") from None
         for name, column in made.items():
             if column.dtype.kind == "f" and not name.startswith(NEXT) and np.isnan(column).any():
                 raise PolicyError(f"'{name}' is NaN, expected numbers: are the observations finite?")
@@ -235,7 +247,8 @@ def _session(model: bytes, threads: int) -> Any:
     options.intra_op_num_threads = options.inter_op_num_threads = threads
     options.log_severity_level = 4
     try:
-        return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it raises
+            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no common base
         raise PolicyError(f"the ONNX program can't be read: {str(error)[:200]}") from None
 
@@ -317,10 +330,18 @@ def _outline(tree: Any) -> str:
     return f"a dict with {sorted(map(str, tree))}" if isinstance(tree, Mapping) else type(tree).__name__
 
 
-def _dtype(name: str) -> np.dtype[Any]:
-    """The dtype of onnxruntime's `tensor(float)` and the like."""
-    kind = name.removeprefix("tensor(").removesuffix(")")
-    return np.dtype({"float": "float32", "double": "float64"}.get(kind, kind))
+def _like(name: str, kind: str, shape: Sequence[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Dtype and shape of what is remembered, by onnxruntime's `tensor(float)` and the like."""
+    plain = kind.removeprefix("tensor(").removesuffix(")")
+    sizes = shape[1:]
+    try:
+        dtype = np.dtype({"float": "float32", "double": "float64"}.get(plain, plain))
+    except TypeError:
+        dtype = np.dtype(object)
+    bounded = all(type(size) is int and size >= 0 for size in sizes) and math.prod(sizes) <= MOST_REMEMBERED
+    if dtype.kind not in "biuf" or not bounded:
+        raise PolicyError(f"the ONNX program's '{name}' is {kind}{list(shape)}, expected numbers of a fixed shape")
+    return dtype, tuple(sizes)
 
 
 def facts_text(observation_space: Any, action_space: Any) -> str:

@@ -141,21 +141,26 @@ def _config_of(piece: ConnectorV2, where: str) -> dict[str, Any]:
 # Modules
 
 
-def record_of_module(module: Any, where: str, arrays: ArraysByName) -> dict[str, Any]:
-    """A module's record, without its weights. Raises PolicyError for a module that can't be saved."""
+def record_of_module(module: Any, where: str, arrays: ArraysByName, *, has_program: bool) -> dict[str, Any]:
+    """A module's record, without its weights. Raises PolicyError for a module that can't be saved.
+
+    has_program    True: its class need not be found again, nor say how it is made
+    """
     cls = type(module)
     if isinstance(module, RLModule):
         config = {"inference_only": module.inference_only, "model_config": module.model_config}
     elif callable(getattr(module, "get_config", None)):
         config = module.get_config()
+    elif has_program:
+        config = None
     else:
         raise PolicyError(
             f"{where}: {cls.__name__} does not say how it is made; expected an RLModule, or a method get_config() that "
-            "gives the arguments of its constructor"
+            "gives the arguments of its constructor, or program=True"
         )
     initial = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
     return {
-        "name": name_of("module", cls, where),
+        "name": name_of("module", cls, where, found_again=not has_program),
         "version": version_of(cls, where),
         "observation_space": described(module.observation_space),
         "action_space": described(module.action_space),

@@ -38,10 +38,11 @@ def register_function(name: str, function: Callable[..., Any]) -> Callable[..., 
     return function
 
 
-def name_of(kind: str, thing: Any, where: str) -> str:
+def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> str:
     """The name that a policy saves a class or function under.
 
-    kind    "connector", "module" or "function"
+        kind           "connector", "module" or "function"
+        found_again    False: it need not be imported, since the policy acts without it
 
     Raises PolicyError, with the place `where`, for what can't be found again by a name.
     """
@@ -54,7 +55,7 @@ def name_of(kind: str, thing: Any, where: str) -> str:
     remedy = f'expected register_{kind}("my_name", …) before it is saved, and again before it is loaded'
     if not isinstance(module, str) or not isinstance(qualified, str):
         raise PolicyError(f"{where}: {thing!r} has no name by which it could be found again; {remedy}")
-    if "<" in qualified or module == "__main__":
+    if found_again and ("<" in qualified or module == "__main__"):
         raise PolicyError(
             f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or a {kind} on the top "
             "level of a module that can be imported"

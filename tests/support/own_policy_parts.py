@@ -101,3 +101,16 @@ class Frozen(OwnModule):
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         self.passes += 1
         return {"action_dist_inputs": self.layer(batch["obs"]) + self.passes}
+
+
+class Bare(torch.nn.Module):
+    """Module that does not say how it is made, and does the same for any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 4)
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"action_dist_inputs": self.layer(batch["obs"])}
+
+    forward_exploration = forward_inference

@@ -242,7 +242,7 @@ def strange_zip(copy: Path, saved: Path, rng: random.Random) -> Path:
             "a/policy.json",
             "policy.json/",
             "evil.py",
-            "\x00",
+            "x\x00y",
             "p\u202ef.json",
         ]
         write_zip(path, entries | {rng.choice(names): b"evil"})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
-from own_policy_parts import Choosy, Frozen, Gated, OwnModule
+from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule
 
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes, read_files
@@ -185,6 +185,22 @@ def test_a_rollout_saves_programs(tmp_path: Path) -> None:
     with rollout:
         rollout.save_policy(tmp_path / "p", program=True)
     assert isinstance(Policy.load(tmp_path / "p").module, ProgramModule)
+
+
+def test_a_class_that_nobody_can_import_is_saved_with_a_program_alone(tmp_path: Path) -> None:
+    class Local(OwnModule):
+        """Module of a function."""
+
+    with pytest.raises(PolicyError, match="can't be imported by another program"):
+        own(Local).save(tmp_path / "p")
+    for cls in (Local, Bare):
+        policy = own(cls) if cls is Local else Policy(Bare(), **SPACES)
+        policy.save(tmp_path / "p", program=True)
+        loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts", "tests"])
+        assert isinstance(loaded.module, ProgramModule)
+        assert_same(policy, loaded, "box", [1, 4])
+        loaded.save(tmp_path / "q")
+        assert (tmp_path / "p" / "policy.json").read_bytes() == (tmp_path / "q" / "policy.json").read_bytes()
 
 
 # What has no program
