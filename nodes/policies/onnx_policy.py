@@ -58,17 +58,9 @@ class OnnxPolicy:
         if _EXTERNAL in model:
             raise PolicyError("the ONNX program takes weights from other files, expected one that has its own")
         self._session = _session(model, threads)
-        try:
-            text = self._session.get_modelmeta().custom_metadata_map[METADATA]
-        except KeyError:
-            raise PolicyError("the ONNX program says nothing of its spaces, expected one that rollflow wrote") from None
-        facts = json_of(text.encode(), "the ONNX program")
-        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
-            raise PolicyError(f"the ONNX program says {str(facts)[:80]}, expected format {FORMAT}")
+        facts, inputs, self._outputs = _described(self._session)
         self.observation_space, self.action_space = facts.get("observation_space"), facts.get("action_space")
         self.outputs: Arrays = {}
-        inputs = {each.name: (each.type, each.shape) for each in self._session.get_inputs()}
-        self._outputs = [each.name for each in self._session.get_outputs()]
         self._leaves = dict(named_spaces(self.observation_space, "obs"))
         self._memory = sorted(name for name in inputs if name.startswith(MEMORY))
         self._like = {name: _like(name, *inputs[name]) for name in self._memory}
@@ -251,6 +243,22 @@ def _session(model: bytes, threads: int) -> Any:
             return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's errors have no common base
         raise PolicyError(f"the ONNX program can't be read: {str(error)[:200]}") from None
+
+
+def _described(session: Any) -> tuple[dict[str, Any], dict[str, tuple[str, list[Any]]], list[str]]:
+    """What a program says of itself, the types and shapes of its inputs by name, and the names of its outputs."""
+    try:
+        text = session.get_modelmeta().custom_metadata_map.get(METADATA, "")
+        inputs = {each.name: (each.type, each.shape) for each in session.get_inputs()}
+        outputs = [each.name for each in session.get_outputs()]
+    except Exception as error:  # names that are no text, and others of onnxruntime's
+        raise PolicyError(f"the ONNX program can't be read: {str(error)[:200]}") from None
+    if not text:
+        raise PolicyError("the ONNX program says nothing of its spaces, expected one that rollflow wrote")
+    facts = json_of(text.encode(), "the ONNX program")
+    if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+        raise PolicyError(f"the ONNX program says {str(facts)[:80]}, expected format {FORMAT}")
+    return facts, inputs, outputs
 
 
 def _rewards(rewards: Any, count: int, begins: NDArray[Any]) -> NDArray[np.float32]:

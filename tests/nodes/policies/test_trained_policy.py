@@ -1,4 +1,4 @@
-"""A policy that was trained on CartPole plays as well in other programs: by its class, a program, and in onnxruntime."""
+"""A policy trained on CartPole plays as well in other programs: by its class, by its program, and in onnxruntime."""
 
 import shutil
 import subprocess
