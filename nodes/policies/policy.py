@@ -8,6 +8,7 @@ from typing import Any, Self, cast
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.alpha.pieces import ActionConnectorPiece, AgentConnectorPiece
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.learner.values import device_of
@@ -371,6 +372,8 @@ class Policy:
                 piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
             if not learns and getattr(piece, "update_stats", False):
                 cast("Any", piece).update_stats = False
+            if not learns and isinstance(piece, AgentConnectorPiece | ActionConnectorPiece):
+                piece.pipeline.in_eval()
             if getattr(piece, "n_prev_rewards", 0):
                 self._needs_rewards = piece.name
 

@@ -10,6 +10,11 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream.data.errors import PolicyError
 
 _OWN = "rollflow."
+_ALPHA = "rollflow.nodes.connectors.alpha.pieces"
+_ELSEWHERE = {
+    "ActionConnectorPiece": _ALPHA,
+    "AgentConnectorPiece": _ALPHA,
+}  # rollflow's own classes that users don't name
 _registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
 _BASES: dict[str, type] = {"connector": ConnectorV2, "module": torch.nn.Module}
 
@@ -111,8 +116,8 @@ def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
 
 def _own(kind: str, name: str) -> Any:
     """rollflow's own class of this name; None where it has none."""
-    nodes = importlib.import_module("rollflow.nodes")
-    found = getattr(nodes, name) if name in nodes.__all__ else None
+    nodes = importlib.import_module(_ELSEWHERE.get(name, "rollflow.nodes"))
+    found = getattr(nodes, name) if name in _ELSEWHERE or name in nodes.__all__ else None
     return found if found is not None and kind in _BASES and _is_one(kind, found) else None
 
 
