@@ -31,7 +31,7 @@ from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, evaluated
 from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
 from rollflow.nodes.policies.onnx_export import onnx_bytes
 from rollflow.nodes.policies.part_records import classes_of
-from rollflow.nodes.policies.policy_parts import Pieces, pieces_within, pipeline_of, seen_spaces, spaces_of
+from rollflow.nodes.policies.policy_parts import Pieces, has_memory, pieces_within, pipeline_of, seen_spaces, spaces_of
 from rollflow.nodes.policies.program_module import ProgramModule
 from rollflow.nodes.policies.session_lane import SessionLane
 from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
@@ -114,7 +114,8 @@ class Policy:
         context = {"module": self.module, "explore": explore}
         self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
-        self._sessions = Sessions(self._group)
+        remembers = has_memory(self.module, self.env_to_module, self.module_to_env)
+        self._sessions = Sessions(self._group, remembers=remembers)
 
     # Acting
 

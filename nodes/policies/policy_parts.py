@@ -7,12 +7,15 @@ from typing import Any, TypeVar, cast
 import gymnasium as gym
 
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.nodes.connectors.lambda_connector import LambdaConnector
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
+from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.space import check_columnar
 
 Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
+_OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
 P = TypeVar("P", bound=ConnectorPipelineV2)
 
 
@@ -23,6 +26,14 @@ def pieces_within(*pipelines: ConnectorPipelineV2) -> Iterator[ConnectorV2]:
             yield from pieces_within(piece)
         else:
             yield piece
+
+
+def has_memory(module: Any, *pipelines: ConnectorPipelineV2) -> bool:
+    """True if an action may depend on more than the observation: on the module's state, or on what a piece keeps."""
+    return is_stateful(module) or any(
+        piece.lookback or isinstance(piece, LambdaConnector) or not type(piece).__module__.startswith(_OURS)
+        for piece in pieces_within(*pipelines)
+    )
 
 
 def pipeline_of(kind: type[P], pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]], *, stateful: bool) -> P:
