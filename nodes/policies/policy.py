@@ -178,7 +178,7 @@ class Policy:
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:
-        """The sessions that have a memory."""
+        """The sessions that have a memory; none where an action depends on the observation alone."""
         return self._sessions.ids
 
     def publish(self, weights: Weights) -> int:

@@ -114,3 +114,7 @@ class Bare(torch.nn.Module):
         return {"action_dist_inputs": self.layer(batch["obs"])}
 
     forward_exploration = forward_inference
+
+
+class Unnamed(OwnModule):
+    """Module that no test registers."""

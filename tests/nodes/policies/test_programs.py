@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
-from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule
+from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule, Unnamed
 
 from rollflow.nodes.modules.distribution import distribution_for
 from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes, read_files
@@ -172,8 +172,8 @@ def test_weights_are_published_to_a_program(tmp_path: Path) -> None:
 
 
 def test_a_program_does_not_train(tmp_path: Path) -> None:
-    own(OwnModule).save(tmp_path / "p", program=True)
-    with pytest.raises(ModuleError, match=r"own_policy_parts:OwnModule is here as a program that acts"):
+    own(Unnamed).save(tmp_path / "p", program=True)
+    with pytest.raises(ModuleError, match=r"own_policy_parts:Unnamed is here as a program that acts"):
         Policy.load(tmp_path / "p").module.forward_train({"obs": torch.zeros(2, 3)})
 
 
@@ -214,7 +214,7 @@ def test_a_module_that_torch_can_not_follow_is_refused(cls: Any, text: str, tmp_
 
 
 def test_a_distribution_of_its_own_is_refused(tmp_path: Path) -> None:
-    policy = own(OwnModule)
+    policy = own(Unnamed)
     policy.module._distribution_made = None
     other = distribution_for(ACTIONS["several"])
     policy.module.get_inference_action_dist_cls = lambda: other
@@ -223,8 +223,8 @@ def test_a_distribution_of_its_own_is_refused(tmp_path: Path) -> None:
 
 
 def test_without_a_program_the_class_is_needed(tmp_path: Path) -> None:
-    own(OwnModule).save(tmp_path / "p")
-    with pytest.raises(PolicyError, match=r"'own_policy_parts:OwnModule' is not allowed"):
+    own(Unnamed).save(tmp_path / "p")
+    with pytest.raises(PolicyError, match=r"'own_policy_parts:Unnamed' is not allowed"):
         Policy.load(tmp_path / "p")
 
 
@@ -254,7 +254,7 @@ FORBIDDEN += ["__import__", "attrgetter", "prim.device.default", "aten.relu.no",
 
 @pytest.mark.parametrize("name", [*FORBIDDEN, 3, None])
 def test_an_operation_that_is_not_torchs_is_refused(name: Any, tmp_path: Path) -> None:
-    own(OwnModule).save(tmp_path / "p", program=True)
+    own(Unnamed).save(tmp_path / "p", program=True)
     change_programs(tmp_path / "p", lambda program: program["operations"][0].__setitem__(0, name))
     with pytest.raises(PolicyError, match="there is no operation"):
         Policy.load(tmp_path / "p")
@@ -269,19 +269,19 @@ HOSTILE += [["mul", [1 << 29, 1 << 29], {}], ["aten.relu.default", [{"value": Tr
 
 @pytest.mark.parametrize("operation", HOSTILE, ids=range(len(HOSTILE)))
 def test_an_operation_that_can_not_be_done_is_refused(operation: Any, tmp_path: Path) -> None:
-    own(OwnModule).save(tmp_path / "p", program=True)
+    own(Unnamed).save(tmp_path / "p", program=True)
     change_programs(tmp_path / "p", lambda program: program["operations"].insert(0, operation))
     with pytest.raises(PolicyError, match="programs: "):
         Policy.load(tmp_path / "p")
 
 
 def test_a_program_that_does_something_else_is_found_by_the_examples(tmp_path: Path) -> None:
-    own(OwnModule).save(tmp_path / "p", program=True)
+    own(Unnamed).save(tmp_path / "p", program=True)
     change_programs(tmp_path / "p", lambda program: program["weights"].reverse())
     with pytest.raises(PolicyError, match=r"programs: forward_inference can't be run"):
         Policy.load(tmp_path / "p")
 
-    own(OwnModule).save(tmp_path / "p", program=True)
+    own(Unnamed).save(tmp_path / "p", program=True)
     twice = ["aten.add.Tensor", [{"value": 3}, {"value": 3}], {}]
 
     def double(program: dict[str, Any]) -> None:
