@@ -40,15 +40,16 @@ TIMES, MORE_S, LOAD_S = 1.5, 20e-6, 0.1
 
 
 def measure(sizes: Sizes, batch: int = BATCH) -> list[Record]:
-    """A line each for `act`, `act_batch`, programs, `load`, and two for HTTP."""
+    """A line each for `act`, `act_batch`, sessions in varying company, programs, `load`, and two for HTTP."""
     with _rollout(1) as rollout:
         policy, likeliest = rollout.policy(explore=True), rollout.policy()
-    records = [_act(policy, sizes), _act_batch(batch, sizes), *_programs(likeliest, sizes), _load(policy, sizes)]
-    return [*records, *_http(policy, batch, sizes)]
+    records = [_act(policy, sizes), _act_batch(batch, sizes), *_company(batch, sizes), *_programs(likeliest, sizes)]
+    return [*records, _load(policy, sizes), *_http(policy, batch, sizes)]
 
 
-def _rollout(slots: int) -> Rollout:
-    return Rollout(NoopEnv(slots), model_config={"fcnet_hiddens": HIDDENS}, fragment_length=CALLS, seed=0)
+def _rollout(slots: int, *, lstm: bool = False) -> Rollout:
+    config = {"fcnet_hiddens": HIDDENS, "use_lstm": lstm, "lstm_cell_size": HIDDENS[0]}
+    return Rollout(NoopEnv(slots), model_config=config, fragment_length=CALLS, seed=0)
 
 
 def _act(policy: Policy, sizes: Sizes) -> Record:
@@ -89,6 +90,29 @@ def _act_batch(slots: int, sizes: Sizes) -> Record:
             return CALLS * slots
 
         return paired("act_batch", slots, ours, theirs, aim=0.9, sizes=sizes, beside_name="the rollout's own rate")
+
+
+def _company(slots: int, sizes: Sizes) -> list[Record]:
+    """Batches of sessions drawn anew each time from four times as many, beside batches of the same ones."""
+    observations, rng = np.zeros((slots, 4), np.float32), np.random.default_rng(0)
+    records = []
+    for lstm in (False, True):
+        with _rollout(1, lstm=lstm) as rollout:
+            varying, same = rollout.policy(), rollout.policy()
+
+        def ours(policy: Policy = varying) -> int:
+            for _ in range(CALLS):
+                policy.act_batch(observations, sessions=rng.permutation(4 * slots)[:slots].tolist())
+            return CALLS * slots
+
+        def beside(policy: Policy = same) -> int:
+            for _ in range(CALLS):
+                policy.act_batch(observations)
+            return CALLS * slots
+
+        name = f"varying sessions, {'LSTM' if lstm else 'MLP'}"
+        records.append(paired(name, slots, ours, beside, aim=None, sizes=sizes, beside_name="the same sessions"))
+    return records
 
 
 def _load(policy: Policy, sizes: Sizes) -> Record:

@@ -1,6 +1,7 @@
 """A whole policy, its connector pieces included, as one function of tensors, and that as an ONNX program."""
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
@@ -43,7 +44,7 @@ class TensorPolicy(torch.nn.Module):
             raise PolicyError(
                 "the policy samples its actions, and an ONNX program takes the likeliest; expected explore=False"
             )
-        self.module = policy.module
+        self.module = copy.deepcopy(policy.module).cpu()
         self._space, self._action_space = policy.observation_space, policy.action_space
         pieces = list(pieces_within(policy.env_to_module))
         self._plan = Plan()
