@@ -5,13 +5,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollflow.nodes.policies.evaluation import Evaluation
+    from rollflow.nodes.policies.onnx_policy import OnnxPolicy
     from rollflow.nodes.policies.policy import Policy
     from rollflow.nodes.policies.registry import register_connector, register_function, register_module
 
-__all__ = ["Evaluation", "Policy", "register_connector", "register_function", "register_module"]
+__all__ = ["Evaluation", "OnnxPolicy", "Policy", "register_connector", "register_function", "register_module"]
 
 _HOMES = {
     "Evaluation": "evaluation",
+    "OnnxPolicy": "onnx_policy",
     "Policy": "policy",
     "register_connector": "registry",
     "register_function": "registry",
