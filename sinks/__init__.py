@@ -7,6 +7,11 @@ own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
 """
 
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks.replay.prioritized import Prioritized
+from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
+from rollflow.sinks.replay.removers import AfterSamples, LowestPriority, Oldest, Remover
+from rollflow.sinks.replay.replay import Replay, Storage
+from rollflow.sinks.replay.samplers import Draw, Episodes, Mixture, Newest, Sampler, Sequences, Uniform
 from rollflow.sinks.trainer.feed import feed
 from rollflow.sinks.trainer.process import TrainerProcess
 from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
@@ -14,11 +19,27 @@ from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.sinks.trainer.stream import TrainerStream
 
 __all__ = [
+    "AfterSamples",
+    "Draw",
+    "Episodes",
     "LearnerPipeline",
+    "LowestPriority",
+    "Mixture",
     "MultiAgentLearnerPipeline",
+    "Newest",
+    "Oldest",
+    "Prioritized",
+    "Remover",
+    "Replay",
+    "ReplayReport",
+    "Sampler",
+    "SamplesPerInsert",
+    "Sequences",
+    "Storage",
     "TrainerDataset",
     "TrainerProcess",
     "TrainerSink",
     "TrainerStream",
+    "Uniform",
     "feed",
 ]

@@ -35,6 +35,7 @@ HELP_PAGES = {
     "node": "how_to/graphs.md#nodes",
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
+    "replay": "how_to/replay.md#when-it-refuses",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
 }
@@ -97,6 +98,10 @@ class LagError(RollflowError, RuntimeError):
 
 class RunError(RollflowError, RuntimeError):
     """Raised when a run is used outside its life: before it began, after it ended, or twice."""
+
+
+class ReplayError(RollflowError, ValueError):
+    """Raised when a replay can't hold what it is given, or can't be sampled as asked."""
 
 
 class MetricsError(RollflowError, ValueError):
