@@ -34,7 +34,7 @@ def write_state(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
 def read_state(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The state in a file. Raises ReplayError for a file that `write_state` has not written, or not to its end."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with Path(path).open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         told = json.loads(arrays.pop(_PLAIN).tobytes())
         if told["format"] != _FORMAT:

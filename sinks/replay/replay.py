@@ -320,7 +320,7 @@ class Replay:
         if self._columns is None:
             self._columns = self._make_columns(items_of(columns))
         self._columns.check(columns)
-        placement = rows.place(_lane_name(fragment), fragment.layout.num_slots, chunks)
+        placement = rows.place(_lane_name(fragment), fragment.layout, chunks)
         self._columns.write(placement.begin, placement.source, columns)
         if len(placement.ended):
             last = fragment.last_observations()
@@ -413,7 +413,7 @@ class Replay:
 
 
 def _lane_name(fragment: Fragment) -> str:
-    """A name of the fragment's lane that no other lane has, of whatever rollout."""
+    """A name of the fragment's lane that no other lane of the run has, also in a run that goes on later."""
     return f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollflow.sinks.replay.chunk_table import ChunkTable, Ints
 from rollflow.stream.data.errors import ReplayError
-from rollflow.stream.fragments.fragment_records import ChunkIndex
+from rollflow.stream.fragments.fragment_records import ChunkIndex, FragmentLayout
 
 Bools = NDArray[np.bool_]
 
@@ -44,16 +44,24 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class OpenEpisodes:
-    """The episode that each of N slots of a lane is in: its number, its steps so far, and its newest chunk, or -1."""
+    """The episode that each of N slots of a lane is in.
+
+    number    i64[N]  of the episode in its slot
+    steps     i64[N]  so far
+    chunk     i64[N]  number of its newest chunk, or -1
+    layout    that all fragments of the lane share; None: not known, after a checkpoint
+    """
 
     number: Ints
     steps: Ints
     chunk: Ints
+    layout: FragmentLayout | None = None
 
     @classmethod
-    def none(cls, slots: int) -> "OpenEpisodes":
+    def none(cls, layout: FragmentLayout) -> "OpenEpisodes":
         """None of the slots has an episode."""
-        return cls(np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.full(slots, -1))
+        slots = layout.num_slots
+        return cls(np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.full(slots, -1), layout)
 
 
 class RowIndex:
@@ -156,23 +164,27 @@ class RowIndex:
     def episode_step(self, positions: Ints) -> Ints:
         """The number of steps in the episode before each position, i64[B]."""
         chunk = self.chunk_of(positions)
-        return self.chunks.read("t_started", chunk) + positions - self.chunks.read("first", chunk)
+        steps: Ints = self.chunks.read("t_started", chunk) + positions - self.chunks.read("first", chunk)
+        return steps
 
     # Writing
 
-    def place(self, lane: str, num_slots: int, chunks: ChunkIndex) -> Placement:
+    def place(self, lane: str, layout: FragmentLayout, chunks: ChunkIndex) -> Placement:
         """Find room for the chunks of a lane's fragment, and forget the oldest rows for that.
+
+        lane    name of the lane; of several lanes with one name, which two rollouts with one seed have, episodes are
+                not joined
 
         Raises ReplayError where the fragment is larger than the ring.
         """
         lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
-        opened = self._open.setdefault(lane, OpenEpisodes.none(num_slots))
+        opened, num_slots = self._opened(lane, layout), layout.num_slots
         joins = self._joined(opened, chunks)
         before = np.where(joins, opened.chunk[chunks.slot], -1)
-        self._release(before[joins])
+        freed = self._spare_behind(before[joins])
         alone = has_ended.copy()  # chunks whose last observation has a row of its own
         going_on = np.flatnonzero(~has_ended)
-        alone[going_on[len(self._free) :]] = True
+        alone[going_on[len(self._free) + len(freed) :]] = True
         sizes = lengths + alone
         total = int(sizes.sum())
         if total > self.num_rows:
@@ -180,6 +192,7 @@ class RowIndex:
                 f"a fragment takes {total} rows, but the replay has {self.num_rows}: expected a capacity of several "
                 "fragments; raise capacity, or lower fragment_length"
             ).see("replay")
+        self._release(before[joins], freed)
         removed = self._evict(self.end + total - self.num_rows)
         begin, self.end = self.end, self.end + total
         firsts = begin + np.cumsum(sizes) - sizes
@@ -196,6 +209,7 @@ class RowIndex:
         spare = going_on[~alone[going_on]]
         spare_rows = np.array([self._free.pop() for _ in range(len(spare))], np.int64)
         self.following[(firsts + lengths - 1)[spare] % self.num_rows] = spare_rows
+        self._open[lane] = opened
         opened.number[chunks.slot] = chunks.number
         opened.steps[chunks.slot] = chunks.t_started + lengths
         opened.chunk[chunks.slot] = np.where(has_ended, -1, numbers)
@@ -224,6 +238,15 @@ class RowIndex:
         self.num_live -= len(positions)
         self.removed += len(positions)
 
+    def _opened(self, lane: str, layout: FragmentLayout) -> OpenEpisodes:
+        """The episodes that the slots of a lane are in."""
+        opened = self._open.get(lane)
+        if opened is not None and opened.layout is None and len(opened.number) == layout.num_slots:
+            opened.layout = layout
+        if opened is None or opened.layout is not layout:
+            opened = OpenEpisodes.none(layout)
+        return opened
+
     def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
         """Which chunks go on where a chunk that is kept stopped."""
         slot = chunks.slot
@@ -231,12 +254,17 @@ class RowIndex:
         joined: Bools = is_next & (chunks.t_started > 0) & (opened.chunk[slot] >= self.chunks.begin)
         return joined
 
-    def _release(self, before: Ints) -> None:
+    def _spare_behind(self, before: Ints) -> list[int]:
+        """The spare rows behind chunks."""
+        behind = self.following[(self.chunks.read("stop", before) - 1) % self.num_rows]
+        spare: list[int] = behind[behind >= self.num_rows].tolist()
+        return spare
+
+    def _release(self, before: Ints, spare: list[int]) -> None:
         """Free the spare rows behind chunks that now go on."""
         last = (self.chunks.read("stop", before) - 1) % self.num_rows
-        behind = self.following[last]
-        self._free += behind[behind >= self.num_rows].tolist()
         self.following[last] = last
+        self._free += spare
 
     def _record(
         self, numbers: Ints, chunks: ChunkIndex, firsts: Ints, lengths: Ints, has_ended: Bools, before: Ints

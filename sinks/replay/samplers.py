@@ -235,7 +235,8 @@ class Episodes(Sampler):
 
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         chunks, last = rows.chunks, rows.chunks.numbers()
-        last = last[chunks.read("has_ended", last) & chunks.read("is_whole", last)]
+        is_there = chunks.read("stop", last) > rows.begin  # else only the last observation is left
+        last = last[chunks.read("has_ended", last) & chunks.read("is_whole", last) & is_there]
         lengths = self._lengths(rows, last)
         newest = chunks.read("stop", last) - 1
         firsts, _ = rows.back(newest, int(lengths.max(initial=1)) - 1)
