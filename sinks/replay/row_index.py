@@ -209,10 +209,12 @@ class RowIndex:
         spare = going_on[~alone[going_on]]
         spare_rows = np.array([self._free.pop() for _ in range(len(spare))], np.int64)
         self.following[(firsts + lengths - 1)[spare] % self.num_rows] = spare_rows
-        self._open[lane] = opened
         opened.number[chunks.slot] = chunks.number
         opened.steps[chunks.slot] = chunks.t_started + lengths
         opened.chunk[chunks.slot] = np.where(has_ended, -1, numbers)
+        self._open.pop(lane, None)
+        if opened.chunk.max() >= 0:
+            self._open[lane] = opened
         is_live = is_step
         if self.history:
             needed = np.minimum(chunks.t_started[of] + step, self.history)

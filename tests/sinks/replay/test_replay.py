@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numbered_module import NumberedModule
+from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
 from replayed import Played, rows_of
 
@@ -379,3 +379,16 @@ def test_rollouts_with_one_seed_are_not_joined() -> None:
     for fragment in one.fragments:
         alone.insert(fragment)
     assert alone.sample(200)["seq_lens"].max() >= 9
+
+
+def test_whole_episodes_of_a_rollout_are_taken_as_they_are() -> None:
+    played = Played(1, 1)
+    envs, makers = numbered_envs(3, lengths=(2, 6))
+    replay = Replay(300, sampler=Newest())
+    with Rollout(makers, module=NumberedModule(), fragment_length=5, num_fragments=8, seed=0) as rollout:
+        for fragment in rollout.fragments(complete_episodes=True):
+            replay.insert(fragment)
+    played.steps = {(env.slot, entry[0], entry[1]): tuple(entry[2:]) for env in envs for entry in env.log}
+    made = {played.check_row(row) for row in rows_of(replay.sample(300))}
+    ended = {(slot, episode) for (slot, episode, _), entry in played.steps.items() if any(entry[2:])}
+    assert made == {step for step in played.steps if step[:2] in ended}
