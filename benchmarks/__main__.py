@@ -29,6 +29,7 @@ PROGRAMS = (
     "remote",
     "transport",
     "beside_peers",
+    "replay",
     "memory",
     "scaling",
 )
