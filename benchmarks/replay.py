@@ -101,12 +101,12 @@ def measured(kind: str, fragments: list[Fragment], sizes: Sizes) -> list[Record]
             records.append(
                 paired(f"{kind}, {size} uniform, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
             )
-        if "TorchRL" in others:
-            draw = others["TorchRL"][2](size)
-            ours = sampling(prioritized, size, updates=True)
-            records.append(
-                paired(f"{kind}, {size} prioritized", SLOTS, ours, draw, aim=1.0, sizes=sizes, beside_name="TorchRL")
-            )
+        by_priority = others["TorchRL"][2] if "TorchRL" in others else None
+        name, draw, aim = ("numpy", bare, None) if by_priority is None else ("TorchRL", by_priority(size), 1.0)
+        ours = sampling(prioritized, size, updates=True)
+        records.append(
+            paired(f"{kind}, {size} prioritized, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
+        )
     return records
 
 
@@ -184,7 +184,8 @@ def copies(fragments: list[Fragment], capacity: int) -> Run:
     return copy
 
 
-Peer = tuple[Run, Callable[[int], Run], Callable[[int], Run]]  # insert, uniform and prioritized samples by size
+Sampler = Callable[[int], Run]
+Peer = tuple[Run, Sampler, Sampler | None]  # insert; uniform and prioritized samples by size
 
 
 def peers(kind: str, fragments: list[Fragment], capacity: int) -> dict[str, Peer]:

@@ -1,5 +1,6 @@
 """TorchRL's TensorDictReplayBuffer with LazyTensorStorage, uniform and prioritized."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +10,14 @@ from torchrl.data import LazyTensorStorage, TensorDictPrioritizedReplayBuffer, T
 
 from benchmarks.pairs import Run
 
+Sampler = Callable[[int], Run]
 
-def peer(fragments: list[dict[str, Any]], capacity: int) -> tuple[Run, Callable[[int], Run], Callable[[int], Run]]:
-    """Functions that insert all fragments, whole, and that sample a batch of a size, uniform and prioritized."""
+
+def peer(fragments: list[dict[str, Any]], capacity: int) -> tuple[Run, Sampler, Sampler | None]:
+    """Functions that insert all fragments, whole, and that sample a batch of a size, uniform and prioritized.
+
+    The last is None where TorchRL's compiled sum tree does not go with the torch that is installed.
+    """
     rows = [
         TensorDict(
             {name: torch.from_numpy(value.reshape(-1, *value.shape[2:]).copy()) for name, value in each.items()},
@@ -20,8 +26,12 @@ def peer(fragments: list[dict[str, Any]], capacity: int) -> tuple[Run, Callable[
         for each in fragments
     ]
     uniform = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity))
-    prioritized = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(capacity))
-    for buffer in (uniform, prioritized):
+    prioritized = None
+    try:
+        prioritized = TensorDictPrioritizedReplayBuffer(alpha=0.6, beta=0.4, storage=LazyTensorStorage(capacity))
+    except RuntimeError as error:
+        print(f"TorchRL's prioritized replay: left out: {error}", file=sys.stderr)
+    for buffer in (uniform, *([] if prioritized is None else [prioritized])):
         for _ in range(-(-capacity // sum(len(each) for each in rows))):
             for each in rows:
                 buffer.extend(each)
@@ -45,4 +55,4 @@ def peer(fragments: list[dict[str, Any]], capacity: int) -> tuple[Run, Callable[
 
         return sample
 
-    return insert, sampler, prioritized_sampler
+    return insert, sampler, None if prioritized is None else prioritized_sampler
