@@ -1,15 +1,13 @@
 """Replay: keeps the steps of fragments, and gives batches of them at a controlled rate."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
-from time import monotonic
-from typing import Any, Literal
+from typing import Any
 
 import anyio
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
@@ -22,6 +20,7 @@ from rollflow.sinks.replay.row_columns import RowColumns, columns_of, items_of
 from rollflow.sinks.replay.row_index import RowIndex
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.sinks.replay.samplers import Draw, Sampler, Uniform
+from rollflow.sinks.replay.turns import Side, Turns
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import map_tree
@@ -29,7 +28,6 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
 
 Batch = dict[str, Any]
-Side = Literal["insert", "sample"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +104,8 @@ class Replay:
         self._generator = np.random.default_rng(seed)
         self.sampler.begin(self._rows)
         self.remover.begin(self._rows)
-        self._lock = threading.Condition()
-        self._waits: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # seconds
-        self._waiting: list[Side] = []  # of those that wait now
-        self._changed: anyio.Event | None = None  # in a graph
+        self._turns = Turns()
+        self._lock = self._turns.lock
 
     # Taking and giving
 
@@ -137,7 +133,7 @@ class Replay:
             self._rate.check(inserts=steps)
             self._wait("insert", lambda: self._admits_insert(steps), wait_s)
             self._insert(fragment)
-            self._notify()
+            self._turns.notify()
 
     def may_insert(self, steps: int) -> bool:
         """True if the rate lets so many steps be inserted now."""
@@ -157,7 +153,7 @@ class Replay:
             self._rate.check(samples=steps)
             self._wait("sample", lambda: self._admits_sample(steps), wait_s)
             batch = self._sample(count)
-            self._notify()
+            self._turns.notify()
         return batch
 
     def may_sample(self, count: int | None = None) -> bool:
@@ -202,9 +198,9 @@ class Replay:
                 sampled=rate.sampled,
                 ratio=rate.reached(rows.inserted),
                 wanted=None if rate.rate is None else rate.rate.ratio,
-                waiting=self._waiting[0] if self._waiting else None,
-                insert_wait_s=self._waits["insert"],
-                sample_wait_s=self._waits["sample"],
+                waiting=self._turns.waiting,
+                insert_wait_s=self._turns.waited["insert"],
+                sample_wait_s=self._turns.waited["sample"],
             )
 
     @property
@@ -217,9 +213,10 @@ class Replay:
     async def run(self, fragments: Inlet[Fragment], batches: Outlet[Batch]) -> None:
         """Insert fragments and send batches, each as soon as the rate lets it through.
 
-        After the last fragment, sends what the rate still allows.
+        After the last fragment, sends what the rate still allows; without a rate, nothing more.
         """
-        self._changed, is_over = anyio.Event(), False
+        is_over = False
+        self._turns.enter_loop()
 
         async def insert_all() -> None:
             nonlocal is_over
@@ -227,17 +224,17 @@ class Replay:
                 steps = fragment.num_steps
                 with self._lock:
                     self._rate.check(inserts=steps)
-                await self._wait_in_loop("insert", lambda steps=steps: self._admits_insert(steps))  # type: ignore[misc]
+                await self._turns.wait_in_loop("insert", lambda steps=steps: self._admits_insert(steps))  # type: ignore[misc]
                 self.insert(fragment)
             is_over = True
             with self._lock:
-                self._notify()
+                self._turns.notify()
 
         async def send_all() -> None:
             steps = self.batch_size * self.sampler.steps
             while True:
-                await self._wait_in_loop("sample", lambda: is_over or self._admits_sample(steps))
-                if not self.may_sample():
+                await self._turns.wait_in_loop("sample", lambda: is_over or self._admits_sample(steps))
+                if not self.may_sample() or (is_over and self._rate.rate is None):
                     return
                 await batches.send(self.sample())
 
@@ -256,16 +253,6 @@ class Replay:
             tasks.start_soon(work, send_all)
         if raised is not None:
             raise raised
-
-    async def _wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
-        while True:
-            with self._lock:
-                if admits():
-                    return
-                changed = self._changed
-            assert changed is not None
-            with self._counted(side):
-                await changed.wait()
 
     # Checkpoints
 
@@ -302,7 +289,7 @@ class Replay:
             self.remover.set_state(state["remover"])
             self._rate.set_state(state["rate"])
             self._generator.bit_generator.state = state["generator"]
-            self._notify()
+            self._turns.notify()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state into a file, which takes the place of an older one only when it is whole."""
@@ -343,8 +330,9 @@ class Replay:
         for piece in self.pieces:
             batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
         self._count(draw)
+        convert = tensor_of if self.pieces else torch.from_numpy  # a piece's arrays may be read-only
         for name, data in batch.items():
-            batch[name] = tensor_of(data) if type(data) is np.ndarray else map_tree(_tensor, data)
+            batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
         return batch
 
     def _count(self, draw: Draw) -> None:
@@ -376,31 +364,10 @@ class Replay:
     def _admits_sample(self, steps: int) -> bool:
         return self._rate.admits_sample(steps, self._rows.inserted, self._rows.removed)
 
-    def _notify(self) -> None:
-        self._lock.notify_all()
-        if self._changed is not None:
-            self._changed.set()
-            self._changed = anyio.Event()
-
     def _wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""
-        if admits():
-            return
-        if wait_s == 0.0:
+        if not self._turns.wait(side, admits, wait_s):
             raise self._held_back(side)
-        with self._counted(side):
-            if not self._lock.wait_for(admits, wait_s):
-                raise self._held_back(side)
-
-    @contextmanager
-    def _counted(self, side: Side) -> Iterator[None]:
-        began = monotonic()
-        self._waiting.append(side)
-        try:
-            yield
-        finally:
-            self._waiting.remove(side)
-            self._waits[side] += monotonic() - began
 
     def _held_back(self, side: Side) -> ReplayError:
         if self._rate.rate is None:

@@ -70,7 +70,10 @@ class RowColumns:
 
     def read(self, name: str, rows: NDArray[Any]) -> Tree:
         """The items in rows, whole numbers of any shape: a tree of new arrays any[*rows.shape, ...]."""
-        return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), self.trees[name])
+        tree = self.trees[name]
+        if type(tree) is np.ndarray:
+            return tree.take(rows, axis=0, mode="clip")
+        return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), tree)
 
     def get_state(self, used: int) -> dict[str, Any]:
         """The first `used` rows of each column, and all spare ones: name -> [tree, tree of spare rows]."""

@@ -91,9 +91,12 @@ class RowIndex:
 
     # Reading
 
-    def rows(self, positions: Any) -> Any:
-        """The rows of positions."""
-        return positions % self.num_rows
+    def rows(self, positions: Ints) -> Ints:
+        """The rows of positions that are kept."""
+        # Faster than the remainder, since only two rounds of the ring come into question.
+        rows = positions - (self.begin - self.begin % self.num_rows)
+        rows -= self.num_rows * (rows >= self.num_rows)
+        return rows
 
     def positions(self, rows: Ints) -> Ints:
         """The positions that are kept in rows of the ring."""
@@ -101,7 +104,7 @@ class RowIndex:
 
     def chunk_of(self, positions: Ints) -> Ints:
         """The numbers of the chunks that positions are in."""
-        numbers: Ints = self._chunk[positions % self.num_rows]
+        numbers: Ints = self._chunk[self.rows(positions)]
         return numbers
 
     def is_kept(self, positions: Ints) -> Bools:

@@ -43,7 +43,7 @@ class SampledSteps:
 
     def read(self, name: str, positions: Ints) -> Tree:
         """A column at positions of any shape: a tree of new arrays any[*positions.shape, ...]."""
-        return self.columns.read(name, positions % self.rows.num_rows)
+        return self.columns.read(name, self.rows.rows(positions))
 
     def observations(self, positions: Ints) -> Tree:
         """The observations before the steps at positions, with their frames."""
@@ -59,11 +59,11 @@ class SampledSteps:
 
     def next_observations(self, positions: Ints) -> Tree:
         """The observations after the steps at positions, with their frames."""
-        following = self.rows.following[positions % self.rows.num_rows]
+        following = self.rows.following[self.rows.rows(positions)]
         if self._frames == 1:
             return self.columns.read(Columns.OBS, following)
         at, there = self._frames_before(positions)
-        at = np.concatenate([at[..., 1:] % self.rows.num_rows, following[..., None]], axis=-1)
+        at = np.concatenate([self.rows.rows(at[..., 1:]), following[..., None]], axis=-1)
         there = np.concatenate([there[..., 1:], np.ones((*positions.shape, 1), np.bool_)], axis=-1)
 
         def stacked(leaf: NDArray[Any]) -> NDArray[Any]:
@@ -74,15 +74,19 @@ class SampledSteps:
 
     def goes_on(self, positions: Ints) -> tuple[Ints, NDArray[np.bool_]]:
         """One step on in each episode: (positions, whether the replay has that step); else the same position."""
-        following = self.rows.following[positions % self.rows.num_rows].astype(np.int64)
+        following = self.rows.following[self.rows.rows(positions)].astype(np.int64)
         is_step = self.rows.is_step[following]
         return np.where(is_step, self.rows.positions(following), positions), is_step
 
     def batch(self) -> dict[str, Any]:
         """Every column of the steps, as arrays, with `new_obs`, `ids`, `age` and what the sampler adds."""
-        draw, at = self._draw, self.positions
-        batch = {Columns.OBS: self.observations(at), Columns.NEXT_OBS: self.next_observations(at)}
-        rows = at % self.rows.num_rows
+        draw, at, rows = self._draw, self.positions, self.rows.rows(self.positions)
+        if self._frames == 1:
+            following = self.rows.following.take(rows)
+            seen = self.columns.read(Columns.OBS, rows), self.columns.read(Columns.OBS, following)
+        else:
+            seen = self.observations(at), self.next_observations(at)
+        batch = {Columns.OBS: seen[0], Columns.NEXT_OBS: seen[1]}
         for name in self.columns.trees:
             if name == Columns.STATE_IN and self.is_padding is not None:
                 batch[name] = self.columns.read(name, rows[:, 0])

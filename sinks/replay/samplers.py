@@ -101,7 +101,7 @@ class Newest(Sampler):
         while True:
             window = min(2 * window, rows.end - rows.begin)
             positions = np.arange(rows.end - window, rows.end)
-            positions = positions[rows.is_live[positions % rows.num_rows]][::-1][:count]
+            positions = positions[rows.is_live[rows.rows(positions)]][::-1][:count]
             if len(positions) == count or window == rows.end - rows.begin:
                 return Draw(positions, positions)
 
@@ -272,13 +272,13 @@ def _uniform(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints
         return generator.integers(rows.begin, rows.end, size=count)
     if rows.num_live < span // 4:
         kept = np.arange(rows.begin, rows.end)
-        kept = kept[rows.is_live[kept % rows.num_rows]]
+        kept = kept[rows.is_live[rows.rows(kept)]]
         return kept[generator.integers(len(kept), size=count)]
     found: list[Ints] = []
     missing = count
     while missing:
         drawn = generator.integers(rows.begin, rows.end, size=missing * span // rows.num_live + 16)
-        drawn = drawn[rows.is_live[drawn % rows.num_rows]][:missing]
+        drawn = drawn[rows.is_live.take(rows.rows(drawn))][:missing]
         missing -= len(drawn)
         found.append(drawn)
     return found[0] if len(found) == 1 else np.concatenate(found)
