@@ -36,10 +36,16 @@ HELP_PAGES = {
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
     "replay": "how_to/replay.md#when-it-refuses",
+    "policy": "how_to/deploy_a_policy.md#when-a-policy-is-refused",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
 }
 """Topic of an error -> the page of the documentation that helps, and the heading on it."""
+
+
+def page_on(topic: str) -> str:
+    """The words that name the page for a topic of `HELP_PAGES`: `see docs/…`."""
+    return f"{_SEE}{HELP_PAGES[topic]}"
 
 
 class RollflowError(Exception):
@@ -47,8 +53,13 @@ class RollflowError(Exception):
 
     def see(self, topic: str) -> Self:
         """Name the page for a topic of `HELP_PAGES`, on the last line that a traceback shows; returns the error."""
-        self.add_note(f"{_SEE}{HELP_PAGES[topic]}")
+        self.add_note(page_on(topic))
         return self
+
+    @property
+    def pages(self) -> list[str]:
+        """The notes that name a page: `see docs/…`."""
+        return [note for note in getattr(self, "__notes__", ()) if note.startswith(_SEE)]
 
     def add_note(self, note: str, /) -> None:
         """Add a note before the one that names a page."""
@@ -86,6 +97,10 @@ class ModuleError(RollflowError, ValueError):
 
 class PolicyError(RollflowError, ValueError):
     """Raised when a policy can't be saved or loaded, or a session of it can't go on."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.see("policy")
 
 
 class EnvError(RollflowError, ValueError):

@@ -274,10 +274,8 @@ async def test_an_error_in_a_replay_ends_the_run_by_name() -> None:
 async def test_without_a_rate_batches_come_until_the_rollout_ends() -> None:
     replay = Replay(500, batch_size=16, seed=0)
     rollout, graph = in_graph(replay, num_fragments=5)
-    sizes = []
     async with graph.run() as run:
         with anyio.fail_after(60):
-            async for batch in run["batches"]:
-                sizes.append(len(batch["ids"]))
+            sizes = [len(batch["ids"]) async for batch in run["batches"]]
     assert set(sizes) == {16}
     assert replay.report().inserted == rollout.num_steps
