@@ -248,8 +248,8 @@ class PolicyClient:
             for key in keys:
                 if key in self._unknown:
                     raise SessionLostError(
-                        f"session {key[1]!r} is lost: an answer of it never came; expected reset({key[1]!r}) before its "
-                        "next observation"
+                        f"session {key[1]!r} is lost: an answer of it never came; expected reset({key[1]!r}) before "
+                        "its next observation"
                     )
             begins = np.array([name is None or (policy, name) not in self._begun for name in names], np.bool_)
             number = self._session.number + 1
