@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
-        print(f"rollflow: {error}", file=sys.stderr)
+        for line in (f"rollflow: {error}", *getattr(error, "__notes__", ())):
+            print(line, file=sys.stderr)
         return 1
     return status
 

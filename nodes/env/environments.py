@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers
-from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, RunError
@@ -116,7 +116,8 @@ class Environments(LaneSource):
             for lane, maker in enumerate(lane_makers(env, num_envs, lanes, self._autoreset_mode)):
                 here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
                 self._opened += maker.to_close(here[-1].env, lane)
-            self._check_apart()
+            check_apart("slots", (env for _, env in self._opened))
+            check_apart("lanes", (each.env for each in here))
         self._here = here
         return [each.env for each in here]
 
@@ -147,14 +148,6 @@ class Environments(LaneSource):
 
     def _record(self, lane: Lane, stepped: Stepped) -> None:
         lane.record_step(*stepped)
-
-    def _check_apart(self) -> None:
-        """Raise EnvError where an environment stands in two slots: lanes may step at the same time."""
-        first: dict[int, int] = {}
-        for slot, (_, env) in enumerate(self._opened):
-            other = first.setdefault(id(env), slot)
-            if other != slot:
-                raise EnvError(f"slots {other} and {slot} were given the same environment, expected one for each")
 
     def _make_lanes(self) -> None:
         self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]

@@ -1,14 +1,14 @@
 """The base of nodes that step environments, of one agent each or of several."""
 
 import abc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
-from rollflow.stream.data.errors import RunError, noted
+from rollflow.stream.data.errors import EnvError, RunError, noted
 from rollflow.stream.graph.interrupts import interrupts
 from rollflow.stream.graph.seeding import seed_for
 
@@ -244,3 +244,12 @@ class LaneSource(abc.ABC):
         if self.is_closed:
             raise RunError("these environments have been closed: make another rollout")
         self.is_started = True
+
+
+def check_apart(places: str, envs: Iterable[Any]) -> None:
+    """Raise EnvError where an environment stands in two places: each steps it, and lanes may do so at the same time."""
+    first: dict[int, int] = {}
+    for place, env in enumerate(envs):
+        other = first.setdefault(id(env), place)
+        if other != place:
+            raise EnvError(f"{places} {other} and {place} were given the same environment, expected one for each")

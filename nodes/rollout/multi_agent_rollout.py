@@ -128,7 +128,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         returns                       `mean` and `count` of the last episodes' returns, all agents together;
                                       `by_module`.
         environments, lag             The node that steps them; the `AgentLagBound`.
-        seed                          The seed in use.
+        seed, placement               The seed in use; why it goes where it goes, with `where="auto"`.
 
     Also `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 

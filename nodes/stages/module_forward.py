@@ -10,7 +10,7 @@ import torch
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.modules.torch_threads import TorchThreads
-from rollflow.nodes.stages.joint_output import batch_shapes, joint_pass
+from rollflow.nodes.stages.joint_output import joint_pass, note_batch
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.tree import leaves_of
@@ -79,7 +79,7 @@ class ModuleForward:
         try:
             lane.batch = self.forward(lane.batch)
         except Exception as error:
-            error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}, batch: {batch_shapes(lane.batch)}")
+            note_batch(error, f"lane {lane.index}, vector step {lane.vector_steps}", lane.batch)
             raise
         lane.policy_version = self.policy_version
         return lane

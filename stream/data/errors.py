@@ -41,12 +41,17 @@ HELP_PAGES = {
 """Topic of an error -> the page of the documentation that helps, and the heading on it."""
 
 
+def page_on(topic: str) -> str:
+    """The words that name the page for a topic of `HELP_PAGES`: `see docs/…`."""
+    return f"{_SEE}{HELP_PAGES[topic]}"
+
+
 class RollflowError(Exception):
     """Raised when rollflow refuses something; the base of every class below."""
 
     def see(self, topic: str) -> Self:
         """Name the page for a topic of `HELP_PAGES`, on the last line that a traceback shows; returns the error."""
-        self.add_note(f"{_SEE}{HELP_PAGES[topic]}")
+        self.add_note(page_on(topic))
         return self
 
     def add_note(self, note: str, /) -> None:

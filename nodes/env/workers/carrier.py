@@ -19,30 +19,56 @@ class CarriedLane(Protocol):
 L = TypeVar("L", bound=CarriedLane)
 
 
-class Carried:
-    """A node's share in a carrier: the background node that the engine sees, and the counts of its supervisor.
+class Carrier(Protocol):
+    """Way of lanes to where their environments are, and back: a `WorkerCarrier` or a `HostCarrier`."""
 
-    carrier    takes lanes to where their environments are, and brings them back: a `WorkerCarrier` or a `HostCarrier`
+    supervisor: LaneSupervisor
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is late or begins anew."""
+
+    def start(self) -> Iterator[Any]:
+        """Have every lane set out, all at a time. Raises RunError a second time."""
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once something has come."""
+
+    def hasten(self) -> None:
+        """Have lanes come back soon, also without a step."""
+
+    def describe(self) -> str:
+        """Where the lanes are, for `explain()`."""
+
+    def close(self) -> None:
+        """End all that was begun elsewhere."""
+
+
+class Carried:
+    """A node's part in what a carrier does: the background node that the engine sees, and the counts of its supervisor.
 
     The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
     ports from that.
     """
 
-    carrier: Any
+    carrier: Carrier
     is_closed: bool
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time. Raises RunError a second time."""
         self._begin()  # type: ignore[attr-defined]
-        return iter(self.carrier.start())
+        return self.carrier.start()
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
-        return iter(self.carrier.completed())
+        return self.carrier.completed()
 
     def fileno(self) -> int:
         """A descriptor that can be read once something has come."""
-        return int(self.carrier.fileno())
+        return self.carrier.fileno()
 
     def hasten(self) -> None:
         """Have lanes come back soon, also without a step: no more steps are asked for."""
@@ -60,8 +86,7 @@ class Carried:
     @property
     def patience(self) -> float | None:
         """Seconds until a lane is late or begins anew."""
-        left: float | None = self.carrier.patience
-        return left
+        return self.carrier.patience
 
     @property
     def in_flight(self) -> int:
@@ -80,5 +105,4 @@ class Carried:
 
     @property
     def _supervisor(self) -> LaneSupervisor:
-        supervisor: LaneSupervisor = self.carrier.supervisor
-        return supervisor
+        return self.carrier.supervisor

@@ -172,9 +172,9 @@ def test_a_version_is_seen_once_turns_can_begin_with_it() -> None:
     with rollouts_on(envs.addresses[0], makers(0)), rollout_over(envs) as rollout:
         broadcast = rollout.environments.broadcast
 
-        def broadcasting(version: int, news: Any) -> None:
+        def broadcasting(published: Any) -> None:
             seen.append(rollout.policy_version)
-            broadcast(version, news)
+            broadcast(published)
 
         rollout.environments.broadcast = broadcasting
         assert rollout.publish_as(3, weights(3.0))
