@@ -27,9 +27,7 @@ CLIENT = hello(role="client", slots=(1,), observation_space={}, action_space={},
 def act(number: int, done: int = 0) -> Act:
     example = EXAMPLES["act"]
     assert isinstance(example, Act)
-    return Act(
-        number, done, "pole", None, example.sessions, example.begins, example.rewards, example.obs
-    )
+    return Act(number, done, "pole", None, example.sessions, example.begins, example.rewards, example.obs)
 
 
 def acted(number: int) -> Acted:
