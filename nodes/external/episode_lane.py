@@ -4,6 +4,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 import gymnasium as gym
@@ -52,7 +53,9 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
         self.observation_space, self.action_space = batch_space(observation_space, 1), batch_space(action_space, 1)
         self._row = row_of(observation_space, 1)
         self._logged: deque[Logged] = deque()
+        self._has_logged = False
         self._asking: Logged | None = None  # that `reset` or `step` gave last, and that has no action yet
+        self._is_waiting = False  # the lane's thread, for what is logged next
         self._is_over = False  # the episode that `step` gave last
         self._error: Exception | None = None
         self._changed = threading.Condition()
@@ -74,6 +77,14 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
         with self._changed:
             self._log(logged)
 
+    def wait_until_sent(self, until: float) -> bool:
+        """Wait until the rollout wants more than was logged, so that it has all of it; False: it was too late."""
+        with self._changed:
+            while (self._logged or self._asking is not None or not self._is_waiting) and self._has_logged:
+                if self._error is not None or not self._changed.wait(max(0.0, until - monotonic())):
+                    return False
+            return True
+
     def end(self, error: Exception) -> None:
         """Have all that waits, and all that comes, raise this; the lane's thread is let go."""
         with self._changed:
@@ -82,7 +93,7 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
 
     # For the lane's thread
 
-    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Tree, Mapping[str, Any]]:
+    def reset(self, *, seed: Any = None, options: dict[str, Any] | None = None) -> tuple[Tree, Any]:
         """The first observation of the next episode, once the program has logged it."""
         with self._changed:
             self._is_over = False
@@ -117,6 +128,7 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
         if self._error is not None:
             raise self._raised()
         self._logged.append(logged)
+        self._has_logged = True
         self._changed.notify_all()
 
     def _raised(self) -> Exception:
@@ -125,7 +137,10 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
 
     def _next(self) -> Logged:
         """What was logged next; where there will be nothing more, something that nobody takes."""
+        self._is_waiting = True
+        self._changed.notify_all()
         self._changed.wait_for(lambda: bool(self._logged) or self._error is not None)
+        self._is_waiting = False
         return self._logged.popleft() if self._logged else Logged(tree_at(self._row, 0))
 
     def _observed(self, logged: Logged) -> Tree:

@@ -1,9 +1,11 @@
 """`ExternalEnv`: environments that step themselves, whose episodes a rollout elsewhere trains with."""
 
 import itertools
+import logging
 import math
 import threading
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any, Literal, Self
 
 import gymnasium as gym
@@ -19,7 +21,10 @@ from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import check_columnar
 from rollflow.stream.data.tree import Tree, map_tree
 
+logger = logging.getLogger(__name__)
+
 EpisodeId = str | int
+_LINGER_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +151,10 @@ class ExternalEnv:
             self._free.append(episode.lane)
 
     def close(self) -> None:
-        """Say goodbye, once what was logged is sent; episodes that are open end as truncated."""
+        """Say goodbye, once the rollout has what was logged, or after 10 s; episodes that are open end as truncated."""
+        until = monotonic() + _LINGER_S
+        if not all([lane.wait_until_sent(until) for lane in self._lanes if self._thread.is_alive()]):
+            logger.warning("the rollout has not taken all that was logged")
         self._host.stop()
         self._thread.join()
         self._end(EnvError("this external environment is closed"))
