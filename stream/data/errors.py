@@ -35,6 +35,7 @@ HELP_PAGES = {
     "node": "how_to/graphs.md#nodes",
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
+    "policy": "how_to/deploy_a_policy.md#when-a-policy-is-refused",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
 }
@@ -53,6 +54,11 @@ class RollflowError(Exception):
         """Name the page for a topic of `HELP_PAGES`, on the last line that a traceback shows; returns the error."""
         self.add_note(page_on(topic))
         return self
+
+    @property
+    def pages(self) -> list[str]:
+        """The notes that name a page: `see docs/…`."""
+        return [note for note in getattr(self, "__notes__", ()) if note.startswith(_SEE)]
 
     def add_note(self, note: str, /) -> None:
         """Add a note before the one that names a page."""
@@ -90,6 +96,10 @@ class ModuleError(RollflowError, ValueError):
 
 class PolicyError(RollflowError, ValueError):
     """Raised when a policy can't be saved or loaded, or a session of it can't go on."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.see("policy")
 
 
 class EnvError(RollflowError, ValueError):

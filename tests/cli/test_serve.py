@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from command_errors import assert_one_line
 from served_policies import Echo, Sums, policy_of
 
 from rollflow.cli.main import main
@@ -85,4 +86,4 @@ def test_what_can_not_be_served_is_said_in_a_line(
     assert main(["serve", *named, "--allow", "served_policies"]) == 1
     error = capsys.readouterr().err
     assert message in error
-    assert error.count("\n") == 1
+    assert_one_line(error)
