@@ -8,20 +8,18 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from time import monotonic
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import gymnasium as gym
 import numpy as np
 
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.nodes.env.remote.software import software
+from rollflow.policy.served_policy import ServedPolicy, actions_of, count_of, policy_of
 from rollflow.policy.serving.items import item_from
 from rollflow.policy.serving.request import (
     ClosedError,
-    OverloadedError,
-    PartlyActedError,
     RequestError,
-    ServingError,
     SessionLostError,
     UnansweredError,
     UnknownPolicyError,
@@ -33,7 +31,6 @@ from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer
 from rollflow.stream.net.transport import transport_for
-from rollflow.stream.wire.codec.spaces import placed, read_space
 
 logger = logging.getLogger(__name__)
 
@@ -41,25 +38,8 @@ DEFAULT_SESSION = "default"
 CLIENT_LIMITS = wire.Limits(max_frame=1 << 26, undelivered=1 << 27)
 # Codes of errors after which the server is dialled again.
 _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
-_ERRORS = {
-    kind.status: kind for kind in (RequestError, UnknownPolicyError, SessionLostError, OverloadedError, ClosedError)
-}
-
 SessionName = str | int
 _Key = tuple[str, SessionName]  # a policy's name, and a session's
-
-
-class ServedPolicy(NamedTuple):
-    """What a client knows of a policy that is served.
-
-    version       that takes what begins
-    has_memory    whether an action may depend on what came before in its session
-    """
-
-    observation_space: gym.Space[Any]
-    action_space: gym.Space[Any]
-    version: str
-    has_memory: bool
 
 
 class PolicyClient:
@@ -137,7 +117,7 @@ class PolicyClient:
         rows = map_tree(lambda leaf: np.array(leaf)[None], item)
         rewards = None if reward is None else np.array([reward], np.float32)
         acted = self._asked(name, [session], rows, rewards, until)
-        return tree_at(self._actions(acted, served.action_space, 1), 0)
+        return tree_at(actions_of(acted, served.action_space, 1), 0)
 
     def act_batch(
         self,
@@ -160,13 +140,13 @@ class PolicyClient:
         """
         until = monotonic() + self.timeout
         name, served = self._served(policy, until)
-        count = _count_of(observations)
+        count = count_of(observations)
         names = list(range(count)) if sessions is None else list(sessions)
         if len(names) != count or not count:
             raise RequestError(f"{count} observations for {len(names)} sessions, expected one for each, at least one")
         rows = item_from(served.observation_space, observations, "observations", (count,))  # a copy
         acted = self._asked(name, names, rows, None if rewards is None else np.asarray(rewards, np.float32), until)
-        return self._actions(acted, served.action_space, count)
+        return actions_of(acted, served.action_space, count)
 
     def reset(self, session: SessionName = DEFAULT_SESSION, *, policy: str | None = None) -> None:
         """Begin a new episode with the session's next observation."""
@@ -284,21 +264,6 @@ class PolicyClient:
         self._loop.peers.write(peer)
         self._loop.wakeup.ring()  # for what the socket has not taken, and the next heartbeat
 
-    def _actions(self, acted: wire.Acted, space: gym.Space[Any], count: int) -> Tree:
-        errors: dict[int, ServingError] = {}
-        for place, status, text in acted.refused:
-            error = _ERRORS.get(status, ServingError)(text)
-            errors |= {each: error for each in (range(count) if place is None else [place])}
-        if len(errors) == count and len({(type(error), str(error)) for error in errors.values()}) == 1:
-            raise errors[0]
-        actions = None
-        if acted.places:
-            actions = placed(acted.actions, space, len(acted.places), "acted.actions")
-        if errors:
-            made = {place: tree_at(actions, row) for row, place in enumerate(acted.places)}
-            raise PartlyActedError(made, errors)
-        return actions
-
     def _wait(self, until: float, is_there: Any) -> None:
         """Wait, with the lock held, until something is there. Raises UnansweredError, ClosedError, or what is fatal."""
         while not is_there() or self._fatal is not None or self._is_closing:
@@ -376,7 +341,7 @@ class PolicyClient:
             with self._changed:
                 self._changed.notify_all()
         elif isinstance(event, wire.Settings):
-            policies = {name: _policy_of(name, plain) for name, plain in event.settings.get("policies", {}).items()}
+            policies = {name: policy_of(name, plain) for name, plain in event.settings.get("policies", {}).items()}
             with self._changed:
                 self._policies = policies
                 self._changed.notify_all()
@@ -398,22 +363,3 @@ class PolicyClient:
         else:
             peer.connection.refuse(getattr(error, "code", "message"), str(error))
             self._fatal = error
-
-
-def _policy_of(name: str, plain: Any) -> ServedPolicy:
-    """A policy as a server describes it. Raises WireError for what is no description."""
-    where = f"settings.policies[{name!r}]"
-    if (
-        not isinstance(plain, dict)
-        or not {"observation_space", "action_space", "version", "has_memory"} <= plain.keys()
-    ):
-        raise WireError(f"{where} is no description of a policy, expected its spaces, version and has_memory")
-    observed, chosen = (read_space(plain[each], f"{where}.{each}") for each in ("observation_space", "action_space"))
-    return ServedPolicy(observed, chosen, str(plain["version"]), bool(plain["has_memory"]))
-
-
-def _count_of(observations: Any) -> int:
-    """Length of the leading axis of observations any[N, ...]; 0 where there is none."""
-    while isinstance(observations, Mapping | tuple):
-        observations = next(iter(observations.values() if isinstance(observations, Mapping) else observations), None)
-    return len(observations) if isinstance(observations, np.ndarray | list) and np.ndim(observations[:1]) else 0
