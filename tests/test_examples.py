@@ -121,6 +121,25 @@ def test_rollouts_on_other_hosts_run_at_a_hundredth_of_their_size(
     assert told.err.count("the rollout said goodbye") == 2
 
 
+@pytest.mark.parametrize("inference", ["server", "client"])
+def test_a_game_that_steps_itself_runs_at_a_hundredth_of_its_size(
+    inference: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example("external_env")["main"]
+    main.__globals__.update(MAX_UPDATES=2, INFERENCE=inference)
+    main()
+    told = capfd.readouterr()
+    assert told.out.endswith("lost: {}\n")
+    assert told.err.count("the rollout has ended") >= 2
+
+
+@pytest.mark.slow
+def test_cartpole_is_learnt_from_a_game_that_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("external_env")["main"]() >= 475
+
+
 @pytest.mark.slow
 def test_cartpole_is_learnt_from_rollouts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
