@@ -84,15 +84,16 @@ def limits_of(max_frame: int) -> Limits:
     return replace(limits, undelivered=max(limits.undelivered, 2 * limits.max_frame))
 
 
-def add_acting(parser: argparse.ArgumentParser, *, otherwise: str) -> None:
+def add_acting(parser: argparse.ArgumentParser, *, otherwise: str, several: str = "") -> None:
     """Add the arguments that say how actions are computed.
 
     otherwise    the module without `--module`, for the help text
+    several      what else the callable may be, for the help text
     """
     parser.add_argument(
         "--module",
         metavar="PACKAGE.MODULE:CALLABLE",
-        help=f"makes the module of (observation space, action space), or is a dict of those by id ({otherwise})",
+        help=f"makes the module of (observation space, action space){several} ({otherwise})",
     )
     for name in ("env-to-module", "module-to-env"):
         parser.add_argument(

@@ -34,7 +34,9 @@ def add_rollout_host(commands: Any) -> None:
     )
     lanes_help = "each has a thread, for environments that wait or let the interpreter go"
     _add_hosting(parser, lanes=1, lanes_help=lanes_help)
-    arguments.add_acting(parser, otherwise="the default module, as the rollout has it")
+    arguments.add_acting(
+        parser, otherwise="the default module, as the rollout has it", several=", or is a dict of those by id"
+    )
     for name, argument in _OF_AGENTS.items():
         parser.add_argument(
             f"--{name}", metavar="PACKAGE.MODULE:NAME", help=f"with several agents: what the rollout has as {argument}"

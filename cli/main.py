@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except (RollflowError, OSError, ValueError) as error:
-        print(f"rollflow: {error}", file=sys.stderr)
+        pages = error.pages if isinstance(error, RollflowError) else ()
+        print(f"rollflow: {error}", *pages, sep="\n", file=sys.stderr)
         return 1
     return status
 

@@ -2,14 +2,13 @@
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, get_args
 
 from rollflow.cli import arguments
 from rollflow.nodes import Rollout
+from rollflow.nodes.rollout.options import Where
 from rollflow.sinks import feed
 from rollflow.stream.graph.report import Report
-
-_WHERE = ("inline", "threads", "processes", "rollouts", "auto")
 
 
 def add_to(commands: Any) -> None:
@@ -30,7 +29,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--num-envs", type=int, default=1, help="how many environments (1)")
     parser.add_argument("--lanes", type=int, help="groups of them that step apart (as suits --where)")
-    parser.add_argument("--where", choices=_WHERE, default="inline", help="where the environments step (inline)")
+    parser.add_argument(
+        "--where", choices=get_args(Where), default="inline", help="where the environments step (inline)"
+    )
     parser.add_argument("--workers", type=int, help="processes, for where=processes and where=rollouts (one a core)")
     parser.add_argument("--fragment-length", type=int, default=128, metavar="T", help="steps in a fragment (128)")
     parser.add_argument("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
@@ -45,7 +46,7 @@ def add_to(commands: Any) -> None:
         "--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)"
     )
     arguments.add_max_frame(parser)
-    parser.set_defaults(run=run, listen=None)
+    parser.set_defaults(run=run, listen=None)  # None: TLS and secrets are those of a client
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Environments of a rollout, stepped in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -8,15 +8,18 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import Autoreset, EnvSource, lane_makers
-from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.fragment_records import EpisodeIds
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.lane_columns import LaneMemory
+
+TAKEN_ACTION = "rollflow.taken_action"  # of an info: the action that the environment took, not the one it was given
 
 
 class Environments(LaneSource):
@@ -116,7 +119,8 @@ class Environments(LaneSource):
             for lane, maker in enumerate(lane_makers(env, num_envs, lanes, self._autoreset_mode)):
                 here.append(maker.lane_env(self.deviations, f"lane {self._first_lane + lane}, "))
                 self._opened += maker.to_close(here[-1].env, lane)
-            self._check_apart()
+            check_apart("slots", (env for _, env in self._opened))
+            check_apart("lanes", (each.env for each in here))
         self._here = here
         return [each.env for each in here]
 
@@ -146,15 +150,8 @@ class Environments(LaneSource):
         return actions_of(lane)
 
     def _record(self, lane: Lane, stepped: Stepped) -> None:
+        record_taken(lane, stepped.infos if isinstance(stepped, Stepped) else stepped[4])
         lane.record_step(*stepped)
-
-    def _check_apart(self) -> None:
-        """Raise EnvError where an environment stands in two slots: lanes may step at the same time."""
-        first: dict[int, int] = {}
-        for slot, (_, env) in enumerate(self._opened):
-            other = first.setdefault(id(env), slot)
-            if other != slot:
-                raise EnvError(f"slots {other} and {slot} were given the same environment, expected one for each")
 
     def _make_lanes(self) -> None:
         self.lanes = [self._lane(index, vector) for index, vector in enumerate(self.envs, self._first_lane)]
@@ -189,3 +186,20 @@ def actions_of(lane: Lane) -> Tree:
     batch = lane.batch
     actions = batch.get(Columns.ACTIONS_FOR_ENV)
     return batch[Columns.ACTIONS] if actions is None else actions
+
+
+def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
+    """Record the action that the environment of a lane with one slot took in the place of the module's.
+
+    infos    of the step; an entry `TAKEN_ACTION` has the action, in the environment's space
+
+    Raises EnvError where the environment's actions are not recorded as they are.
+    """
+    if lane.layout.num_slots > 1 or not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.dicts[0]:
+        return
+    if Columns.ACTIONS_FOR_ENV in lane.batch:
+        raise EnvError(
+            "an environment took another action than the module's, but a module-to-env piece changes actions on their "
+            "way to it: which one is to be recorded is not known; expected no such piece"
+        )
+    lane.replace_action(0, infos.dicts[0].pop(TAKEN_ACTION))

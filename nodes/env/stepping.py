@@ -158,8 +158,8 @@ def _one_after_the_other(env: SyncVectorEnv, turn: Turn, look: Look) -> Step:
     structure = _structure_in(seen)
     steps, resets = [each.step for each in envs], [each.reset for each in envs]
     for slot in range(len(envs)):
-        _look_once(steps, slot, look, "its first step")
-        _look_once(resets, slot, look, "a reset")
+        _look_once(steps, slot, look, "its first step", len(STEP_GIVES))
+        _look_once(resets, slot, look, "a reset", 2)
 
     def step(actions: Tree) -> Stepped:
         taken: list[Any] = []
@@ -184,14 +184,14 @@ def _one_after_the_other(env: SyncVectorEnv, turn: Turn, look: Look) -> Step:
     return step
 
 
-def _look_once(calls: list[Any], slot: int, look: Look, name: str) -> None:
-    """Have the first answer of one of the calls looked at; later ones cost nothing."""
+def _look_once(calls: list[Any], slot: int, look: Look, name: str, size: int) -> None:
+    """Have the first answer of one of the calls looked at, if it is a tuple of that size; later ones cost nothing."""
     call = calls[slot]
 
     def looked_at(*args: Any) -> Any:
         calls[slot] = call
         answer = call(*args)
-        if isinstance(answer, tuple):
+        if isinstance(answer, tuple) and len(answer) == size:
             look(slot, answer, name)
         return answer
 

@@ -88,7 +88,7 @@ def _refuse_answer(vector: Any, frame: FrameType, error: Exception, *, is_innerm
 def check_reset(answer: Any, where: Any, expected: str = "a tuple (observation, info)") -> None:
     """Raise EnvError for anything but a pair; an array of two rows is none, though it unpacks into two."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise EnvError(f"{where}: reset gave {kind_of(answer)}, expected {expected}")
+        raise EnvError(f"{where}: reset gave {kind_of(answer)}, expected {expected}").see("flags")
 
 
 def info_given(info: Any, where: str) -> Mapping[str, Any]:
@@ -96,7 +96,7 @@ def info_given(info: Any, where: str) -> Mapping[str, Any]:
     if info is None:
         return {}
     if not isinstance(info, Mapping):
-        raise EnvError(f"{where}: info is {kind_of(info)}, expected a dict")
+        raise EnvError(f"{where}: info is {kind_of(info)}, expected a dict").see("flags")
     return info
 
 
@@ -119,9 +119,12 @@ def misfit_of(space: Any, observation: Tree) -> str | None:
 
 
 def rewards_of(rewards: Sequence[Any]) -> NDArray[Any]:
-    """The rewards of all slots as an array number[N]. Raises EnvError, with the slot, where they differ in shape."""
+    """The rewards of all slots as an array number[N]. Raises EnvError, with the slot, where one is no number."""
     try:
-        return np.array(rewards)
-    except ValueError:
-        slot, reward = next((slot, reward) for slot, reward in enumerate(rewards) if hasattr(reward, "__len__"))
-        raise EnvError(f"slot {slot}: its reward is {reward!r:.200}, expected one number") from None
+        array = np.array(rewards)
+    except ValueError:  # of different shapes
+        array = np.array(None)
+    if array.dtype != object:
+        return array
+    slot, reward = next((slot, each) for slot, each in enumerate(rewards) if each is None or hasattr(each, "__len__"))
+    raise EnvError(f"slot {slot}: its reward is {reward!r:.200}, expected one number").see("flags")

@@ -46,7 +46,7 @@ class Distribution(Protocol):
         """Entropy in nats, f32[B]."""
 
     def kl(self, other: Any) -> Tensor:
-        """Kullback-Leibler divergence of `other` from this one, f32[B]."""
+        """Kullback-Leibler divergence KL(self ‖ other), in nats, f32[B]."""
 
     def to_deterministic(self) -> "Deterministic":
         """The likeliest action."""

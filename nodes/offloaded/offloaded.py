@@ -47,7 +47,7 @@ class RolloutOwner(Protocol):
 
     @property
     def pass_options(self) -> Mapping[str, Any]:
-        """How forward passes are done there: what `ModuleForward` takes beside module and weights."""
+        """Options of forward passes there: what `ModuleForward` takes beside module and weights."""
         ...
 
     @property

@@ -118,7 +118,7 @@ class FirstPass:
 
 
 class Replica(Protocol):
-    """What acts in one lane, for that lane alone; it can be pickled until its stages are made.
+    """Connectors and module that act in one lane, for that lane alone; it can be pickled until its stages are made.
 
     versions     module id -> policy version of the weights that the module has
     """

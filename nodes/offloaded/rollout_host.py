@@ -176,7 +176,7 @@ class RolloutHost(Host):
                 self._lanes[self._ids.index(news.lane)].cut(news.number)
 
     def _replica(self, env: Any, settings: RolloutSettings) -> tuple[Replica, dict[str, Any]]:
-        """What acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""
+        """The replica that acts in a lane, and options of acting. Raises ModuleError or ConnectorError for a misfit."""
         given = self._module if isinstance(self._module, Mapping) else {DEFAULT_MODULE_ID: self._module}
         if self._module is None:
             given = dict.fromkeys(settings.modules)

@@ -112,7 +112,7 @@ class WorkerRollouts(Carried, OffloadedRollouts):
             self._bell.close()
 
     def replica_for(self, lane: int, starts: int, sequence: int) -> tuple[Replica, LanePlan]:
-        """What acts in a lane's rollout that begins with this fragment, and its plan."""
+        """The replica that acts in a lane's rollout that begins with this fragment, and its plan."""
         is_listed = self.slot_seeds is not None and not starts
         plan = LanePlan(
             lane=lane,

@@ -1,7 +1,7 @@
 """Options of a rollout, in frozen records that hold what belongs together and check it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import gymnasium as gym
@@ -13,6 +13,7 @@ from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import compile_options
 from rollflow.nodes.stages.argument_checks import check_flags, check_numbers
 from rollflow.nodes.stages.staleness import OnExcess, check_staleness
+from rollflow.stream.doctor.rules import StallRules
 
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 JOINT_PASSES = "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes"
@@ -153,7 +154,9 @@ class PolicyOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowOptions:
-    """Options of the flow of fragments: their number, lookback, prefetch and staleness; see `Rollout`.
+    """Options of the flow of fragments: their number, lookback, prefetch, staleness and stalls; see `Rollout`.
+
+    stall    rules of the stall doctor
 
     Raises ValueError for numbers that are none, or too small, and for what `LagBound` does not take.
     """
@@ -163,6 +166,7 @@ class FlowOptions:
     prefetch: int = 0
     max_lag: int | None = None
     on_excess: OnExcess = "drop"
+    stall: StallRules = field(default_factory=StallRules)
 
     def __post_init__(self) -> None:
         check_numbers(

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import EnvSource, count_of, is_ready
@@ -18,7 +18,7 @@ from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
 from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.offloaded.hosted_rollouts import AgentHostedRollouts, HostedRollouts
 from rollflow.nodes.offloaded.rollout_processes import AgentRolloutProcesses, RolloutProcesses
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Where
 from rollflow.nodes.rollout.placement_cost_model import (
     WORTH_EXPECTED,
     WORTH_MADE,
@@ -117,8 +117,8 @@ def environments_for(env: Any, envs: EnvOptions, places: Places) -> Any:
             _check_remote(envs)
         made = places.remote_envs if isinstance(env, RemoteEnvs) else places.remote_rollouts
         return made(env, lanes=lanes, **envs.timeouts, **options)
-    if where not in ("inline", "threads", "processes", "rollouts"):
-        raise ValueError(f"where is {where!r}, expected 'inline', 'threads', 'processes', 'rollouts' or 'auto'")
+    if where not in get_args(Where):
+        raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")
     options["slot_seeds"] = envs.slot_seeds

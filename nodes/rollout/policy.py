@@ -43,7 +43,7 @@ class StageOptions:
 
 
 class Policy(Protocol):
-    """What acts in a rollout's environments.
+    """Module and connectors that act in a rollout's environments.
 
     emitter         node that parts fragments from turns, where whole rollouts are elsewhere
     pipelines       of connectors
@@ -76,7 +76,7 @@ class Policy(Protocol):
         ...
 
     def published_as(self, version: int, weights: Any) -> Published | None:
-        """What `publish_as` would publish; None: the weights are not newer. Raises ModuleError for wrong ones."""
+        """Weights that `publish_as` would publish; None where they are not newer. Raises ModuleError for wrong ones."""
         ...
 
     def publish_as(self, version: int, weights: Any) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollflow.nodes.stages.acting_module import ActingModule, acting_in
-from rollflow.nodes.stages.joint_output import batch_shapes, joint_pass
+from rollflow.nodes.stages.joint_output import joint_pass, note_batch
 from rollflow.nodes.stages.module_set import ModuleSet
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
@@ -29,7 +29,7 @@ class AgentForward:
                 outputs[place] = forward.forward(batch)
             except Exception as error:
                 where = f"module '{acting.module_id}', lane {lane.index}, vector step {lane.vector_steps}"
-                error.add_note(f"{where}, batch: {batch_shapes(batch)}")
+                note_batch(error, where, batch)
                 raise
             lane.policy_versions[place] = forward.policy_version
         lane.batches = outputs

@@ -8,7 +8,7 @@ import torch
 
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
-from rollflow.stream.data.errors import ModuleError
+from rollflow.stream.data.errors import ModuleError, RollflowError, page_on
 from rollflow.stream.data.tree import map_tree
 
 
@@ -93,12 +93,14 @@ def joint_pass(
         batch = joined(batches)
         output = forward(batch)
     except Exception as error:
-        error.add_note(f"{where}, batch: {batch_shapes(batch)}")
+        note_batch(error, where, batch)
         raise
     return [output] if len(batches) == 1 else JointOutput(output, sizes, shared_data).parts()
 
 
-def batch_shapes(batch: Batch) -> str:
-    """The shapes of a batch's columns, for a note on an error."""
+def note_batch(error: Exception, where: str, batch: Batch) -> None:
+    """Add a note to an error of a forward pass: where it was raised, the shapes of its batch, the page that helps."""
     shapes = {name: map_tree(lambda leaf: list(leaf.shape), column) for name, column in batch.items()}
-    return ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())
+    columns = ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())
+    page = "" if isinstance(error, RollflowError) else f"; {page_on('module')}"
+    error.add_note(f"{where}, batch: {columns}{page}")

@@ -67,7 +67,7 @@ def acted(
     shared_data: dict[str, Any],
     context: tuple[Any, bool, Any],
 ) -> Batch:
-    """What a pipeline makes of a module's output, to be recorded: column -> tree of arrays `any[K, ...]`.
+    """Columns that a pipeline makes of a module's output, to be recorded: column -> tree of arrays `any[K, ...]`.
 
     output     a batch, or a `LaneOutput`
     context    what the pieces see as `rl_module`, `explore` and `metrics`

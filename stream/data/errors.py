@@ -31,14 +31,22 @@ HELP_PAGES = {
     "trainer away": "tutorials/trainer_elsewhere.md#when-the-trainer-is-away",
     "checkpoint": "how_to/save_and_go_on.md#with-a-trainer-elsewhere",
     "lag": "explanation/freshness.md#a-bound",
+    "stall": "how_to/find_what_holds_back.md#when-it-stands-still",
     "graph": "how_to/graphs.md#look-before-it-runs",
     "node": "how_to/graphs.md#nodes",
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
+    "replay": "how_to/replay.md#when-it-refuses",
+    "policy": "how_to/deploy_a_policy.md#when-a-policy-is-refused",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
 }
 """Topic of an error -> the page of the documentation that helps, and the heading on it."""
+
+
+def page_on(topic: str) -> str:
+    """The words that name the page for a topic of `HELP_PAGES`: `see docs/…`."""
+    return f"{_SEE}{HELP_PAGES[topic]}"
 
 
 class RollflowError(Exception):
@@ -46,8 +54,13 @@ class RollflowError(Exception):
 
     def see(self, topic: str) -> Self:
         """Name the page for a topic of `HELP_PAGES`, on the last line that a traceback shows; returns the error."""
-        self.add_note(f"{_SEE}{HELP_PAGES[topic]}")
+        self.add_note(page_on(topic))
         return self
+
+    @property
+    def pages(self) -> list[str]:
+        """The notes that name a page: `see docs/…`."""
+        return [note for note in getattr(self, "__notes__", ()) if note.startswith(_SEE)]
 
     def add_note(self, note: str, /) -> None:
         """Add a note before the one that names a page."""
@@ -86,6 +99,10 @@ class ModuleError(RollflowError, ValueError):
 class PolicyError(RollflowError, ValueError):
     """Raised when a policy can't be saved or loaded, or a session of it can't go on."""
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.see("policy")
+
 
 class EnvError(RollflowError, ValueError):
     """Raised when an environment can't be made, or breaks the contract of its own spaces."""
@@ -97,6 +114,14 @@ class LagError(RollflowError, RuntimeError):
 
 class RunError(RollflowError, RuntimeError):
     """Raised when a run is used outside its life: before it began, after it ended, or twice."""
+
+
+class StallError(RunError):
+    """Raised when a run has stood still for longer than `stall_after`, with `on_stall="raise"`."""
+
+
+class ReplayError(RollflowError, ValueError):
+    """Raised when a replay can't hold what it is given, or can't be sampled as asked."""
 
 
 class MetricsError(RollflowError, ValueError):

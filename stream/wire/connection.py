@@ -77,7 +77,7 @@ class Connection:
         self._undelivered = 0
         self._under_way: deque[tuple[int, int | None]] = deque()  # (bytes, lane or None) of each frame to be sent
         self._lanes_queued: set[int] = set()  # lanes with a frame to be sent that the session keeps
-        self._loose = 0  # bytes of other frames to be sent
+        self._loose = 0  # bytes to be sent of frames that no session keeps
         self._heartbeat_s = limits.heartbeat_s
         self._handshake_until = now + limits.handshake_s
         self._quiet_since = now  # since then nothing has come, and no ping was sent
@@ -151,7 +151,7 @@ class Connection:
         if self.phase is ConnectionPhase.HANDSHAKE:
             late = f"the handshake is not over after {self.limits.handshake_s:g} s{self._doubt()}"
             return [self._break(WireError(late, "handshake"))]
-        if self._takes_more():  # it answers pings only after that
+        if self._takes_more():  # the bytes before the ping are still being read
             self._quiet_since, self._unanswered = self._now, 0
             return []
         if self.phase is ConnectionPhase.LEAVING or self._unanswered == _MOST_PINGS:

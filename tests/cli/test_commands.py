@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_errors import assert_one_line
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 from pettingzoo.classic.tictactoe import tictactoe
@@ -157,9 +158,8 @@ def test_what_can_not_be_done_is_said_in_a_line(
         told = "without a secret"
     assert main(["env-host", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("rollflow: ")
     assert told in error
-    assert error.count("\n") == 1
+    assert_one_line(error)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_errors import assert_one_line
 
 from rollflow.cli.main import main
 from rollflow.sinks import TrainerStream
@@ -141,9 +142,8 @@ def test_what_can_not_be_done_is_said_in_a_line(
 ) -> None:
     assert main(["rollout", "--env", "CartPole-v1", "--trainer", "unix:/x", *arguments]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("rollflow: ")
     assert told in error
-    assert error.count("\n") == 1
+    assert_one_line(error)
 
 
 def test_another_secret_is_said_in_a_line(tmp_path: Path) -> None:
@@ -155,4 +155,6 @@ def test_another_secret_is_said_in_a_line(tmp_path: Path) -> None:
         with command("--env", "CartPole-v1", *arguments) as process:
             assert process.wait() == 1
             assert process.stderr is not None
-            assert "rollflow: " in process.stderr.read().splitlines()[-1]
+            *_, line, page = process.stderr.read().splitlines()
+            assert line.startswith("rollflow: ")
+            assert page == "see docs/how_to/secure_connections.md#a-secret"

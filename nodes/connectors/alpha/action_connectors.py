@@ -16,7 +16,7 @@ from rollflow.stream.data.tree import Tree, map_tree
 
 
 def with_actions(ac_data: ActionConnectorDataType, actions: Any) -> ActionConnectorDataType:
-    """The same output with other actions."""
+    """Copy of an output with other actions."""
     _, states, fetches = ac_data.output
     return ActionConnectorDataType(ac_data.env_id, ac_data.agent_id, ac_data.input_dict, (actions, states, fetches))
 

@@ -237,7 +237,7 @@ def _data_of(env_id: str, episode: SingleAgentEpisode, place: int) -> AgentConne
 
 
 def _output_of(env_id: str, episode: SingleAgentEpisode) -> ActionConnectorDataType:
-    """What the module chose at an episode's last step."""
+    """Output of the module at an episode's last step."""
     outputs = {name: episode.get_extra_model_outputs(name, -1) for name in episode.extra_model_outputs}
     state = outputs.pop(Columns.STATE_OUT, None)
     for name in (Columns.ACTIONS_FOR_ENV, Columns.POLICY_VERSION):

@@ -235,14 +235,10 @@ def _check_like(states: Tree, initial: Tree, leading: int, rl_module: Any) -> No
     actual = map_tree(lambda leaf: (leaf.dtype, leaf.shape[leading:]), states)
     expected = map_tree(lambda leaf: (leaf.dtype, leaf.shape), initial)
     if actual != expected:
-        raise (
-            ModuleError(
-                f"module '{type(rl_module).__name__}' gave '{Columns.STATE_OUT}' {_kind(states, leading)}, expected "
-                f"{_kind(initial, 0)}, as its get_initial_state() has"
-            )
-            .see("memory")
-            .see("memory")
-        )
+        raise ModuleError(
+            f"module '{type(rl_module).__name__}' gave '{Columns.STATE_OUT}' {_kind(states, leading)}, expected "
+            f"{_kind(initial, 0)}, as its get_initial_state() has"
+        ).see("memory")
 
 
 def _kind(states: Tree, leading: int) -> Tree:

@@ -49,6 +49,7 @@ AddColumnsFromEpisodesToBatch = AddColumnsFromEpisodesToTrainBatch
 
 
 def _columns_of(episode: SingleAgentEpisode) -> dict[str, Any]:
+    """Column -> values of the episode's T steps: any[T, ...], or a list of T where the episode is in list form."""
     last = np.arange(len(episode)) == len(episode) - 1
     rewards = np.asarray(episode.get_rewards(), np.float32)
     return {
@@ -85,7 +86,7 @@ class AddInfosFromEpisodesToTrainBatch(ConnectorV2):
 
 
 def _infos_of(fragment: Fragment) -> list[dict[str, Any]]:
-    """The info dict before every step, chunk by chunk."""
+    """The info dict before each of a fragment's B steps, chunk by chunk."""
     slots = fragment.layout.num_slots
     places = fragment.in_chunk_order(np.arange(fragment.num_rows * slots).reshape(fragment.num_rows, slots))
     rows, slot = np.divmod(places, slots)
@@ -141,7 +142,7 @@ class AddOneTsToEpisodesAndTruncate(ConnectorV2):
     columnar = False
     pipelines = ("learner",)
     replaces_episodes = True
-    # It does extend them; but the flag is about a rollout's ongoing episodes, which can't take this piece's step.
+    # False: the flag is about a rollout's ongoing episodes, and this piece extends copies that have been cut.
     changes_episodes = False
 
     def __call__(self, *, batch: Batch, episodes: Episodes, shared_data: SharedData = None, **kwargs: Any) -> Batch:

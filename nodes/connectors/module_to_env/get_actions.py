@@ -79,7 +79,7 @@ class GetActions(ConnectorV2):
                 f"'{Columns.ACTION_DIST_INPUTS}'"
             ).see("module")
         array = None if isinstance(logits, torch.Tensor) else _as_array(logits)
-        if array is None and not logits.is_cpu:  # as generators and environments
+        if array is None and not logits.is_cpu:  # generators and environments are on the CPU
             batch[Columns.ACTION_DIST_INPUTS] = logits = logits.cpu()
         agent_id = getattr(episodes[0], "agent_id", None) if isinstance(episodes, list) and episodes else None
         distribution_type = self.distribution_type(rl_module, explore=explore, agent_id=agent_id)
@@ -132,7 +132,10 @@ def _is_by_module(batch: Batch, shared_data: dict[str, Any]) -> bool:
 
 def _rows_by_module(episodes: Episodes, shared_data: dict[str, Any]) -> dict[Any, list[Any]]:
     """Module id -> the known episodes of the agents that its rows are of."""
-    pairs = {(*episode_key(each), None)[:2]: each for each in single_agent_episodes(episodes, stepped_only=True)}
+    pairs = {
+        (*episode_key(each), None)[:2]: each  # without agents: (episode id, None)
+        for each in single_agent_episodes(episodes, stepped_only=True)
+    }
     memorized = shared_data.get(MEMORIZED, {})
     return {module: [pairs[row] for row in rows if row in pairs] for module, rows in memorized.items()}
 

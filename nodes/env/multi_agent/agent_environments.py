@@ -9,7 +9,7 @@ import gymnasium as gym
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.env_source import count_of, sizes_of
-from rollflow.nodes.env.lane_source import LaneSource
+from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.dict_vector import check_alike, made_by
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
@@ -116,11 +116,14 @@ class AgentEnvironments(LaneSource):
         if lanes is None and isinstance(made, MultiAgentVectorEnv):
             makers = [[make] for make in makers[0]]
         makers[0][0], first = lambda: made, 0
+        given: list[Any] = []
         with closing_on_error(self.close):
             for lane, of_lane in enumerate(makers):
-                envs = AgentLaneMaker(of_lane, first).lane_env(self.deviations)
+                noting = [partial(_noted_in, given, make) for make in of_lane]
+                envs = AgentLaneMaker(noting, first).lane_env(self.deviations)
                 self._opened.append((f"the environments of lane {lane}", envs))
                 first += envs.num_envs
+            check_apart("callables", given)
         return [envs for _, envs in self._opened]
 
     # Inside
@@ -151,6 +154,12 @@ class AgentEnvironments(LaneSource):
         for first_env, envs in zip(self.first_slots()[1:], self.envs[1:], strict=True):
             with located(f"environment {first_env}"):
                 check_alike(agents_of(envs), agents_of(self.envs[0]), 0)
+
+
+def _noted_in(given: list[Any], make: Callable[[], Any]) -> Any:
+    """Make an environment, and add it to the list."""
+    given.append(make())
+    return given[-1]
 
 
 def _ready(env: MultiAgentVectorEnv, num_envs: int | None, lanes: int | None, deviations: Deviations) -> list[LaneEnvs]:

@@ -130,14 +130,16 @@ class MultiAgentEnvs:
     def _make(self, makers: Sequence[Callable[[], Any]]) -> None:
         if not len(makers):
             raise EnvError("there are no makers of environments, expected at least one")
+        given: list[Any] = []
         for env, make in enumerate(makers, self._first_env):
             made = made_by(make, env)
             with noted(f"in the callable for environment {env}"):
                 each = adapted(_apart(made))
             if each is None:
                 raise EnvError(f"the callable for environment {env} gave None, expected a MultiAgentEnv")
-            if any(each is other for other in self.envs):
+            if any(made is other for other in given):
                 raise EnvError(f"the callable for environment {env} gave one that another has already given")
+            given.append(made)
             self.envs.append(each)
             close = getattr(each, "close", None)
             if callable(close):

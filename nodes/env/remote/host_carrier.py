@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rollflow.nodes.env.remote.gateway import Gateway
+from rollflow.nodes.env.remote.host_waits import wait_for
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import (
     HostAnswered,
@@ -23,6 +24,7 @@ from rollflow.nodes.env.workers.carrier import L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request
 
 _LOOK_S = 0.5
@@ -195,6 +197,15 @@ class HostCarrier:
     def describe(self) -> str:
         """Names of the hosts, for `explain()`."""
         return f"on {self.gateway.describe()}"
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What is known here of every lane that is waited for. From any thread."""
+        if self._vacancy is not None:
+            yield Wait(name, "away", "has no host left, and waits for others", remedy="start a host")
+        for remote in list(self.lanes):
+            if remote.status.is_waited:
+                progress = self._dialogue.progress(remote.status.index)
+                yield wait_for(remote, name, progress, self.supervisor.deadlines.began.get(remote.status.index))
 
     def close(self) -> None:
         """Say goodbye to the hosts."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
+from rollflow.stream.doctor.waits import Wait
 
 
 class CarriedLane(Protocol):
@@ -19,30 +20,59 @@ class CarriedLane(Protocol):
 L = TypeVar("L", bound=CarriedLane)
 
 
-class Carried:
-    """A node's share in a carrier: the background node that the engine sees, and the counts of its supervisor.
+class Carrier(Protocol):
+    """Way of lanes to where their environments are, and back: a `WorkerCarrier` or a `HostCarrier`."""
 
-    carrier    takes lanes to where their environments are, and brings them back: a `WorkerCarrier` or a `HostCarrier`
+    supervisor: LaneSupervisor
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until a lane is late or begins anew."""
+
+    def start(self) -> Iterator[Any]:
+        """Have every lane set out, all at a time. Raises RunError a second time."""
+
+    def completed(self) -> Iterator[Any]:
+        """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
+
+    def fileno(self) -> int:
+        """A descriptor that can be read once something has come."""
+
+    def hasten(self) -> None:
+        """Have lanes come back soon, also without a step."""
+
+    def describe(self) -> str:
+        """Where the lanes are, for `explain()`."""
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane that is waited for is at. From any thread."""
+
+    def close(self) -> None:
+        """End all that was begun elsewhere."""
+
+
+class Carried:
+    """A node's part in what a carrier does: the background node that the engine sees, and the counts of its supervisor.
 
     The node's other base says what there is to step, and the node itself what it is called with: the engine reads its
     ports from that.
     """
 
-    carrier: Any
+    carrier: Carrier
     is_closed: bool
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time. Raises RunError a second time."""
         self._begin()  # type: ignore[attr-defined]
-        return iter(self.carrier.start())
+        return self.carrier.start()
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
-        return iter(self.carrier.completed())
+        return self.carrier.completed()
 
     def fileno(self) -> int:
         """A descriptor that can be read once something has come."""
-        return int(self.carrier.fileno())
+        return self.carrier.fileno()
 
     def hasten(self) -> None:
         """Have lanes come back soon, also without a step: no more steps are asked for."""
@@ -52,6 +82,10 @@ class Carried:
         """Lanes, slots and where they are, for `explain()`."""
         return f"{super().describe()}, {self.carrier.describe()}"  # type: ignore[misc]
 
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane that is waited for is at, where it is."""
+        return iter(self.carrier.at_work(name))
+
     def close(self) -> None:
         """End all that was begun elsewhere."""
         self.is_closed = True
@@ -60,8 +94,7 @@ class Carried:
     @property
     def patience(self) -> float | None:
         """Seconds until a lane is late or begins anew."""
-        left: float | None = self.carrier.patience
-        return left
+        return self.carrier.patience
 
     @property
     def in_flight(self) -> int:
@@ -80,5 +113,4 @@ class Carried:
 
     @property
     def _supervisor(self) -> LaneSupervisor:
-        supervisor: LaneSupervisor = self.carrier.supervisor
-        return supervisor
+        return self.carrier.supervisor

@@ -5,6 +5,7 @@ import selectors
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,6 +20,9 @@ from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.doctor.stacks import Frame as StackFrame
+from rollflow.stream.doctor.stacks import stack_in_dump
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
@@ -145,6 +149,30 @@ class WorkerCarrier:
     def describe(self) -> str:
         """Number of processes, for `explain()`."""
         return f"in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What the worker of every lane that is waited for is at right now. From any thread."""
+        places = {first: place for place, first in enumerate(sorted(set(self._first_of)))}
+        for link in list(self.links):
+            if not link.status.is_waited:
+                continue
+            first, doing = self._first_of[link.index], link.doing
+            worker, began = self._workers.get(first), self.supervisor.deadlines.began.get(link.index)
+            text, remedy, pid = doing.doing, "", "no process"
+            if worker is not None:
+                pid, remedy = f"pid {worker.pid}", "have it return; step_timeout ends the worker, which begins anew"
+                if worker.is_stopped:
+                    text, remedy = "is stopped, as by SIGSTOP", f"kill -CONT {worker.pid}, or find out who stopped it"
+            yield replace(
+                doing,
+                party=name,
+                doing=text,
+                mark=(doing.mark, began),
+                age_s=doing.age_s or (0.0 if began is None else max(0.0, monotonic() - began)),
+                where=f"lane {link.index}, worker {places[first]}, {pid}",
+                remedy="" if doing.kind == "lost" else remedy,
+                stack=partial(_stack_of, worker, link.thread),
+            )
 
     def close(self) -> None:
         """End the worker processes."""
@@ -315,6 +343,13 @@ class WorkerCarrier:
 
 def _progress_of(links: Sequence[LaneLink], lane: int) -> ProgressMark:
     return links[lane].progress
+
+
+def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ...]:
+    """The stack of a worker's thread; empty where it can't say."""
+    if worker is None or not thread or worker.is_stopped:
+        return ()
+    return stack_in_dump(worker.stacks(), thread)
 
 
 def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:

@@ -47,7 +47,14 @@ class DatasetClient:
     def begin(
         self, rank: int, worker: int, workers: int, prefetch: int, loop: tuple[int, int], *, is_followed: bool
     ) -> dataset_server.StreamSetup:
-        """Register as a worker of a loop; returns how its items are made."""
+        """Register as a worker of a loop; returns how its items are made.
+
+        rank           of the trainer's processes, the one whose loop it is
+        worker         which of the loop's `workers` this is
+        prefetch       how many items it makes before they are asked for
+        loop           (process id, number) of the loop: what tells it from the rank's loops before
+        is_followed    True where the loop itself reports which items it is given
+        """
         self._sock.sendall(dataset_server.HELLO.pack(rank, worker, workers, prefetch, is_followed, *loop))
         setup: dataset_server.StreamSetup = pickle.loads(self._answer())
         return setup

@@ -175,4 +175,5 @@ def test_an_error_in_the_module_says_what_it_was_given() -> None:
         Rollout(numbered_envs(4)[1], module=Wrong(), debug=True) as rollout,
     ):
         next(iter(rollout.batches()))
-    assert raised.value.__notes__[0] == "lane 0, vector step 0, batch: 'obs' [4, 3]"
+    page = "see docs/how_to/modules.md#outputs"
+    assert raised.value.__notes__[0] == f"lane 0, vector step 0, batch: 'obs' [4, 3]; {page}"

@@ -325,7 +325,7 @@ def test_fragments_of_modules_whose_ids_are_no_strings_are_refused() -> None:
         with pytest.raises(RunError, match="module ids are"):
             next(iter(stream))
         with pytest.raises(
-            ModuleError, match=r"module ids are \[.*\], expected strings where a trainer elsewhere gets"
+            ModuleError, match=r"module ids are \[.*\], expected strings where fragments go to another process"
         ):
             feeding.result()
 

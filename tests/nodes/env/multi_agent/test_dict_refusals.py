@@ -5,7 +5,9 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from mpe2 import simple_spread_v3
 
+from rollflow.nodes import MultiAgentRollout, RandomModule
 from rollflow.nodes.env.multi_agent.dict_vector import MultiAgentEnvs
 from rollflow.nodes.env.multi_agent.lane_envs import lane_envs
 from rollflow.nodes.env.multi_agent.multi_agent_env import MultiAgentEnv
@@ -269,6 +271,16 @@ def test_environments_that_differ_are_refused_and_closed() -> None:
         assert first.is_closed
     with pytest.raises(EnvError, match="there are no makers"):
         MultiAgentEnvs([])
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_one_environment_that_is_given_twice_is_refused(lanes: int) -> None:
+    zoo = simple_spread_v3.parallel_env()
+    for env in (Scripted(), zoo):
+        match = "the callable for environment 1 gave one" if lanes == 1 else "callables 0 and 1 were given the same env"
+        with pytest.raises(EnvError, match=match):
+            MultiAgentRollout(lambda env=env: env, module=RandomModule, num_envs=2, lanes=lanes)
+    zoo.close()
 
 
 def test_a_callable_that_raises_is_named() -> None:

@@ -81,6 +81,14 @@ def test_one_environment_in_two_lanes_is_refused(where: Any) -> None:
         Rollout(lambda: env, num_envs=2, lanes=2, where=where, module=NumberedModule())
 
 
+@pytest.mark.parametrize("where", ["inline", "threads"])
+def test_one_vector_environment_in_two_lanes_is_refused(where: Any) -> None:
+    env = gym.vector.SyncVectorEnv([lambda: NumberedEnv(0)])
+    with pytest.raises(EnvError, match="lanes 0 and 1 were given the same environment, expected one for each"):
+        Rollout([env, env], where=where, module=NumberedModule())
+    env.close()
+
+
 def test_leaving_a_rollout_that_runs_ahead_waits_for_one_step_alone() -> None:
     stepping, go_on = threading.Event(), threading.Event()
     steps = []
