@@ -99,6 +99,56 @@ def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> Non
     assert [fragment.num_rows for fragment in fragments] == [8] * 3
 
 
+@pytest.mark.parametrize("options", [["--num-envs", "4"], ["--num-envs", "4", "--lanes", "2", "--compile"]], ids=len)
+def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rollflow.nodes import FlattenObservations, LambdaConnector, RandomModule\n"
+        "modules = {'one': RandomModule, 'other': RandomModule}\n"
+        "mapping = {'player_1': 'one', 'player_2': 'other'}\n"
+        "def flat(part):\n"
+        "    return FlattenObservations()\n"
+    )
+    rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
+    host = ["rollout-host", "--env", "pettingzoo.classic.tictactoe_v3:env", *options, "--name", "sim"]
+    host += ["--connect", f"unix:{tmp_path}/learner", "--module", "mine:modules", "--agent-to-module", "mine:mapping"]
+    with command(*host, "--env-to-module", "mine:flat", cwd=tmp_path) as process:
+        with MultiAgentRollout(
+            rollouts,
+            module={"one": RandomModule, "other": RandomModule},
+            agent_to_module_mapping_fn={"player_1": "one", "player_2": "other"},
+            env_to_module_connector=lambda part: FlattenObservations(),
+            fragment_length=8,
+            num_fragments=3,
+        ) as rollout:
+            assert "1 host: sim (" in rollout.explain()
+            lanes = rollout.environments.num_lanes
+            fragments = list(rollout.fragments())
+        assert process.wait() == 0
+    assert lanes == (2 if "--lanes" in options else 1)
+    assert [fragment.num_rows for fragment in fragments] == [8] * 3 * lanes
+    assert {module_id for fragment in fragments for module_id in fragment.module_ids} == {"one", "other"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--agent-to-module", "json:nothing"], "--agent-to-module json:nothing: no such callable, expected"),
+        (["--joint", "nowhere:piece"], "--joint nowhere:piece: No module named 'nowhere'"),
+        (["--env", "CartPole-v1", "--agent-to-module", "json:loads"], "agent_to_module_mapping_fn is for environments"),
+        (["--env", "CartPole-v1", "--joint", "json:loads"], "joint_connector is for environments with several agents"),
+    ],
+)
+def test_what_a_host_of_several_agents_can_not_do_is_said_in_a_line(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    env = ["--env", "pettingzoo.classic.tictactoe_v3:env"]
+    assert main(["rollout-host", *env, "--connect", "unix:/x", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("rollflow: ")
+    assert told in error
+    assert error.count("\n") == 1
+
+
 def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
