@@ -13,6 +13,7 @@ import gymnasium as gym
 from rollflow.stream.wire import Limits
 
 ENV_HELP = "an environment's id, or package.module:callable that makes one"
+_OF_AGENTS = {"agent-to-module": "agent_to_module_mapping_fn", "joint": "joint_connector"}  # option -> argument
 
 
 def add_connection(parser: argparse.ArgumentParser, *, connect: str, listen: str) -> None:
@@ -114,6 +115,20 @@ def acting_of(args: argparse.Namespace) -> dict[str, Any]:
         "compile_forward": args.compile,
         "device": args.device,
     }
+
+
+def add_agents(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say how several agents act, which `agents_of` reads."""
+    for name, argument in _OF_AGENTS.items():
+        parser.add_argument(
+            f"--{name}", metavar="PACKAGE.MODULE:NAME", help=f"with several agents: what the rollout has as {argument}"
+        )
+
+
+def agents_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Keywords of a rollout for the arguments of `add_agents`. Raises ValueError where they name what is not there."""
+    names = {name: getattr(args, name.replace("-", "_")) for name in _OF_AGENTS}
+    return {_OF_AGENTS[name]: object_of(value, f"--{name}") for name, value in names.items()}
 
 
 def environment_of(name: str) -> Any:

@@ -8,8 +8,6 @@ from rollflow.cli import arguments
 from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 
-_OF_AGENTS = {"agent-to-module": "agent_to_module_mapping_fn", "joint": "joint_connector"}  # option -> argument
-
 
 def add_env_host(commands: Any) -> None:
     """Add `env-host` to the commands of `rollflow`."""
@@ -37,10 +35,7 @@ def add_rollout_host(commands: Any) -> None:
     arguments.add_acting(
         parser, otherwise="the default module, as the rollout has it", several=", or is a dict of those by id"
     )
-    for name, argument in _OF_AGENTS.items():
-        parser.add_argument(
-            f"--{name}", metavar="PACKAGE.MODULE:NAME", help=f"with several agents: what the rollout has as {argument}"
-        )
+    arguments.add_agents(parser)
     parser.set_defaults(run=_run_rollout_host)
 
 
@@ -50,11 +45,7 @@ def _run_env_host(args: argparse.Namespace) -> int:
 
 
 def _run_rollout_host(args: argparse.Namespace) -> int:
-    of_agents = {
-        argument: arguments.object_of(getattr(args, name.replace("-", "_")), f"--{name}")
-        for name, argument in _OF_AGENTS.items()
-    }
-    with RolloutHost(**_options_of(args), **arguments.acting_of(args), **of_agents) as host:
+    with RolloutHost(**_options_of(args), **arguments.acting_of(args), **arguments.agents_of(args)) as host:
         return _serve(host, args)
 
 

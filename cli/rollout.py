@@ -2,10 +2,12 @@
 
 import argparse
 import sys
+from contextlib import nullcontext
 from typing import Any, get_args
 
 from rollflow.cli import arguments
-from rollflow.nodes import Rollout
+from rollflow.nodes import MultiAgentRollout, Rollout
+from rollflow.nodes.env.multi_agent.lane_envs import first_made
 from rollflow.nodes.rollout.options import Where
 from rollflow.sinks import feed
 from rollflow.stream.graph.report import Report
@@ -37,6 +39,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--num-fragments", type=int, metavar="N", help="of each lane, after which it ends (no end)")
     parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
     arguments.add_acting(parser, otherwise="a default module for the spaces")
+    arguments.add_agents(parser)
     arguments.add_protection(parser)
     parser.add_argument("--name", help="what the trainer calls this rollout (the machine's name)")
     parser.add_argument(
@@ -59,20 +62,32 @@ def run(args: argparse.Namespace) -> int:
         "retry_s": args.retry,
         "limits": arguments.limits_of(args.max_frame),
     }
-    rollout = Rollout(
-        arguments.environment_of(args.env),
-        num_envs=args.num_envs,
-        lanes=args.lanes,
-        where=args.where,
-        workers=args.workers,
-        fragment_length=args.fragment_length,
-        num_fragments=args.num_fragments,
-        seed=args.seed,
-        **arguments.acting_of(args),
-    )
-    goodbye = feed(rollout, args.trainer, on_end=_show, **options)
+    goodbye = feed(_rollout_of(args), args.trainer, sends="fragments", on_end=_show, **options)
     print("the rollout has ended" if goodbye is None else f"the trainer said goodbye: {goodbye}", file=sys.stderr)
     return 0
+
+
+def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
+    """The rollout for the arguments: of one agent or of several, as the environment has."""
+    env, of_agents = arguments.environment_of(args.env), arguments.agents_of(args)
+    options: dict[str, Any] = {
+        "num_envs": args.num_envs,
+        "lanes": args.lanes,
+        "where": args.where,
+        "workers": args.workers,
+        "fragment_length": args.fragment_length,
+        "num_fragments": args.num_fragments,
+        "seed": args.seed,
+        **arguments.acting_of(args),
+    }
+    first = first_made(env)
+    with nullcontext() if first is None else first:  # which is closed: workers make their own
+        has_several = first is not None and first.has_several
+    if has_several:
+        return MultiAgentRollout(env, **options, **of_agents)
+    if useless := [name for name, value in of_agents.items() if value is not None]:
+        raise ValueError(f"{useless[0]} is for environments with several agents; expected it to be left out")
+    return Rollout(env, **options)
 
 
 def _show(report: Report) -> None:

@@ -63,6 +63,24 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
     assert last == "the rollout has ended"
 
 
+@pytest.mark.parametrize("where", ["inline", "processes", pytest.param("rollouts", marks=pytest.mark.slow)])
+def test_several_agents_feed_a_trainer_as_one_does(where: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rollflow.nodes import RandomModule\n"
+        "modules = {'one': RandomModule, 'other': RandomModule}\n"
+        "mapping = {'player_1': 'one', 'player_2': 'other'}\n"
+    )
+    with stream(yields="fragments") as trainer:
+        arguments = ["--env", "pettingzoo.classic.tictactoe_v3:env", "--num-envs", 2, "--lanes", 2, "--where", where]
+        arguments += ["--fragment-length", 8, "--num-fragments", 2, "--seed", 1, "--module", "mine:modules"]
+        arguments += ["--agent-to-module", "mine:mapping", "--trainer", trainer.address]
+        with command(*arguments, cwd=tmp_path) as process:
+            fragments = list(trainer)
+            assert process.wait() == 0
+    assert sorted((each.lane, each.sequence) for each in fragments) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {module_id for each in fragments for module_id in each.module_ids} == {"one", "other"}
+
+
 def test_environments_may_step_in_processes_of_their_own() -> None:
     with stream(yields="fragments") as trainer:
         arguments = ["--env", "CartPole-v1", "--num-envs", 4, "--fragment-length", 8]
@@ -133,6 +151,8 @@ def test_a_second_interrupt_waits_for_no_trainer() -> None:
         (["--secret-file", "/nowhere"], "--secret-file /nowhere: No such file or directory, expected a file of text"),
         (["--module", "json:loads"], "module is loads, which takes (s, *, "),
         (["--num-envs", "0"], "num_envs is 0"),
+        (["--agent-to-module", "json:loads"], "agent_to_module_mapping_fn is for environments with several agents"),
+        (["--joint", "json:loads"], "joint_connector is for environments with several agents"),
         (["--workers", "2"], "workers is 2, but where='inline' has none"),
         (["--max-frame", "0"], "--max-frame is 0, expected 1 to 4095"),
     ],
