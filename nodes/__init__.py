@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.env.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
     from rollflow.nodes.env.remote.env_host import EnvHost
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteRollouts
+    from rollflow.nodes.external.external_env import ExternalEnv
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger
     from rollflow.nodes.modules.default_model_config import DefaultModelConfig
@@ -121,6 +122,7 @@ __all__ = [
     "Environments",
     "EpisodeReturns",
     "EpsilonGreedy",
+    "ExternalEnv",
     "FlattenObservations",
     "FrameStacking",
     "GatheringForward",
@@ -197,6 +199,7 @@ _HOMES = {
     "Deterministic": "modules.distribution",
     "DiagGaussian": "modules.distribution",
     "EnvHost": "env.remote.env_host",
+    "ExternalEnv": "external.external_env",
     "EnvToModule": "stages.env_to_module",
     "EnvToModulePipeline": "connectors.pipelines.default_pipelines",
     "EpsilonGreedy": "connectors.module_to_env.epsilon_greedy",

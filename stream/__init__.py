@@ -15,10 +15,12 @@ from rollflow.stream.data.errors import (
     ReplayError,
     RollflowError,
     RunError,
+    StallError,
     StateError,
     WireError,
 )
 from rollflow.stream.data.space import one_hot
+from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.episodes.buffer import LookbackBuffer
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
@@ -41,6 +43,7 @@ __all__ = [
     "ColumnError",
     "Columns",
     "ConnectorError",
+    "Diagnosis",
     "EnvError",
     "EpisodeError",
     "EpisodeIndexError",
@@ -66,6 +69,7 @@ __all__ = [
     "Run",
     "RunError",
     "SingleAgentEpisode",
+    "StallError",
     "StateError",
     "WholeEpisodes",
     "WireError",

@@ -71,7 +71,7 @@ class Batcher:
     @property
     def num_sessions(self) -> int:
         """Sessions with a memory here."""
-        return len(self._book)
+        return len(self._book) if self._book.has_memory else 0
 
     @property
     def has_memory(self) -> bool:
@@ -110,6 +110,10 @@ class Batcher:
     def forget(self, session: Hashable) -> bool:
         """Release a session's memory before the next batch; False where it has none."""
         return self._book.leave(session)
+
+    def forget_client(self, client: bytes) -> None:
+        """Release the memory of every session of a client."""
+        self._book.leave_all_of(client)
 
     def close(self) -> None:
         """Answer what waits, and end the thread."""
