@@ -200,14 +200,16 @@ class RowIndex:
         begin, self.end = self.end, self.end + total
         firsts = begin + np.cumsum(sizes) - sizes
         numbers = self.chunks.add(len(lengths))
-        of = np.repeat(np.arange(len(lengths)), sizes)
-        positions = np.arange(begin, self.end)
-        step = positions - firsts[of]
-        is_step = step < lengths[of]
-        rows = positions % self.num_rows
-        self._chunk[rows] = numbers[of]
-        self.is_step[rows] = is_step
-        self.following[rows] = np.where(is_step, (positions + 1) % self.num_rows, rows)
+        rows = self._rows_between(begin, self.end)
+        lasts = np.flatnonzero(alone)  # chunks with a last observation's row behind them
+        behind = (firsts + lengths)[lasts] - begin
+        is_step = np.ones(total, np.bool_)
+        is_step[behind] = False
+        following = rows + 1
+        following[following == self.num_rows] = 0
+        following[behind] = rows[behind]
+        self._chunk[rows] = np.repeat(numbers, sizes)
+        self.is_step[rows], self.following[rows] = is_step, following
         self._record(numbers, chunks, firsts, lengths, has_ended, before)
         spare = going_on[~alone[going_on]]
         spare_rows = np.array([self._free.pop() for _ in range(len(spare))], np.int64)
@@ -218,23 +220,24 @@ class RowIndex:
         self._open.pop(lane, None)
         if opened.chunk.max() >= 0:
             self._open[lane] = opened
-        is_live = is_step
+        is_live, positions = is_step, np.arange(begin, self.end)
         if self.history:
-            needed = np.minimum(chunks.t_started[of] + step, self.history)
-            is_live = is_step & (self.back(np.where(is_step, positions, firsts[of]), self.history)[1] >= needed)
+            step = positions - np.repeat(firsts, sizes)
+            needed = np.minimum(np.repeat(chunks.t_started, sizes) + step, self.history)
+            is_live = is_step & (self.back(np.where(is_step, positions, begin), self.history)[1] >= needed)
         self.is_live[rows] = is_live
         live = positions[is_live]
         self.num_live += len(live)
         self.inserted += int(lengths.sum())
         self.removed += int(lengths.sum()) - len(live)
-        ended = np.flatnonzero(alone)
+        source = np.repeat((chunks.start - firsts) * num_slots + chunks.slot, sizes) + positions * num_slots
         return Placement(
             begin=begin,
-            source=(chunks.start[of] + step) * num_slots + chunks.slot[of],
+            source=source,
             inserted=live,
             removed=removed,
-            ended=np.concatenate([ended, spare]),
-            rows=np.concatenate([(firsts + lengths)[ended] % self.num_rows, spare_rows]),
+            ended=np.concatenate([lasts, spare]),
+            rows=np.concatenate([rows[behind], spare_rows]),
         )
 
     def remove(self, positions: Ints) -> None:
@@ -251,6 +254,12 @@ class RowIndex:
         if opened is None or opened.layout is not layout:
             opened = OpenEpisodes.none(layout)
         return opened
+
+    def _rows_between(self, begin: int, end: int) -> Ints:
+        """The rows of positions from `begin` to `end`, at most once round the ring."""
+        rows = np.arange(begin % self.num_rows, begin % self.num_rows + end - begin)
+        rows[max(0, self.num_rows - begin % self.num_rows) :] -= self.num_rows
+        return rows
 
     def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
         """Which chunks go on where a chunk that is kept stopped."""
@@ -290,8 +299,7 @@ class RowIndex:
         """Forget positions below `begin`; the positions of live steps that are gone, i64[D]."""
         if begin <= self.begin:
             return np.empty(0, np.int64)
-        gone = np.arange(self.begin, begin)
-        rows = gone % self.num_rows
+        gone, rows = np.arange(self.begin, begin), self._rows_between(self.begin, begin)
         after = self.following[rows[self.is_step[rows]]].astype(np.int64)
         self._free += after[after >= self.num_rows].tolist()
         removed = [gone[self.is_live[rows]]]

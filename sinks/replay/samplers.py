@@ -274,11 +274,10 @@ def _uniform(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints
         kept = np.arange(rows.begin, rows.end)
         kept = kept[rows.is_live[rows.rows(kept)]]
         return kept[generator.integers(len(kept), size=count)]
-    found: list[Ints] = []
-    missing = count
-    while missing:
-        drawn = generator.integers(rows.begin, rows.end, size=missing * span // rows.num_live + 16)
-        drawn = drawn[rows.is_live.take(rows.rows(drawn))][:missing]
-        missing -= len(drawn)
-        found.append(drawn)
-    return found[0] if len(found) == 1 else np.concatenate(found)
+    drawn = generator.integers(rows.begin, rows.end, size=count)
+    missed = np.flatnonzero(~rows.is_live.take(rows.rows(drawn)))
+    while len(missed):  # draw again where a row is no live step
+        again = generator.integers(rows.begin, rows.end, size=len(missed))
+        drawn[missed] = again
+        missed = missed[~rows.is_live.take(rows.rows(again))]
+    return drawn

@@ -138,10 +138,13 @@ class Fragment(Traced):
         """The observation after the last step of every chunk: a tree of new arrays `any[C, ...]`."""
         chunks = self.chunks
         observations = map_tree(lambda leaf: leaf[chunks.stop, chunks.slot], self.columns[Columns.OBS].tree)
-        at = {(int(stop), int(slot)): i for i, (stop, slot) in enumerate(zip(chunks.stop, chunks.slot, strict=True))}
-        for final in self.finals:
-            places = [at[final.row + 1, int(slot)] for slot in final.slots]
-            map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
+        if self.finals:
+            at = np.full((self.last_row + 1, self.layout.num_slots), -1)
+            at[chunks.stop, chunks.slot] = np.arange(len(chunks.slot))
+            for final in self.finals:
+                places = at[final.row + 1, final.slots]
+                assert places.min(initial=0) >= 0, "an episode has ended without a step in the fragment"
+                map_tree(lambda leaf, value, p=places: leaf.__setitem__(p, value), observations, final.observations)
         return observations
 
     def last(self, name: str) -> Tree:

@@ -392,3 +392,22 @@ def test_whole_episodes_of_a_rollout_are_taken_as_they_are() -> None:
     made = {played.check_row(row) for row in rows_of(replay.sample(300))}
     ended = {(slot, episode) for (slot, episode, _), entry in played.steps.items() if any(entry[2:])}
     assert made == {step for step in played.steps if step[:2] in ended}
+
+
+@pytest.mark.parametrize("before", [1, 60, 120])
+def test_uniform_draws_are_uniform_however_many_steps_are_gone(before: int) -> None:
+    played = Played(4, 5, lengths=(1, 3))
+    counts = np.zeros(200, np.int64)
+    for seed in range(400):
+        replay = Replay(200, sampler=Uniform(), remover=AfterSamples(1), seed=seed)
+        for fragment in played.fragments:
+            replay.insert(fragment)
+        first, second = replay.sample(before)["ids"], replay.sample(10)["ids"]
+        assert not set(first.tolist()) & set(second.tolist())
+        counts += np.bincount(second.numpy(), minlength=200)
+    steps = replay.report().inserted
+    drawn = counts[counts > 0]
+    assert len(drawn) == steps
+    assert 60 <= steps <= 80
+    # With 79 degrees of freedom, 130 is exceeded once in 4,000 times.
+    assert ((drawn - 4000 / steps) ** 2 / (4000 / steps)).sum() < 130
