@@ -121,6 +121,25 @@ def test_rollouts_on_other_hosts_run_at_a_hundredth_of_their_size(
     assert told.err.count("the rollout said goodbye") == 2
 
 
+@pytest.mark.parametrize("inference", ["server", "client"])
+def test_a_game_that_steps_itself_runs_at_a_hundredth_of_its_size(
+    inference: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example("external_env")["main"]
+    main.__globals__.update(MAX_UPDATES=2, INFERENCE=inference)
+    main()
+    told = capfd.readouterr()
+    assert told.out.endswith("lost: {}\n")
+    assert told.err.count("the rollout has ended") >= 2
+
+
+@pytest.mark.slow
+def test_cartpole_is_learnt_from_a_game_that_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("external_env")["main"]() >= 475
+
+
 @pytest.mark.slow
 def test_cartpole_is_learnt_from_rollouts_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
@@ -188,3 +207,18 @@ def test_tic_tac_toe_is_learnt_by_self_play() -> None:
     first, second = example("self_play")["main"]()  # by chance about 0.3 and -0.3
     assert first > 0.7
     assert second > 0.3
+
+
+def test_dqn_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("dqn_cartpole")["main"]
+    main.__globals__.update(MAX_STEPS=256, MIN_SIZE=128, SAMPLES_PER_INSERT=4.0)
+    main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("mean return ")
+    assert "samples per insert, 4 asked for" in printed[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_dqn_is_learnt(seed: int) -> None:
+    assert example("dqn_cartpole")["main"](seed) >= 475

@@ -4,6 +4,7 @@ An `ObservationEncoder` comes first, then an LSTM if `use_lstm` is set. Dense la
 `action_dist_inputs`, and others to `vf_preds`, from the same encoder or from one of their own.
 """
 
+import logging
 import math
 from typing import Any
 
@@ -21,6 +22,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.tree import Tree
 
+_log = logging.getLogger(__name__)
 _ACTION_MASK = "action_mask"
 _POLICY_GAIN = 0.01  # small: at first all actions are about equally likely
 _VALUE_GAIN = 1.0
@@ -182,9 +184,15 @@ def _without_mask(observation_space: gym.Space[Any], action_space: gym.Space[Any
 
     Raises ModuleError for a mask that does not have a number for each action.
     """
-    if not isinstance(observation_space, spaces.Dict) or not isinstance(action_space, spaces.Discrete):
+    if not isinstance(observation_space, spaces.Dict) or _ACTION_MASK not in observation_space.spaces:
         return None
-    if _ACTION_MASK not in observation_space.spaces or len(observation_space.spaces) == 1:
+    if not isinstance(action_space, spaces.Discrete) or len(observation_space.spaces) == 1:
+        _log.warning(
+            "observations have '%s', which the default module heeds for Discrete actions alone, beside another "
+            "observation; the action space is %s: the mask is an input like any other, and rules nothing out",
+            _ACTION_MASK,
+            action_space,
+        )
         return None
     mask = observation_space[_ACTION_MASK]
     if mask.shape != (action_space.n,):

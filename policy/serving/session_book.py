@@ -51,6 +51,12 @@ class SessionBook:
         with self._lock:
             return self._drop(session)
 
+    def leave_all_of(self, client: bytes) -> None:
+        """Forget all sessions of a client that is gone."""
+        with self._lock:
+            for session in [each for each in self._records if getattr(each, "client", None) == client]:
+                self._drop(session)
+
     def expire(self) -> None:
         """Forget the sessions that have been idle for too long."""
         idle_since = monotonic() - self._idle_after

@@ -122,6 +122,11 @@ class ItemMaker:
         if fragments:
             spaces = source.spaces[-1], source.action_space
             return self._made((None, 0, source.is_stateful), spaces, fragments, self._module)
+        if self._learner_connector is not None:
+            raise RunError(
+                f"rollout {source.name} sends train batches already made, so learner_connector would be passed over; "
+                "expected it at the rollout, or fragments: feed(..., sends='fragments')"
+            )
         batches: list[Any] = [arrived.item for arrived in arrived_items]
         return concatenated(batches, is_by_module=source.is_by_module)
 

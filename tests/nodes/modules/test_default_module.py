@@ -420,3 +420,13 @@ def test_elsewhere_a_mask_is_an_observation(seen: gym.Space[Any], chosen: gym.Sp
     after = module(batch)["action_dist_inputs"]
     assert not torch.equal(before, after)
     assert after.abs().max() < 100
+
+
+def test_a_mask_that_rules_nothing_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    seen = spaces.Dict({"seen": spaces.Box(0, 1, (1,)), "action_mask": spaces.MultiBinary(3)})
+    DefaultModule(seen, spaces.Discrete(3))
+    assert not caplog.records
+    DefaultModule(seen, spaces.MultiDiscrete([2, 1]))
+    [record] = caplog.records
+    assert "'action_mask', which the default module heeds for Discrete actions alone" in record.getMessage()
+    assert "MultiDiscrete([2 1])" in record.getMessage()

@@ -111,6 +111,15 @@ def test_a_learner_connector_runs_where_the_trainer_is() -> None:
     check(here, there)
 
 
+def test_a_learner_connector_that_nothing_would_run_is_refused() -> None:
+    pieces: Any = lambda *_: [GeneralAdvantageEstimation()]  # noqa: E731
+    with trainer(learner_connector=pieces, module=Critic()) as stream:
+        other = Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=2, seed=0)
+        match = "sends train batches already made, so learner_connector would be passed over"
+        with pytest.raises(RunError, match=match), running(*graph_over(other, stream.address, sends="batches")):
+            next(iter(stream))
+
+
 @pytest.mark.anyio
 async def test_it_is_an_async_iterator_as_well() -> None:
     with trainer(yields="fragments") as stream:
