@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext
 from rollflow.nodes.connectors.alpha.registry import get_connector
+from rollflow.nodes.connectors.module_to_env.epsilon_greedy import Linear
 from rollflow.nodes.modules.default_model_config import DefaultModelConfig
 from rollflow.nodes.policies.registry import name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
@@ -52,6 +53,8 @@ def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
         return {"$dict": [[to_plain(each, f"{where}/{place}", arrays) for each in pair] for place, pair in pairs]}
     if isinstance(value, Connector):
         return {"$connector": _connector_record(value, where, arrays)}
+    if isinstance(value, Linear):
+        return {"$linear": to_plain({field.name: getattr(value, field.name) for field in fields(value)}, where, arrays)}
     if isinstance(value, DefaultModelConfig):
         config = {field.name: getattr(value, field.name) for field in fields(value)}
         return {"$model_config": to_plain(config, where, arrays)}
@@ -160,6 +163,7 @@ _READERS: dict[str, _Reader] = {
     "$dict": _pairs,
     "$space": lambda value, where, arrays, allow: space_of(value, where),
     "$connector": _connector,
+    "$linear": lambda value, where, arrays, allow: Linear(**from_plain(value, where, arrays, allow)),
     "$model_config": lambda value, where, arrays, allow: DefaultModelConfig(**from_plain(value, where, arrays, allow)),
     "$function": lambda value, where, arrays, allow: named("function", value, allow, where),
 }

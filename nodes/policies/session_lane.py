@@ -42,6 +42,7 @@ class SessionLane(Lane):
         self.is_fresh = True  # no observation has come yet, and no session was taken over
         self.begins: set[int] = set(range(len(sessions)))  # slots whose episodes begin with the next observation
         self._incoming = Column.empty(Columns.OBS, row_of(observation_space, len(sessions)), 1)
+        self._leaves: tuple[Column, int, list[NDArray[Any]]] | None = None  # and the columns that they are of
         self._none_done = np.zeros(len(sessions), np.bool_)
 
     def checked(self, observations: Tree) -> Tree:
@@ -72,10 +73,10 @@ class SessionLane(Lane):
         """Go on with sessions of another lane: copy what their slots `theirs` remember into the slots `ours`."""
         self._begin_like(source)
         first, count = source.row - source.layout.lookback, self.row + 1
-        for name, column in self.fragment.columns.items():
-            pairs = zip(leaves_of(column.tree), leaves_of(source.fragment.columns[name].tree), strict=True)
-            for leaf, from_leaf in pairs:
-                leaf[:count, ours] = from_leaf[first : first + count, theirs]
+        to_slots, from_slots = np.array(ours), np.array(theirs)
+        for leaf, from_leaf in zip(self._all_leaves(), source._all_leaves(), strict=True):
+            for row in range(count):  # quicker than both axes at once
+                leaf[row][to_slots] = from_leaf[first + row][from_slots]
         for row in range(count):
             self._adopt_infos(row, source.fragment.infos[first + row], theirs, ours)
         self.episode_start[ours] = source.episode_start[theirs] - first
@@ -87,6 +88,15 @@ class SessionLane(Lane):
                 self.custom_data[slot, number] = data
             if their_slot not in source.begins:
                 self.begins.discard(slot)
+
+    def _all_leaves(self) -> list[NDArray[Any]]:
+        """The leaves of all columns, in the order of the columns' names."""
+        columns = self.fragment.columns
+        known = self._leaves
+        if known is None or known[0] is not columns[Columns.OBS] or known[1] != len(columns):
+            leaves = [leaf for name in sorted(columns) for leaf in leaves_of(columns[name].tree)]
+            self._leaves = known = columns[Columns.OBS], len(columns), leaves
+        return known[2]
 
     def _adopt_infos(self, row: int, infos: Mapping[str, Any], theirs: list[int], ours: list[int]) -> None:
         if not isinstance(infos, SlotInfos):

@@ -99,9 +99,11 @@ class Sessions:
                 ours.append(slot)
         for lane, theirs, ours in moves.values():
             group.lane.adopt(lane, theirs, ours)
+        left: set[int] = set()  # groups that have lost a session: a lane's name is as long as it has sessions
         for slot, session in enumerate(ids):
             before = self._homes.get(session)
-            if before is not None:
+            if before is not None and id(before[0]) not in left:
+                left.add(id(before[0]))
                 self._groups.pop(before[0].lane.sessions, None)
             self._homes[session] = group, slot
         self._groups[ids] = group

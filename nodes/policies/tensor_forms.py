@@ -23,6 +23,7 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     OneHotObservations,
     PrevActionsPrevRewards,
 )
+from rollflow.nodes.connectors.module_to_env.epsilon_greedy import EpsilonGreedy
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.connectors.module_to_env.individual_items import (
     ListifyDataForVectorEnv,
@@ -210,7 +211,8 @@ _FORMS: dict[type, Callable[[Any, Plan], None]] = {
 
 ActionForm = Callable[[dict[str, Any], Tree, Tree], tuple[Tree, Tree]]
 _UNCHANGED = {RemoveSingleTsTimeRankFromBatch, TensorToNumpy, UnBatchToIndividualItems, ListifyDataForVectorEnv} | {
-    ModuleToAgentUnmapping
+    ModuleToAgentUnmapping,
+    EpsilonGreedy,  # which takes the likeliest action where nothing is explored
 }
 
 

@@ -12,7 +12,15 @@ import pytest
 from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
 from own_policy_parts import Gated
 
-from rollflow.nodes import ConnectorV2, FrameStacking, MeanStdFilter, OneHotObservations, RandomModule
+from rollflow.nodes import (
+    ConnectorV2,
+    EpsilonGreedy,
+    FrameStacking,
+    Linear,
+    MeanStdFilter,
+    OneHotObservations,
+    RandomModule,
+)
 from rollflow.nodes.policies.artifact_files import checksums, manifest_bytes, read_files
 from rollflow.policy import OnnxPolicy, Policy
 from rollflow.stream import PolicyError
@@ -81,6 +89,16 @@ def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None
     policy.save(tmp_path / "p", program=True)
     Policy.load(tmp_path / "p").export_onnx(tmp_path / "p.onnx")
     assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p.onnx"), "box")
+
+
+def test_exploration_is_left_out_of_a_program(tmp_path: Path) -> None:
+    parts = policy_of("box", "filter", False)
+    parts.module_to_env.append(EpsilonGreedy(schedule=Linear(1.0, 0.5, 100)))
+    policy = Policy(parts.module, parts.env_to_module, parts.module_to_env, **SPACES)
+    policy.save(tmp_path / "p", onnx=True)
+    assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), "box")
+    Policy.load(tmp_path / "p").save(tmp_path / "q")
+    assert (tmp_path / "p" / "policy.json").read_bytes() == (tmp_path / "q" / "policy.json").read_bytes()
 
 
 WITHOUT_TORCH = """

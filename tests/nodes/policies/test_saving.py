@@ -17,7 +17,9 @@ from rollflow.nodes import (
     ClipRewards,
     ConnectorPipelineV2,
     ConnectorV2,
+    EpsilonGreedy,
     LambdaConnector,
+    Linear,
     MeanStdFilter,
     NormalizeAndClipActions,
     NStepReturns,
@@ -164,6 +166,7 @@ def test_a_fresh_program_without_the_training_script_acts_the_same(tmp_path: Pat
 
 RECIPES: dict[str, Any] = {
     "ClipRewards": lambda: ClipRewards(sign=True),
+    "EpsilonGreedy": lambda: EpsilonGreedy(schedule=Linear(1.0, 0.1, 100)),
     "NStepReturns": lambda: NStepReturns(n_step=3),
     "NormalizeAndClipActions": lambda: NormalizeAndClipActions(normalize_actions=True, clip_actions=False),
     "LambdaConnector": lambda: _named_function(),
