@@ -19,6 +19,7 @@ from benchmarks.pairs import FULL, QUICK, Record, show, tell
 PROGRAMS = (
     "cartpole",
     "overhead",
+    "seeing",
     "pixels",
     "two_cores",
     "stragglers",
@@ -29,6 +30,7 @@ PROGRAMS = (
     "remote",
     "transport",
     "beside_peers",
+    "replay",
     "memory",
     "scaling",
 )

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         AddNextObservationsFromEpisodesToTrainBatch,
         AddOneTsToEpisodesAndTruncate,
     )
+    from rollflow.nodes.connectors.module_to_env.epsilon_greedy import EpsilonGreedy, Linear
     from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
     from rollflow.nodes.connectors.module_to_env.individual_items import (
         ListifyDataForVectorEnv,
@@ -120,6 +121,7 @@ __all__ = [
     "EnvToModulePipeline",
     "Environments",
     "EpisodeReturns",
+    "EpsilonGreedy",
     "ExternalEnv",
     "FlattenObservations",
     "FrameStacking",
@@ -129,6 +131,7 @@ __all__ = [
     "LagBound",
     "LambdaConnector",
     "LearnerConnectorPipeline",
+    "Linear",
     "ListifyDataForVectorEnv",
     "MeanStdFilter",
     "MetricsLogger",
@@ -199,6 +202,7 @@ _HOMES = {
     "ExternalEnv": "external.external_env",
     "EnvToModule": "stages.env_to_module",
     "EnvToModulePipeline": "connectors.pipelines.default_pipelines",
+    "EpsilonGreedy": "connectors.module_to_env.epsilon_greedy",
     "Environments": "env.environments",
     "EpisodeReturns": "metrics.episode_returns",
     "FlattenObservations": "connectors.env_to_module.observation_pieces",
@@ -209,6 +213,7 @@ _HOMES = {
     "LagBound": "stages.staleness",
     "LambdaConnector": "connectors.lambda_connector",
     "LearnerConnectorPipeline": "connectors.pipelines.default_pipelines",
+    "Linear": "connectors.module_to_env.epsilon_greedy",
     "ListifyDataForVectorEnv": "connectors.module_to_env.individual_items",
     "MeanStdFilter": "connectors.env_to_module.mean_std_filter",
     "MetricsLogger": "metrics.metrics_logger",

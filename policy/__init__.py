@@ -5,14 +5,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollflow.nodes.policies.evaluation import Evaluation
+    from rollflow.nodes.policies.onnx_policy import OnnxPolicy
     from rollflow.nodes.policies.policy import Policy
     from rollflow.nodes.policies.registry import register_connector, register_function, register_module
     from rollflow.policy.client import PolicyClient
 
-__all__ = ["Evaluation", "Policy", "PolicyClient", "register_connector", "register_function", "register_module"]
+__all__ = [
+    "Evaluation",
+    "OnnxPolicy",
+    "Policy",
+    "PolicyClient",
+    "register_connector",
+    "register_function",
+    "register_module",
+]
 
 _HOMES = {
     "Evaluation": "nodes.policies.evaluation",
+    "OnnxPolicy": "nodes.policies.onnx_policy",
     "Policy": "nodes.policies.policy",
     "PolicyClient": "policy.client",
     "register_connector": "nodes.policies.registry",

@@ -13,11 +13,14 @@ from rollflow.stream.data.errors import (
     ModuleError,
     PolicyError,
     RollflowError,
+    ReplayError,
     RunError,
+    StallError,
     StateError,
     WireError,
 )
 from rollflow.stream.data.space import one_hot
+from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.episodes.buffer import LookbackBuffer
 from rollflow.stream.episodes.multi_agent import MultiAgentEpisode
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
@@ -40,6 +43,7 @@ __all__ = [
     "ColumnError",
     "Columns",
     "ConnectorError",
+    "Diagnosis",
     "EnvError",
     "EpisodeError",
     "EpisodeIndexError",
@@ -59,11 +63,13 @@ __all__ = [
     "MultiAgentFragment",
     "Outlet",
     "PolicyError",
+    "ReplayError",
     "Report",
     "RollflowError",
     "Run",
     "RunError",
     "SingleAgentEpisode",
+    "StallError",
     "StateError",
     "WholeEpisodes",
     "WireError",

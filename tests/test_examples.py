@@ -61,6 +61,23 @@ def test_an_adapted_policy_plays_as_well_as_it_was_trained() -> None:
     assert example("adapt_policy")["main"]() > 200
 
 
+def test_an_lstm_policy_is_bootstrapped_and_served_at_a_hundredth_of_its_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    main = example("bootstrap_policy")["main"]
+    main.__globals__["old"].trained.__globals__["UPDATES"] = 1
+    main.__globals__.update(LESSONS=2, UPDATES=2, CLIENTS=2)
+    main()
+    assert capsys.readouterr().out.startswith("mean return ")
+
+
+@pytest.mark.slow
+def test_an_lstm_policy_that_an_adapted_one_bootstraps_plays_for_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    assert example("bootstrap_policy")["main"]() > 200
+
+
 def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     main = example("lstm_cartpole")["main"]
     main.__globals__["MAX_UPDATES"] = 1
@@ -190,3 +207,18 @@ def test_tic_tac_toe_is_learnt_by_self_play() -> None:
     first, second = example("self_play")["main"]()  # by chance about 0.3 and -0.3
     assert first > 0.7
     assert second > 0.3
+
+
+def test_dqn_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("dqn_cartpole")["main"]
+    main.__globals__.update(MAX_STEPS=256, MIN_SIZE=128, SAMPLES_PER_INSERT=4.0)
+    main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("mean return ")
+    assert "samples per insert, 4 asked for" in printed[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_dqn_is_learnt(seed: int) -> None:
+    assert example("dqn_cartpole")["main"](seed) >= 475

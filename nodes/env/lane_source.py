@@ -3,12 +3,15 @@
 import abc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from threading import get_ident
 from typing import Any
 
 from rollflow.nodes.closing import close_all
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Turn, seeds_for
 from rollflow.stream.data.errors import EnvError, RunError, noted
+from rollflow.stream.doctor.stacks import stack_of_thread
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.interrupts import interrupts
 from rollflow.stream.graph.seeding import seed_for
 
@@ -69,6 +72,8 @@ class LaneSource(abc.ABC):
         self.deviations = Deviations()
         self._restarts = 0  # of lanes whose steps were broken off
         self._steps_lane = -1  # number of the lane whose environments are being stepped here
+        self._thread = 0  # of the first resets here
+        self._resets_lane = -1  # number of the lane whose first reset is under way here
         self._here: Sequence[Any] = ()  # what steps the lanes, where that is in this process
         self._opened: list[tuple[str, Any]] = []  # names and environments: made here, and to be closed here
         self.listener = LaneListener()
@@ -107,7 +112,9 @@ class LaneSource(abc.ABC):
     def start(self) -> Iterator[Any]:
         """Reset every environment; each lane sets out with its first observations. Raises RunError a second time."""
         for lane in self.begin_lanes():
+            self._resets_lane, self._thread = lane.index, get_ident()
             self.reset_lane(lane)
+            self._resets_lane = -1
             yield lane
 
     def begin_lanes(self) -> Sequence[Any]:
@@ -146,6 +153,17 @@ class LaneSource(abc.ABC):
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
+
+    def at_work(self, name: str) -> Iterable[Wait]:
+        """What the environments are at right now, where this node steps them in the graph's own thread."""
+        lane, resets = self._steps_lane, self._resets_lane
+        remedy = "have it return, or end it by where='processes' or 'threads' with step_timeout"
+        if lane >= 0 and any(frame.name.rpartition(".")[2] == "reset" for frame in stack_of_thread(self._thread)):
+            resets = lane
+        elif lane >= 0:
+            yield Wait(name, "call", "is in step()", where=f"lane {lane}", remedy=remedy)
+        if resets >= 0:
+            yield Wait(name, "call", "is in reset()", where=f"lane {resets}", limit="reset", remedy=remedy)
 
     def tell_resets(self, turns: Sequence[Turn]) -> list[bool]:
         """Have each lane's function called when a reset within a step begins, and when it has ended.

@@ -19,6 +19,7 @@ from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.meter import clock
 
 # At the head of what a worker is set up with, i64 each:
@@ -201,6 +202,16 @@ class RolloutLink(LaneLink):
     def lose_idle(self, reason: str) -> int:
         """Nothing is lost with a lane that was lost between two turns."""
         return 0
+
+    @property
+    def doing(self) -> Wait:
+        """What the worker is at right now: a call of one of its stages, or its environments' first reset."""
+        at_work = self.under_way
+        if at_work is None or self.status.phase is not LanePhase.STEPPING:
+            return super().doing
+        stage, seconds = at_work
+        doing = super().doing.doing if stage == STAGES[0] else f"is in node '{stage}'"
+        return Wait("", "call", doing, mark=(self.pulse, stage), age_s=seconds, calls=self.pulse)
 
     def late_with(self, text: str) -> str:
         """The words for what the worker is late with, and the stage that it hangs in."""

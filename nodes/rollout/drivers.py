@@ -14,12 +14,16 @@ import anyio
 import anyio.from_thread
 
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
+from rollflow.nodes.rollout.reader_interrupt import ReaderInterrupt
 from rollflow.nodes.stages.credits import FragmentCredits
-from rollflow.stream.data.errors import RunError
+from rollflow.stream.data.errors import RunError, StallError
+from rollflow.stream.doctor.rules import StallRules
+from rollflow.stream.doctor.waits import Look
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.interrupts import interrupts
 from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.run_handle import RunHandle
 from rollflow.stream.graph.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
@@ -30,7 +34,7 @@ _NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for w
 class Driver(Protocol):
     """Runs a rollout's ring, as far as the credits let it. One thread asks for fragments; any may close it."""
 
-    def __init__(self, ring: Graph, credits: FragmentCredits) -> None: ...
+    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None: ...
 
     def start(self) -> None:
         """Begin, once; `report` may come before. Raises what a node raised."""
@@ -52,6 +56,14 @@ class Driver(Protocol):
         """A report of what has been counted so far."""
         ...
 
+    def look(self) -> Look | None:
+        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
+        ...
+
+    def end_stalled(self, error: StallError) -> None:
+        """Have `next` raise this error, as soon as it can. From any thread."""
+        ...
+
     def close(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -62,18 +74,20 @@ class Driver(Protocol):
 class InlineDriver:
     """Runs the ring in the reader's thread, whenever it asks for a fragment."""
 
-    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
         self._credits = credits
         self._waiting: list[Any] = []
         self._interruption = Wakeup()
         self._run = InlineRun(ring, interruption=self._interruption)
+        self._stall = ReaderInterrupt(self._run)
         self._at_work = threading.RLock()  # held while the ring runs; `close` may come from another thread
         self._is_closed = self._is_left = False
 
     def start(self) -> None:
         """Have the environments reset, and the first actions made. Raises RunError where it was closed meanwhile."""
         with self._at_work:
-            self._run.__enter__()
+            with self._stall:
+                self._run.__enter__()
             if self._is_left:
                 self._end()
         if self._is_closed:
@@ -84,7 +98,8 @@ class InlineDriver:
         with self._at_work:
             try:
                 if not self._waiting and not self._is_closed:
-                    self._waiting = [fragment for _, fragment in self._run.next_outputs()]
+                    with self._stall:
+                        self._waiting = [fragment for _, fragment in self._run.next_outputs()]
             finally:
                 if self._is_left:
                     self._end()
@@ -97,6 +112,14 @@ class InlineDriver:
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
         self._run.finish()
+
+    def look(self) -> Look | None:
+        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
+        return self._run.look()
+
+    def end_stalled(self, error: StallError) -> None:
+        """Have `next` raise this error, as soon as it can. From any thread."""
+        self._stall.end(error)
 
     def report(self) -> Report:
         """A report of what has been counted so far."""
@@ -131,13 +154,14 @@ class InlineDriver:
 class ThreadDriver:
     """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
 
-    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
         self._credits = credits
         self._bell = Wakeup()
         self._run = InlineRun(ring, self._bell)
         self._fragments: deque[Any] = deque()  # None: there are no more
         self._commands: deque[Callable[[], None]] = deque()
         self._error: BaseException | None = None
+        self._stalled: StallError | None = None
         self._is_closed = False
         self._has_stopped = threading.Event()
         self._arrived = threading.Event()
@@ -156,6 +180,8 @@ class ThreadDriver:
         finally:
             caller.end_wait()
         caller.begin_life()
+        if self._stalled is not None:
+            raise self._stalled
         fragment = self._fragments[0]
         if fragment is None:
             self._raise()
@@ -185,6 +211,15 @@ class ThreadDriver:
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
         self._command(self._run.finish)
+
+    def look(self) -> Look | None:
+        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
+        return self._run.look()
+
+    def end_stalled(self, error: StallError) -> None:
+        """Have `next` raise this error, as soon as it can. From any thread."""
+        self._stalled = error
+        self._put(None)
 
     def report(self) -> Report:
         """A report of what has been counted so far."""
@@ -247,19 +282,21 @@ class ThreadDriver:
 class PortalDriver:
     """Runs the ring on an event loop in another thread, so that it can go on while the reader is at work."""
 
-    def __init__(self, ring: Graph, credits: FragmentCredits) -> None:
+    def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
         self._credits = credits
         self._stack = ExitStack()
-        self._ring = ring
+        self._ring, self._rules = ring, rules
         self._run: Any = None
         self._is_open = False
         self._received: Future[Any] | None = None  # the fragment that is waited for
 
     def start(self) -> None:
         """Start the thread and its event loop."""
+        self._ring.validate()
+        running = RunHandle(self._ring, rules=self._rules)
         with ExitStack() as opening:
             self._portal = opening.enter_context(anyio.from_thread.start_blocking_portal())
-            self._run = opening.enter_context(self._portal.wrap_async_context_manager(self._ring.run()))
+            self._run = opening.enter_context(self._portal.wrap_async_context_manager(running))
             self._stack = opening.pop_all()
         self._is_open = True
 
@@ -293,6 +330,15 @@ class PortalDriver:
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
         self._portal.call(self._run.stop)
+
+    def look(self) -> Look | None:
+        """What every stage does right now, for the stall doctor; None: it does not run. From any thread."""
+        return None if self._run is None else self._run.doctor.look()
+
+    def end_stalled(self, error: StallError) -> None:
+        """Have `next` raise this error, as soon as it can. From any thread."""
+        if self._run is not None:
+            self._run.doctor.end_stalled(error)
 
     def report(self) -> Report:
         """A report of what has been counted so far."""

@@ -29,6 +29,7 @@ from rollflow.nodes.stages.ring import sampling_data
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import OnExcess
 from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.multi_agent.agent_part import AgentPart
@@ -116,6 +117,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         max_lag          None     How many policy versions old a batch may be, of the modules that are trained, each
                                   beside its own.
         on_excess        "drop"   What is done with older ones: see `LagBound`.
+        stall_after      5.0      Seconds for which it stands still before the log says why: see `Rollout`.
+        on_stall         "log"    "raise" ends the run as well.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
                                   breakpoint stops right there. In a graph the graph says what runs where.
 
@@ -129,11 +132,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                       `by_module`.
         environments, lag             The node that steps them; the `AgentLagBound`.
         seed, placement               The seed in use; why it goes where it goes, with `where="auto"`.
+        stall                         The rules of the stall doctor, of `stall_after` and `on_stall`.
 
     Also `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
     Methods: `publish`, `acting_weights`, `policy`, `add_module` and `remove_module`; loop over `batches()` or
-    `fragments()`; `start`, `drain`, `close`; `report` and `explain`; `graph`, whose `mermaid()` is a diagram.
+    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`, whose `mermaid()` is a diagram.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -172,6 +176,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         forward_threads: int | None = 1,
         device: Any = None,
         metrics: Any = None,
+        stall_after: float | None = 5.0,
+        on_stall: OnStall = "log",
         debug: bool = False,
     ) -> None:
         check_flags(debug=debug)
@@ -199,7 +205,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             device=device,
         )
         flow = FlowOptions(
-            lookback=lookback, num_fragments=num_fragments, prefetch=prefetch, max_lag=max_lag, on_excess=on_excess
+            lookback=lookback,
+            num_fragments=num_fragments,
+            prefetch=prefetch,
+            max_lag=max_lag,
+            on_excess=on_excess,
+            stall=StallRules(stall_after, on_stall),
         )
         if debug:
             envs, options, flow = envs.debugged(), options.debugged(), flow.debugged()
@@ -221,6 +232,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             flat_forward=flat_forward,
             forward_threads=forward_threads,
             device=device,
+            stall_after=None,
             **envs.timeouts,
         )
         self.environments, self.placement = place(
@@ -253,7 +265,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self.returns = AgentReturns(self.module.__contains__)
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
-            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch)
+            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall)
             stages = StageOptions(options, flow.num_fragments, self.metrics, self._ledger, self.seed)
             self._execution = execution_for(self.environments, AgentsPolicy(acting, options), stages)
             self._follow_lanes(*self._execution.counting)

@@ -22,6 +22,7 @@ from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptio
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
 from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck
 from rollflow.nodes.stages.acting import Acting, acting_for
 from rollflow.nodes.stages.argument_checks import check_flags, seeds_of
 from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces, lookback_for, pieces_given
@@ -30,6 +31,7 @@ from rollflow.nodes.stages.ring import seed_lane
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.graph import Graph
@@ -104,6 +106,9 @@ class Rollout(RolloutLoop[Fragment]):
     seed                     None      Of environments and sampling; None: a fresh one, to be read from `seed`. A list
                                        has one for each slot's environment; the rest follows from all of them
     metrics                  None      What pieces log into; None: a `MetricsLogger`
+    stall_after              5.0       Seconds for which no fragment comes while its reader waits, after which the log
+                                       says why, with file and line; None: never. In a graph `graph.run` has it
+    on_stall                 "log"     "raise": a run that stands still also ends, with a StallError
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where
     ======================== ========= ================================================================================
@@ -117,11 +122,12 @@ class Rollout(RolloutLoop[Fragment]):
         returns                          `mean` and `count` of the last episodes' returns: see `EpisodeReturns`
         environments, lag                the node that steps them; the `LagBound`
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
+        stall                            the rules of the stall doctor, of `stall_after` and `on_stall`
         is_running, policy_version, num_steps, lost, loaded
 
-    Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report` and
-    `explain`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; for sinks `publish_as`,
-    `watch`, `hold_back` and others.
+    Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report`,
+    `diagnose` and `explain`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; for sinks
+    `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`, with the port `fragments`. It runs once.
@@ -161,6 +167,8 @@ class Rollout(RolloutLoop[Fragment]):
         forward_threads: int | None = 1,
         device: Any = None,
         metrics: Any = None,
+        stall_after: float | None = 5.0,
+        on_stall: OnStall = "log",
         debug: bool = False,
     ) -> None:
         check_flags(explore=explore, debug=debug)
@@ -195,7 +203,12 @@ class Rollout(RolloutLoop[Fragment]):
             device=device,
         )
         flow = FlowOptions(
-            lookback=lookback, num_fragments=num_fragments, prefetch=prefetch, max_lag=max_lag, on_excess=on_excess
+            lookback=lookback,
+            num_fragments=num_fragments,
+            prefetch=prefetch,
+            max_lag=max_lag,
+            on_excess=on_excess,
+            stall=StallRules(stall_after, on_stall),
         )
         if debug:
             envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
@@ -214,11 +227,12 @@ class Rollout(RolloutLoop[Fragment]):
             self._num_fragments = flow.num_fragments
             lag = LagBound(self._weights, flow.max_lag, flow.on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
-            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch)
+            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall)
             stages = StageOptions(forward, flow.num_fragments, self.metrics, self._ledger, self.seed)
             acts = OnePolicy(acting, self._weights, forward)
             self._execution = execution_for(self.environments, acts, stages)
             self._follow_lanes(*self._execution.counting, begin=self._execution.begin_lane)
+            self._checks = PublishCheck(self.module), ReturnsCheck(self.returns)
 
     def _make_pipelines(self, policy: PolicyOptions, lookback: int | None, device: Any) -> Acting:
         """Make the module, the copy of it that acts, and the connector pipelines."""
@@ -289,9 +303,16 @@ class Rollout(RolloutLoop[Fragment]):
         made.trained_on = {"environment": _name_of(self._env), "policy_version": version, "steps": self.num_steps}
         return made
 
-    def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False) -> None:
+    def save_policy(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        explore: bool = False,
+        program: bool | None = None,
+        onnx: bool | None = None,
+    ) -> None:
         """Save the policy that acts now, for other programs: see `Policy.save` and `Policy.load`."""
-        self.policy(explore=explore).save(path)
+        self.policy(explore=explore).save(path, program=program, onnx=onnx)
 
     def evaluate(self, env: EnvMaker | None = None, episodes: int = 100, **options: Any) -> Evaluation:
         """Play whole episodes with the policy that acts now: see `Policy.evaluate`, whose options are taken.
@@ -333,6 +354,10 @@ class Rollout(RolloutLoop[Fragment]):
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
 
+    def _signs(self) -> Sequence[str]:
+        (published, returns), version = self._checks, self.policy_version
+        return *super()._signs(), *published.signs(version, self._learner_meter.items), *returns.signs(version)
+
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
         self._execution.check_train_batch(batch)
@@ -373,5 +398,6 @@ def _trial(policy: PolicyOptions, envs: EnvOptions, forward: ForwardOptions, flo
         forward_threads=forward.threads,
         device=forward.device,
         autoreset_mode=envs.autoreset_mode,
+        stall_after=None,
         **envs.timeouts,
     )

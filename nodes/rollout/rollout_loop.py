@@ -1,22 +1,27 @@
 """A rollout as its users have it: a plain loop, an async one, or a node of a graph."""
 
 import abc
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from threading import Lock
 from typing import Any, Generic, Self, TypeVar
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.offloaded.replica import Replica
+from rollflow.nodes.rollout.async_driver import AsyncDriver
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, PortalDriver, ThreadDriver
 from rollflow.nodes.rollout.execution import Execution
+from rollflow.nodes.rollout.loop_endings import losses_of, raising_when_closed
+from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
+from rollflow.nodes.rollout.silent_faults import signs_of_lag
 from rollflow.nodes.stages.credits import AllGates, FragmentCredits, LaneCounts, LaneGate
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
+from rollflow.stream.doctor.diagnosis import Diagnosis
+from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
@@ -24,7 +29,6 @@ from rollflow.stream.graph.inline_run import can_run_inline
 from rollflow.stream.graph.interrupts import HoldingBack
 from rollflow.stream.graph.meter import NodeMeter
 from rollflow.stream.graph.report import CALLER, Report
-from rollflow.stream.graph.run import Run
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
 F = TypeVar("F", bound=AnyFragment)
@@ -39,11 +43,14 @@ class RolloutLoop(abc.ABC, Generic[F]):
     rounds          takes fragments and hands them out
     prefetch        rounds that it may run ahead of its reader, in a thread of its own; 0: it stands still while
                     the reader works
+    stall           rules of the stall doctor
     """
 
     _execution: Execution
 
-    def __init__(self, environments: Any, *, lag: LagBound, rounds: FragmentRounds[F], prefetch: int) -> None:
+    def __init__(
+        self, environments: Any, *, lag: LagBound, rounds: FragmentRounds[F], prefetch: int, stall: StallRules
+    ) -> None:
         self.environments = environments
         self.lag = lag
         self._rounds = rounds
@@ -61,10 +68,12 @@ class RolloutLoop(abc.ABC, Generic[F]):
         self._watching: list[Callable[[Any], None]] = []  # nodes that see its fragments there
         self._is_in_graph = False
         self._drive: Driver | None = None
-        self._async_run: tuple[AbstractAsyncContextManager[Run], Run] | None = None
+        self._async_drive: AsyncDriver | None = None
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter("learner_pipeline")
+        self.stall = stall
+        self._doctor = RolloutDoctor(stall, self._learner_meter, self._signs)
 
     # Parts of a rollout
 
@@ -136,7 +145,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
             drive: type[Driver] = PortalDriver
             if can_run_inline(ring):
                 drive = ThreadDriver if self._runs_ahead else InlineDriver
-            self._drive = drive(ring, self._credits)
+            self._drive = drive(ring, self._credits, self._doctor.rules)
+            self._doctor.begin(self._drive)
             self._drive.start()
         return self
 
@@ -144,6 +154,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         if self._state in ("closing", "closed") or not self._closing.acquire(blocking=False):
             return
         self._state, error_before = "closing", error or self._rounds.error
+        self._doctor.end()
         try:
             if self._drive is not None:
                 self._drive.close(kind, error, traceback)
@@ -164,7 +175,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         was never started closes its environments. Raises what the run raised and no loop has, and RunError where an
         `async with` or a graph's run is to close it.
         """
-        if self._state == "running" and self._async_run is not None:
+        if self._state == "running" and self._async_drive is not None:
             raise RunError(
                 "the rollout is running, entered by 'async with', which closes it: expected its block to end"
             )
@@ -186,14 +197,16 @@ class RolloutLoop(abc.ABC, Generic[F]):
     async def __aenter__(self) -> Self:
         self._begin()
         with self._ending_on_error():
-            running = self._ring(self._credits).run()
-            self._async_run = running, await running.__aenter__()
+            self._async_drive = AsyncDriver(self._ring(self._credits), self._doctor.rules)
+            self._doctor.begin(self._async_drive)
+            await self._async_drive.enter()
         return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool | None:
-        assert self._async_run is not None
+        assert self._async_drive is not None
+        self._doctor.end()
         try:
-            return await self._async_run[0].__aexit__(kind, error, traceback)
+            return await self._async_drive.leave(kind, error, traceback)
         finally:
             self._end(error)
 
@@ -254,10 +267,9 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """
         if self._state != "running":
             raise RunError(f"the rollout is not running, it is {self._state}: nothing to drain")
-        if self._drive is not None:
-            self._drive.drain()
-        elif self._async_run is not None:
-            self._async_run[1].stop()
+        drive = self._drive or self._async_drive
+        assert drive is not None
+        drive.drain()
 
     def report(self) -> Report:
         """A report of what every stage has counted so far, and of the one that holds the others back.
@@ -265,16 +277,26 @@ class RolloutLoop(abc.ABC, Generic[F]):
         The learner pipeline, which works when `batches()` is asked for the next, is a stage by itself. Raises RunError
         when the rollout is not running, or is a node of a graph: the graph's run has the report then.
         """
-        if self._drive is not None:
-            return self._complete(self._drive.report())
-        if self._async_run is not None:
-            return self._complete(self._async_run[1].report())
+        drive = self._drive or self._async_drive
+        if drive is not None:
+            return self._execution.with_stages(drive.report().moved(CALLER, self._learner_meter))
         if self._is_in_graph:
             raise RunError(
                 "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with "
                 "graph.run() as run'"
             )
         raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
+
+    def diagnose(self) -> Diagnosis:
+        """What it waits for right now, and whether that is a stall: fields, and a text by `str`. From any thread.
+
+        As a node of a graph it is not running by itself: ask `run.diagnose()` then.
+        """
+        return self._doctor.diagnose()
+
+    def _signs(self) -> Sequence[str]:
+        """Silent faults, in words."""
+        return signs_of_lag(self.lag, self._rounds.handed_steps)
 
     @property
     def num_steps(self) -> int:
@@ -298,20 +320,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
         In a graph a fragment is under way until every sink has it.
         """
-        lost = Counter({"max_lag": self.lag.dropped_steps, "workers": self.environments.lost_steps})
-        lost["interrupted"] = self.environments.interrupted_steps
-        made = self.num_steps + self.environments.unrecorded_steps
-        if self._ended_by is not None:
-            lost["incomplete"] = self._rounds.incomplete_steps
-            lost[self._ended_by] = made - self._rounds.handed_steps - self.lag.dropped_steps - lost["incomplete"]
-        elif self._is_in_graph:
-            lost += self._ledger.lost_of(made)
-        return {cause: steps for cause, steps in lost.items() if steps}
+        source, taken = self.environments, (self.lag, self._rounds)
+        return losses_of(source, *taken, self._ended_by, self._ledger if self._is_in_graph else None)
 
     # Inside
-
-    def _complete(self, report: Report) -> Report:
-        return self._execution.with_stages(report.moved(CALLER, self._learner_meter))
 
     def _begin(self) -> None:
         if self._state != "new":
@@ -336,6 +348,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         return f"the rollout is {state}; this loop expects: {expected}"
 
     def _end(self, error: BaseException | None) -> None:
+        self._doctor.end()
         self._state, self._ended_by = "closed", cause_of(error)
 
     def take_rounds(self) -> Iterator[None]:
@@ -344,42 +357,27 @@ class RolloutLoop(abc.ABC, Generic[F]):
         if drive is None or self._state != "running":
             raise RunError(self._not_entered("with Rollout(...) as rollout, or rollout.start(), and for"))
         while True:
+            self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
-                with self._raising_when_closed(), HoldingBack():
+                with raising_when_closed(lambda: self._state == "running"), HoldingBack():
                     rounds.gather(drive.next, drive.release)
                 if rounds.is_empty:
                     return
+            self._doctor.reader_gets()
             yield
-
-    @contextmanager
-    def _raising_when_closed(self) -> Iterator[None]:
-        """Raise RunError where the rollout is closed already, or is closed while the block is at work."""
-        closed = RunError(
-            "the rollout is closed: close() was called while this loop ran; expected drain(), after which a loop ends "
-            "by itself"
-        )
-        if self._state != "running":
-            raise closed
-        try:
-            yield
-        except Exception as error:
-            if self._state != "running":
-                raise closed from error
-            raise
-        if self._state != "running":
-            raise closed
 
     async def take_rounds_async(self) -> AsyncIterator[None]:
         """Have a round ready, as `take_rounds` does, in an event loop."""
         rounds = self._rounds
-        if self._async_run is None or self._state != "running":
+        if self._async_drive is None or self._state != "running":
             raise RunError(self._not_entered("async with Rollout(...) as rollout, and async for"))
-        output = self._async_run[1]["fragments"]
         while True:
+            self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
-                await rounds.gather_async(output.receive, self._credits.release)
+                await rounds.gather_async(self._async_drive.next, self._credits.release)
                 if rounds.is_empty:
                     return
+            self._doctor.reader_gets()
             yield
 
     def _batches(self, complete_episodes: bool) -> Iterator[Batch]:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
 from rollflow.nodes.stages.rounds import FragmentRounds
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.gate import Gate
 
 
@@ -79,6 +80,13 @@ class FragmentCredits:
             self.limit += fragments
             self._changed()
 
+    def waits_for(self) -> Wait | None:
+        """What a lane that was refused waits for."""
+        if self._yet_to_begin:
+            lanes = ", ".join(map(str, sorted(self._yet_to_begin)))
+            return Wait("credits", "waits", f"are for lanes that have not begun their first fragment: {lanes}")
+        return Wait("credits", "waits", f"are taken: {self._begun} fragments are begun and not given back")
+
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
@@ -100,6 +108,11 @@ class AllGates:
     def wants_newest(self) -> bool:
         """True if one of the gates wants fragments to begin with the newest weights."""
         return any(getattr(gate, "wants_newest", False) for gate in self._gates)
+
+    def waits_for(self) -> Wait | None:
+        """What the gate waits for that refused last."""
+        gate = self._refused
+        return gate.waits_for() if gate is not None and hasattr(gate, "waits_for") else None
 
     def admits(self, lane: CreditedLane) -> bool:
         """True if the lane may take its next step."""

@@ -1,6 +1,8 @@
 """The forward pass: one lane at a time, or several ready lanes in one pass."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from threading import get_ident
 from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
@@ -14,9 +16,12 @@ from rollflow.nodes.stages.joint_output import joint_pass, note_batch
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.data.tree import leaves_of
+from rollflow.stream.doctor.stacks import stack_of_thread
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.channel import Inlet, Outlet
 from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.meter import clock
 
 L = TypeVar("L")
 L_contra = TypeVar("L_contra", contravariant=True)
@@ -87,6 +92,10 @@ class ModuleForward:
     def broken_off(self, batches: Lane) -> Callable[[Lane], Lane]:
         """The call in place of a pass that was broken off: the same pass again."""
         return self
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """A pass, which may be the first, or be compiled."""
+        yield Wait(name, "call", "is in a forward pass", limit="compile" if self._is_compiled else None)
 
     def forward_lanes(self, lanes: Sequence[Lane]) -> None:
         """Replace each lane's batch by its `LaneOutput` of one joint pass; one lane's batch by the whole output."""
@@ -223,6 +232,8 @@ class GatheringForward(Generic[L]):
         self._max_batch = max_batch
         self._max_wait = max_wait
         self._in_thread = in_thread
+        self._passes = 0
+        self._begun: tuple[int, int] | None = None  # when the pass under way began, in ns, and its thread
 
     async def run(self, batches: Inlet[L], outputs: Outlet[L]) -> None:
         """Gather, pass, split, until no more lanes come."""
@@ -232,11 +243,27 @@ class GatheringForward(Generic[L]):
             while waiting is not None:
                 lanes, waiting = await self._gather(waiting, batches)
                 if self._in_thread:
-                    await anyio.to_thread.run_sync(self._forward.forward_lanes, lanes)
+                    await anyio.to_thread.run_sync(self._pass, lanes)
                 else:
-                    self._forward.forward_lanes(lanes)
+                    self._pass(lanes)
                 for lane in lanes:
                     await outputs.send(lane)
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """The pass under way."""
+        begun = self._begun
+        if begun is not None:
+            age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
+            calls = self._passes
+            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
+
+    def _pass(self, lanes: Sequence[L]) -> None:
+        self._begun = clock(), get_ident()
+        try:
+            self._forward.forward_lanes(lanes)
+        finally:
+            self._begun = None
+        self._passes += 1
 
     def describe(self) -> str:
         """The bounds of a pass, for `explain()`."""

@@ -18,6 +18,7 @@ from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
 from rollflow.sinks.trainer.rollout_side.rollout_end import AnyRollout, check_rollout
 from rollflow.sinks.trainer.sink import TrainerSink
+from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
@@ -54,9 +55,10 @@ def feed(
                    beginning, are made here. None: "batches" of a `MultiAgentRollout`, "fragments" of a `Rollout`
         on_end     called with the run's report when it has ended, unless it raised an error
 
-    All other parameters are those of `TrainerSink`. Returns the trainer's reason to leave, None if it has not left.
-    Raises ValueError if fragments are sent of a rollout with learner_connector or max_lag, which the `TrainerStream`
-    takes instead, and errors of the rollout, its environments or the connection.
+    All other parameters are those of `TrainerSink`; `stall_after` and `on_stall` are the rollout's. Returns the
+    trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent of a rollout with
+    learner_connector or max_lag, which the `TrainerStream` takes instead, and errors of the rollout, its environments
+    or the connection.
 
     In a program's main thread, Ctrl-C or SIGTERM stops the environments. Then the trainer is waited for until it has
     what was under way, or has not been there for `linger` seconds; a second signal ends that. After that the signal has
@@ -87,7 +89,7 @@ def feed(
         graph.connect("learner", "trainer")
     else:
         graph.connect("rollout.fragments", "trainer")
-    _run(graph, sink, on_end)
+    _run(graph, sink, rollout.stall, on_end)
     return sink.goodbye
 
 
@@ -111,11 +113,11 @@ def _check_leaves_batches(rollout: AnyRollout) -> None:
             )
 
 
-def _run(graph: Graph, sink: TrainerSink, on_end: Callable[[Report], object] | None) -> None:
+def _run(graph: Graph, sink: TrainerSink, rules: StallRules, on_end: Callable[[Report], object] | None) -> None:
     """Run the graph; a signal that has ended it takes effect afterwards."""
     handlers = _signal_handlers()
     try:
-        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers))
+        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers), rules)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # an event loop would leave others
@@ -134,7 +136,7 @@ def _signal_handlers() -> dict[signal.Signals, Any]:
 
 
 async def _run_graph(
-    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals]
+    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals], rules: StallRules
 ) -> tuple[Report | None, signal.Signals | None]:
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None
@@ -144,7 +146,7 @@ async def _run_graph(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_leave_with_trainer, sink, tasks.cancel_scope)
             try:
-                async with graph.run() as run:
+                async with graph.run(stall_after=rules.after, on_stall=rules.on_stall) as run:
                     if signals is not None:
                         tasks.start_soon(_leave_when_signalled, signals, run, sink, tasks, received)
                     await run.wait()

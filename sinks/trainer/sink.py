@@ -4,7 +4,7 @@ import logging
 import secrets
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from rollflow.sinks.trainer.rollout_side.uplink import TrainerLink, TrainerUplin
 from rollflow.sinks.trainer.trainer_side.state import HAS_ENDED
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.channel import Inlet
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import check_shared
@@ -209,6 +210,12 @@ class TrainerSink:
             await self._changed.wait()
         return self.goodbye
 
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """The trainer, for the stall doctor: one that is there is waited for as long as it takes."""
+        wait = self._rollout_end.gate.waits_for()
+        if wait is not None:
+            yield wait
+
     def describe(self) -> str:
         """Text for `explain()`."""
         return f"to {self._trainer_name}"
@@ -271,7 +278,7 @@ class TrainerSink:
             if self._uplink.error is not None:
                 scope.cancel()
             gate.order = self._uplink.wanted or gate.order
-            gate.done, gate.version = self._session.done, end.version
+            gate.done, gate.version, gate.problem = self._session.done, end.version, self._uplink.problem
             self._send_lane_news()
             end.subscriber.look_again(has_left=self._has_left())
             gate.look_again()

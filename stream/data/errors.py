@@ -31,10 +31,12 @@ HELP_PAGES = {
     "trainer away": "tutorials/trainer_elsewhere.md#when-the-trainer-is-away",
     "checkpoint": "how_to/save_and_go_on.md#with-a-trainer-elsewhere",
     "lag": "explanation/freshness.md#a-bound",
+    "stall": "how_to/find_what_holds_back.md#when-it-stands-still",
     "graph": "how_to/graphs.md#look-before-it-runs",
     "node": "how_to/graphs.md#nodes",
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
+    "replay": "how_to/replay.md#when-it-refuses",
     "policy": "how_to/deploy_a_policy.md#when-a-policy-is-refused",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
@@ -112,6 +114,14 @@ class LagError(RollflowError, RuntimeError):
 
 class RunError(RollflowError, RuntimeError):
     """Raised when a run is used outside its life: before it began, after it ended, or twice."""
+
+
+class StallError(RunError):
+    """Raised when a run has stood still for longer than `stall_after`, with `on_stall="raise"`."""
+
+
+class ReplayError(RollflowError, ValueError):
+    """Raised when a replay can't hold what it is given, or can't be sampled as asked."""
 
 
 class MetricsError(RollflowError, ValueError):

@@ -25,6 +25,7 @@ from rollflow.stream.graph.edge import Edge, Port
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.interrupts import interrupts, raise_held
 from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.node_errors import note_node
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
@@ -53,6 +54,7 @@ class Chain:
     background  background nodes of the chain, with their meters
     reopened    whether a gate has said, since the last `unpark`, that it might admit parked items
     on_gate     called when a gate says so
+    mark        the record of the call under way; `thread` is that which calls
     spoilt      name of the node whose interrupted call keeps the chain from going on; None: the chain can go on
     """
 
@@ -73,8 +75,9 @@ class Chain:
         self.background: list[tuple[Background, NodeMeter]] = [
             (graph.nodes[name].node, meters[name]) for name in self.names if is_background(graph.nodes[name].node)
         ]
-        self._mark: CallMark = [0, -1] if mark is None else mark
+        self.mark = self._mark = [0, -1] if mark is None else mark
         self._mark[1] = -1
+        self.thread = 0
         self._numbers = {name: number for number, name in enumerate(meters)}
         self.spoilt: str | None = None
         self._broken_off: tuple[str, Any, Any] | None = None  # node's name, its item, function to call instead
@@ -91,6 +94,14 @@ class Chain:
     def entry(self, port: Port) -> Deliver:
         """The function that `carry` calls with an item that arrives at an inlet."""
         return self._steps[port[0]]
+
+    def node_of(self, name: str) -> Any:
+        """A node of the chain, by its name."""
+        return self._graph.nodes[name].node
+
+    def is_sink(self, name: str) -> bool:
+        """True if a node of the chain has no outputs."""
+        return not self._graph.nodes[name].outlets
 
     @property
     def can_start(self) -> bool:
@@ -358,19 +369,6 @@ class Chain:
                 self.parked.append((gate, step, item))
 
         return deliver
-
-
-def note_node(error: BaseException, name: str) -> None:
-    """Add the note "in node ..." to an error that has none yet.
-
-    Raises RuntimeError in place of a StopIteration, which would silently end the iterators that it passes through.
-    """
-    if isinstance(error, StopIteration):
-        replacement = RuntimeError("a node raised StopIteration")
-        replacement.add_note(f"in node '{name}'")
-        raise replacement from error
-    if not any(note.startswith("in node ") for note in getattr(error, "__notes__", ())):
-        error.add_note(f"in node '{name}'")
 
 
 def _route_two(first: Deliver, second: Deliver) -> Deliver:

@@ -343,6 +343,11 @@ class Output(Inlet[T]):
         finally:
             self._caller.end_wait()
 
+    @property
+    def is_awaited(self) -> bool:
+        """True while the reader waits on this output."""
+        return self._meter.is_waiting
+
     def __aiter__(self) -> Self:
         return self
 

@@ -12,6 +12,9 @@ class Gate(Protocol):
 
     A gate may have an attribute `holder`: the name of the party that it waits for, or None. In a run on an event loop
     the holder is a stage of the report. It is read when items are parked and nothing else can be done.
+
+    A gate may have a method `waits_for() -> Wait | None`: what refused items wait for, for the stall doctor. It is
+    called from another thread.
     """
 
     def admits(self, item: Any) -> bool:

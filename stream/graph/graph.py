@@ -10,6 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from rollflow.stream.data.errors import GraphError
+from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.graph.channel import Overflow
 from rollflow.stream.graph.drawing import explain, mermaid
 from rollflow.stream.graph.edge import Edge, Port, check_room, leading_to, may_drop_before, reached, within
@@ -242,15 +243,18 @@ class Graph:
         """A Mermaid flowchart of the graph."""
         return mermaid(self)
 
-    def run(self, *, seed: int | None = None) -> RunHandle:
+    def run(self, *, seed: int | None = None, stall_after: float | None = 5.0, on_stall: OnStall = "log") -> RunHandle:
         """`async with graph.run() as run:` checks the graph and runs it until the block is left.
 
         A node's error is raised unchanged, with the node's name in a note.
 
-        seed    of the random generators of nodes that ask for one, each its own by name; None: a fresh seed
+            seed           of the random generators of nodes that ask for one, each its own by name; None: a fresh seed
+            stall_after    seconds after which a run that stands still is logged, with the reason; None: never
+            on_stall       "log", or "raise": a run that stands still also ends, with a StallError
         """
+        rules = StallRules(stall_after, on_stall)
         self.validate()
-        return RunHandle(self, seed)
+        return RunHandle(self, seed, rules, watches=True)
 
     # Inside
 

@@ -1,16 +1,19 @@
 """InlineRun: a graph that runs step by step, without an event loop."""
 
 from collections.abc import Iterator
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Self
 
 from rollflow.stream.data.errors import GraphError, RunError
+from rollflow.stream.doctor.waits import Look
 from rollflow.stream.graph.background import Waiter
 from rollflow.stream.graph.chain import CallMark, Chain
 from rollflow.stream.graph.graph import Graph
+from rollflow.stream.graph.looks import look_of_inline_run
 from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.node_errors import close_nodes
 from rollflow.stream.graph.report import CALLER, Report, report_of
-from rollflow.stream.graph.run import close_nodes
 from rollflow.stream.graph.wakeup import Wakeup
 
 
@@ -22,7 +25,9 @@ class InlineRun:
         interruption    rung by `interrupt`; None: a wait for a background node goes on until the node has something
 
         caller    meter of the code that asks for the outputs
-        meters    meters of the nodes, in the order in which they were added to the graph
+        meters    meters of the nodes, in the order in which they were added to the graph; `meters_by_name` by name
+        chain     the chain of all nodes
+        is_starting    whether the nodes' `start` is under way, and the caller waits for it
 
     `next_outputs` raises a node's error as it is; after that, RunError. After a KeyboardInterrupt the run can go on,
     unless the interrupted node can't: see `Chain`. Within `HoldingBack` no interrupt comes between two nodes.
@@ -43,10 +48,11 @@ class InlineRun:
                 f"graph '{graph.name}' needs an event loop: expected synchronous, inline, chained nodes alone"
             )
         self.graph = graph
-        self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self.meters_by_name = self._meters = {name: NodeMeter(name) for name in graph.nodes}
         self.caller = NodeMeter(CALLER)
         self.meters = list(self._meters.values())
-        self._chain = Chain(graph, graph.flow_order(), self._meters, mark)
+        self.chain = self._chain = Chain(graph, graph.flow_order(), self._meters, mark)
+        self.is_starting = False
         self._failure: Exception | None = None
         self._settles = False  # whether it waits for background nodes, to finish
         self._waiter = Waiter(self._chain.background, *(each for each in (bell, interruption) if each is not None))
@@ -62,6 +68,8 @@ class InlineRun:
             raise RunError(f"graph '{self.graph.name}' has been run before; a run is for once")
         self._state = "running"
         self._began = clock()
+        self._chain.thread = get_ident()
+        self.is_starting = self._bell is None
         try:
             self._steps = self._chain.start()
             while not self._chain.pending and not self._is_interrupted and self._step():
@@ -69,6 +77,8 @@ class InlineRun:
         except BaseException:
             self.close()
             raise
+        finally:
+            self.is_starting = False
         return self
 
     def __exit__(
@@ -100,6 +110,7 @@ class InlineRun:
                 f"graph '{self.graph.name}' can't go on: it has failed with {failure}; expected another one to be made"
             ) from self._failure
         self._chain.resume()
+        self._chain.thread = get_ident()
         try:
             return self._outputs()
         except Exception as error:
@@ -174,6 +185,15 @@ class InlineRun:
             yield
         self._settles = False
         yield from chain.finish()
+
+    @property
+    def is_in_call(self) -> bool:
+        """True while a node is being called, rather than waited for. From any thread."""
+        return self.chain.mark[1] >= 0
+
+    def look(self) -> Look | None:
+        """What every node and the reader do right now, for the stall doctor; None: it does not run."""
+        return look_of_inline_run(self) if self._state in ("running", "finished") else None
 
     def report(self) -> Report:
         """A report of the counts so far."""

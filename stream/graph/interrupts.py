@@ -50,6 +50,11 @@ class HoldingBack:
                 raise_held()
 
 
+def can_interrupt() -> bool:
+    """True if SIGINT raises KeyboardInterrupt in the main thread, at once or when it is sent a second time."""
+    return signal.getsignal(signal.SIGINT) in (signal.default_int_handler, _hold)
+
+
 def raise_held() -> None:
     """Raise KeyboardInterrupt if one is held back."""
     if interrupts.held:

@@ -35,6 +35,21 @@ class NodeMeter:
     _waiting: int = 0
     _blocked: int = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """True while a task of the node waits for an item."""
+        return self._waiting > 0
+
+    @property
+    def is_blocked(self) -> bool:
+        """True while a task of the node waits for room."""
+        return self._blocked > 0
+
+    @property
+    def works_since(self) -> int | None:
+        """Time at which background work began that the thread waits for, in ns; None: there is none."""
+        return self._works_since
+
     def begin_work(self, now: int) -> None:
         """Begin to count background work that the thread now waits for."""
         self._works_since = now

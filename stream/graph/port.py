@@ -63,6 +63,7 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
         take_drain()          called when the run is drained
         take_ending(cause)    called with "closed" or "failed" when the run has ended
         describe()            text for `Graph.explain`
+        at_work(name)         what it works on or waits for right now, for the stall doctor: see `AtWork`
         held()                items taken and not passed on: their fragments count as lost when the run ends
         origins_of(batch)     of a node that makes batches: the origins of the fragments in one
         take_sources(sources, *, drops, is_all)

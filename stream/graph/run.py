@@ -7,6 +7,7 @@ are cancelled.
 
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -16,13 +17,17 @@ import anyio.to_thread
 
 from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import FragmentHolder, Losses
+from rollflow.stream.doctor.diagnosis import Diagnosis
+from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.background import AtWork, BackgroundWatch, ChainWakeup
-from rollflow.stream.graph.chain import Chain, Deliver, note_node
+from rollflow.stream.graph.chain import Chain, Deliver
 from rollflow.stream.graph.channel import CHECKPOINT_NS, Channel, Inlet, Outlet, Output, SourceStop, Unsent
 from rollflow.stream.graph.edge import Edge, Port, is_only_way
 from rollflow.stream.graph.meter import NodeMeter, WaitAttribution, clock
+from rollflow.stream.graph.node_errors import close_nodes, note_node
 from rollflow.stream.graph.port import NodeSpec
 from rollflow.stream.graph.report import CALLER, Report, report_of
+from rollflow.stream.graph.run_doctor import RunDoctor
 from rollflow.stream.graph.seeding import fresh_seed, generator_for
 
 if TYPE_CHECKING:
@@ -38,28 +43,33 @@ class Run:
     stops the sources, and lets all items reach their sinks.
     """
 
-    def __init__(self, graph: "Graph", seed: int | None = None) -> None:
+    def __init__(
+        self, graph: "Graph", seed: int | None = None, rules: StallRules | None = None, *, watches: bool = False
+    ) -> None:
         self.graph = graph
+        self.doctor = RunDoctor(self, rules or StallRules(after=None), watches=watches)
+        self.thread = 0  # of the event loop
+        self.at: dict[str, Any] = {}  # node -> its coroutine, or the thread of its last call
+        self._live: set[str] = set()  # first nodes of the tasks that have not ended
         self.seed = fresh_seed() if seed is None else seed
         self._began = clock()
-        self._meters = {name: NodeMeter(name) for name in graph.nodes}
+        self.meters = {name: NodeMeter(name) for name in graph.nodes}
         self._holders = WaitAttribution()
-        self._caller = NodeMeter(CALLER)
+        self.caller = NodeMeter(CALLER)
         self._losses = Losses(spec.node for spec in graph.nodes.values())
-        self._chains: list[Chain] = []
-        self._channels: dict[Edge, Channel[Any]] = {
+        self.chains: list[Chain] = []
+        self.channels: dict[Edge, Channel[Any]] = {
             edge: Channel(edge.name, edge.capacity or 1, edge.overflow, self._lose_at(edge))
             for edge in (*graph.edges, *graph.outputs.values())
             if not graph.is_chained(edge)
         }
-        self._outputs = {name: Output(self._channels[edge], self._caller) for name, edge in graph.outputs.items()}
+        self._outputs = {name: Output(self.channels[edge], self.caller) for name, edge in graph.outputs.items()}
         self._draining = False
         self._stops: list[Callable[[], None]] = []
-        self._holding: list[FragmentHolder] = [*self._channels.values()]  # parts that may hold items
+        self._holding: list[FragmentHolder] = [*self.channels.values()]  # parts that may hold items
         self._ended = anyio.Event()
         self._ended_at: int | None = None
         self._tasks: anyio.abc.TaskGroup | None = None
-        self._tasks_left = 0
         self._error: Exception | None = None  # that ended the run early
 
     def __getitem__(self, output: str) -> Output[Any]:
@@ -71,13 +81,30 @@ class Run:
             raise GraphError(f"graph '{self.graph.name}' has no output '{output}'; outputs: {there}") from None
 
     def report(self) -> Report:
-        """A report of the counts so far. May be called at any time."""
+        """A report of the counts so far. May be called at any time, from any thread."""
         holders = self._holders.meters.copy()
-        nodes = [*self._meters.values(), *holders.values(), *([self._caller] if self._outputs else [])]
-        channels = [channel.meter for channel in self._channels.values()]
+        nodes = [*self.meters.values(), *holders.values(), *([self.caller] if self._outputs else [])]
+        channels = [channel.meter for channel in self.channels.values()]
         elapsed = (clock() if self._ended_at is None else self._ended_at) - self._began
-        under_way = dict(chain.under_way for chain in self._chains)
+        under_way = dict(chain.under_way for chain in self.chains)
         return report_of(elapsed, nodes, channels, self.graph.harmless(), frozenset(holders), under_way)
+
+    def diagnose(self) -> Diagnosis:
+        """What the run waits for right now, and whether it is stalled. From any thread."""
+        return self.doctor.diagnose()
+
+    @property
+    def has_ended(self) -> bool:
+        """True once every task has ended, or the run was left."""
+        return self._ended.is_set()
+
+    def is_live(self, name: str) -> bool:
+        """True until the task ends whose first node has this name."""
+        return name in self._live
+
+    def fail(self, error: Exception) -> None:
+        """End the run with an error for tasks that wait on it. In the event loop."""
+        self._end(error)
 
     async def wait(self) -> None:
         """Wait until every node has ended by itself. Raises a node's error; RunError if the run is left first."""
@@ -113,22 +140,24 @@ class Run:
             elif spec.where == "thread":
                 work.append((names[0], partial(self._run_in_thread, spec)))
             else:
-                self._chains.append(Chain(self.graph, names, self._meters))
-                work.append((names[0], partial(self._run_chain, self._chains[-1])))
-        self._tasks, self._tasks_left = tasks, len(work)
+                self.chains.append(Chain(self.graph, names, self.meters))
+                work.append((names[0], partial(self._run_chain, self.chains[-1])))
+        self._tasks, self._live, self.thread = tasks, {name for name, _ in work}, get_ident()
         for name, function in work:
-            tasks.start_soon(self._counted, function, name=f"{self.graph.name}/{name}")
+            tasks.start_soon(self._counted, name, function, name=f"{self.graph.name}/{name}")
+        self.doctor.start(tasks)
 
     def close(self, error: BaseException | None = None) -> None:
         """End the run for tasks that still wait on it, count held items as lost, and call every node's `close()`.
 
         error    the error that has ended the run; None: there was none
         """
+        self.doctor.stop()
         failure = self._error
         self._losses.declare(self._holding, error or failure)
         self._holding.clear()
         self._end(RunError(f"graph '{self.graph.name}' was left before it had ended"))
-        self._caller.end_life()
+        self.caller.end_life()
         self._ended_at = clock()
         if failure is not None:
             for spec in self.graph.nodes.values():
@@ -142,26 +171,26 @@ class Run:
         self._error = error
         if error is not None:
             for edge in self.graph.outputs.values():
-                self._channels[edge].fail(error)
+                self.channels[edge].fail(error)
         self._ended.set()
 
-    async def _counted(self, function: Callable[[], Awaitable[None]]) -> None:
+    async def _counted(self, name: str, function: Callable[[], Awaitable[None]]) -> None:
         try:
             await function()
         except Exception as error:
             # A task that waits on the run may resume before its cancellation: it must see the error, not an end.
             self._end(error)
             raise
-        self._tasks_left -= 1
-        if not self._tasks_left:
+        self._live.discard(name)
+        if not self._live:
             self._end(None)
 
     # Tasks
 
     async def _run_chain(self, chain: Chain) -> None:
-        wake = ChainWakeup()
+        wake, chain.thread = ChainWakeup(), self.thread
         entries = [
-            (self._channels[edge], chain.entry(edge.target))
+            (self.channels[edge], chain.entry(edge.target))
             for edge in self.graph.edges
             if edge.target[0] in chain.names and not self.graph.is_chained(edge)
         ]
@@ -249,7 +278,7 @@ class Run:
 
     async def _deliver(self, chain: Chain) -> None:
         edge, item, meter = chain.pending[0]
-        channel = self._channels[edge]
+        channel = self.channels[edge]
         if not channel.offer(item):
             meter.begin_block()
             try:
@@ -259,7 +288,7 @@ class Run:
         chain.pending.popleft()
 
     async def _run_async(self, spec: NodeSpec) -> None:
-        meter = self._meters[spec.name]
+        meter = self.meters[spec.name]
         ends: dict[str, Inlet[Any] | Outlet[Any]] = {}
         for port in spec.inlets:
             ends[port] = Inlet(self._channels_into((spec.name, port)), meter)
@@ -276,7 +305,8 @@ class Run:
                 await anyio.lowlevel.checkpoint_if_cancelled()
             meter.begin_life()
             try:
-                await run(**ends, **randomness)
+                self.at[spec.name] = running = run(**ends, **randomness)
+                await running
             except Exception as error:
                 note_node(error, spec.name)
                 raise
@@ -285,7 +315,7 @@ class Run:
         self._close_ends(spec)
 
     async def _run_in_thread(self, spec: NodeSpec) -> None:
-        meter, inlet_name = self._meters[spec.name], next(iter(spec.inlets))
+        meter, inlet_name = self.meters[spec.name], next(iter(spec.inlets))
         inlet: Inlet[Any] = Inlet(self._channels_into((spec.name, inlet_name)), meter)
         outlets = [Outlet(self._channels_from((spec.name, port)), meter) for port in spec.outlets]
         unsent = Unsent(outlets, has_fields=spec.has_fields)
@@ -293,9 +323,13 @@ class Run:
         limiter = anyio.CapacityLimiter(1)
 
         async def call(function: Callable[..., Any], *args: Any) -> Any:
+            def here() -> Any:
+                self.at[spec.name] = get_ident()
+                return function(*args)
+
             meter.begin_life()
             try:
-                return await anyio.to_thread.run_sync(function, *args, limiter=limiter)
+                return await anyio.to_thread.run_sync(here, limiter=limiter)
             except Exception as error:
                 note_node(error, spec.name)
                 raise
@@ -320,10 +354,10 @@ class Run:
     # Channels
 
     def _channels_into(self, port: Port) -> list[Channel[Any]]:
-        return [channel for edge, channel in self._channels.items() if edge.target == port and not edge.is_output]
+        return [channel for edge, channel in self.channels.items() if edge.target == port and not edge.is_output]
 
     def _channels_from(self, port: Port) -> list[Channel[Any]]:
-        return [channel for edge, channel in self._channels.items() if edge.source == port]
+        return [channel for edge, channel in self.channels.items() if edge.source == port]
 
     def _lose_at(self, edge: Edge) -> Callable[[Any], None] | None:
         """The function that counts items dropped by an edge; None: no node counts, or the items also go elsewhere."""
@@ -338,7 +372,7 @@ class Run:
     def _give_up_cycles(self, names: Sequence[str]) -> None:
         """End the channels into the nodes `names` that close a cycle; the items in them are dropped."""
         after = self.graph.reached_from(names)
-        for edge, channel in self._channels.items():
+        for edge, channel in self.channels.items():
             if edge.target[0] in names and edge.source[0] in after and not edge.is_output and not channel.abandoned:
                 channel.abandon()
                 channel.close()
@@ -353,21 +387,3 @@ class Run:
         for port in self.graph.nodes[name].outlets:
             for channel in self._channels_from((name, port)):
                 channel.close()
-
-
-def close_nodes(graph: "Graph") -> None:
-    """Call `close()` of every node that has it, even if one raises; then raise the error, or a group of several."""
-    errors: list[Exception] = []
-    for name, spec in graph.nodes.items():
-        close = getattr(spec.node, "close", None)
-        if close is None:
-            continue
-        try:
-            close()
-        except Exception as error:
-            note_node(error, name)
-            errors.append(error)
-    if len(errors) == 1:
-        raise errors[0]
-    if errors:
-        raise ExceptionGroup(f"closing graph '{graph.name}'", errors)

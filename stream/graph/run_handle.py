@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.run import Run
 
 if TYPE_CHECKING:
@@ -17,12 +18,17 @@ if TYPE_CHECKING:
 class RunHandle(AbstractAsyncContextManager[Run]):
     """Runs a graph until the block is left. A node's error is raised unchanged, with the node's name in a note.
 
+    rules      of the stall doctor; None: it is off
+    watches    whether the run has a stall doctor of its own, beside who may watch it otherwise
+
     Warns if it is never entered, since nothing would have run.
     """
 
-    def __init__(self, graph: "Graph", seed: int | None = None) -> None:
+    def __init__(
+        self, graph: "Graph", seed: int | None = None, rules: StallRules | None = None, *, watches: bool = False
+    ) -> None:
         self._name, self._is_entered = graph.name, False
-        self._block = _running(graph, seed)
+        self._block = _running(graph, seed, rules, watches=watches)
 
     async def __aenter__(self) -> Run:
         self._is_entered = True
@@ -40,8 +46,8 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 
 
 @asynccontextmanager
-async def _running(graph: "Graph", seed: int | None) -> AsyncIterator[Run]:
-    run = Run(graph, seed)
+async def _running(graph: "Graph", seed: int | None, rules: StallRules | None, *, watches: bool) -> AsyncIterator[Run]:
+    run = Run(graph, seed, rules, watches=watches)
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:

@@ -21,6 +21,7 @@ from benchmarks import (
     pixels,
     placement,
     scaling,
+    seeing,
     serving,
     stragglers,
     transport,
@@ -40,6 +41,7 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
     [
         lambda: cartpole.measure(TINY, vectorized=(4,), plain=(2,)),
         lambda: overhead.measure(TINY, slots=(1,)),
+        lambda: seeing.measure(TINY, slots=(1,)),
         lambda: pixels.measure(TINY, slots=(2,)),
         lambda: stragglers.measure(pairs.Sizes(1, 0.1), places=("threads",)),
         lambda: scaling.measure(TINY, axes={"lanes": (1, 2), "pieces": (1,), "sinks": (2,)}),
@@ -51,6 +53,7 @@ KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "
     ids=[
         "cartpole",
         "overhead",
+        "seeing",
         "pixels",
         "stragglers",
         "scaling",

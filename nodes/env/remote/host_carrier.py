@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from rollflow.nodes.env.remote.gateway import Gateway
+from rollflow.nodes.env.remote.host_waits import wait_for
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import (
     HostAnswered,
@@ -23,6 +24,7 @@ from rollflow.nodes.env.workers.carrier import L
 from rollflow.nodes.env.workers.lane_supervisor import LaneLimits, LanePhase, LaneSupervisor
 from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.wire import Answer, Failed, Request
 
 _LOOK_S = 0.5
@@ -185,7 +187,7 @@ class HostCarrier:
             if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
                 self.supervisor.deadlines.end(index)
             else:
-                yield from self._late(remote, f"host {remote.host.name}, lane {index}, {remote.slots}: {text}")
+                yield from self._late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
         for status in self.supervisor.due():
             yield from self._set_out(self.lanes[status.index])
         self._check_vacancy()
@@ -195,6 +197,15 @@ class HostCarrier:
     def describe(self) -> str:
         """Names of the hosts, for `explain()`."""
         return f"on {self.gateway.describe()}"
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What is known here of every lane that is waited for. From any thread."""
+        if self._vacancy is not None:
+            yield Wait(name, "away", "has no host left, and waits for others", remedy="start a host")
+        for remote in list(self.lanes):
+            if remote.status.is_waited:
+                progress = self._dialogue.progress(remote.status.index)
+                yield wait_for(remote, name, progress, self.supervisor.deadlines.began.get(remote.status.index))
 
     def close(self) -> None:
         """Say goodbye to the hosts."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
+from rollflow.stream.doctor.waits import Wait
 
 
 class CarriedLane(Protocol):
@@ -43,6 +44,9 @@ class Carrier(Protocol):
     def describe(self) -> str:
         """Where the lanes are, for `explain()`."""
 
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane that is waited for is at. From any thread."""
+
     def close(self) -> None:
         """End all that was begun elsewhere."""
 
@@ -77,6 +81,10 @@ class Carried:
     def describe(self) -> str:
         """Lanes, slots and where they are, for `explain()`."""
         return f"{super().describe()}, {self.carrier.describe()}"  # type: ignore[misc]
+
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane that is waited for is at, where it is."""
+        return iter(self.carrier.at_work(name))
 
     def close(self) -> None:
         """End all that was begun elsewhere."""

@@ -15,11 +15,12 @@ import numpy as np
 from rollflow.nodes.env.lane_source import LaneSource
 from rollflow.nodes.env.workers.frames import Frame, FrameKind, FrameReader, frame
 from rollflow.nodes.env.workers.lane_supervisor import LanePhase, LaneStatus, RaisedError
-from rollflow.nodes.env.workers.watch import PHASE_BYTES, Activity, ActivityFlag, ProgressMark
+from rollflow.nodes.env.workers.watch import DOING, PHASE_BYTES, Activity, ActivityFlag, ProgressMark, calls_of
 from rollflow.stream.data import errors
 from rollflow.stream.data.blocks import SharedBlock
 from rollflow.stream.data.errors import EnvError, RunError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.doctor.waits import Wait
 
 
 class Outbox:
@@ -167,6 +168,29 @@ class LaneLink(abc.ABC):
         """Count by which the worker shows that it gets on, and its activity."""
         is_stepped = self.status.phase in (LanePhase.READY, LanePhase.STEPPING)
         return self._activity.turns, self._activity.doing if is_stepped else Activity.RESET
+
+    @property
+    def doing(self) -> Wait:
+        """What the worker is at right now, without its place and its stack."""
+        turns, activity = self.progress
+        phase = self.status.phase
+        if phase is LanePhase.LOST:
+            return Wait("", "lost", f"is lost, and begins anew in a while: {self.status.reason}")
+        if phase is LanePhase.MAKING:
+            return Wait("", "call", "makes its environments", limit="reset", mark=self.status.starts)
+        return Wait(
+            "",
+            "call",
+            DOING[activity],
+            mark=turns,
+            calls=calls_of(self.lane, turns, activity) if phase is not LanePhase.RESETTING else 0,
+            limit=None if activity is Activity.STEP else "reset",
+        )
+
+    @property
+    def thread(self) -> int:
+        """The thread of the worker that serves the lane; 0: it has not said so yet."""
+        return self._activity.thread
 
     def late_with(self, text: str) -> str:
         """The words for what the worker is late with, and more where it is known."""

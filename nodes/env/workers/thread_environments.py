@@ -4,15 +4,19 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
-from rollflow.nodes.env.workers.watch import Activity, ActivityFlag, ProgressMark, ProgressWatch
+from rollflow.nodes.env.workers.watch import DOING, Activity, ActivityFlag, ProgressMark, ProgressWatch, calls_of
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S
 from rollflow.stream.data.errors import EnvError
+from rollflow.stream.doctor.stacks import stack_of_thread
+from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.graph.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
@@ -48,6 +52,8 @@ class ThreadEnvironments:
                 phase.set_blended(not is_told)
             self._watch = ProgressWatch(step_timeout, reset_timeout, self._at)
             self._is_reset = [False for _ in lanes]
+            # of every lane: when its thread began what it is at, in ns, and the thread
+            self._begun: list[tuple[int, int] | None] = [None for _ in lanes]
             self._done: deque[tuple[Any, BaseException | None]] = deque()
             self._threads = LaneThreads(len(lanes))
             self._bell = Wakeup()
@@ -91,6 +97,24 @@ class ThreadEnvironments:
         for index, reason in self._watch.overdue().items():
             raise EnvError(f"lane {index}, vector step {self._environments.lanes[index].vector_steps}: {reason}")
 
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What every lane's thread is at right now."""
+        for index, begun in enumerate(list(self._begun)):
+            if begun is not None:
+                turns, activity = self._at(index)
+                yield Wait(
+                    name,
+                    "call",
+                    DOING[activity],
+                    mark=(begun, turns),
+                    age_s=(clock() - begun[0]) / 1e9,
+                    calls=calls_of(self._environments.lanes[index], turns, activity),
+                    where=f"lane {index}, in its thread",
+                    limit=None if activity is Activity.STEP else "reset",
+                    remedy="have it return; step_timeout ends the run, and where='processes' the worker alone",
+                    stack=partial(stack_of_thread, begun[1]),
+                )
+
     def describe(self) -> str:
         """Lanes and slots, for `explain()`."""
         return f"{self._environments.describe()}, a thread each"
@@ -122,9 +146,11 @@ class ThreadEnvironments:
 
     def _do(self, lane: Any, job: Job) -> None:
         error: BaseException | None = None
+        self._begun[lane.index] = clock(), get_ident()
         try:
             job(lane)
         except BaseException as raised:  # also a SystemExit: to be raised where the rollout is read
             error = raised
+        self._begun[lane.index] = None
         self._done.append((lane, error))
         self._bell.ring()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PHASE_BYTES = 16
+PHASE_BYTES = 24
 
 
 class Activity(Enum):
@@ -23,8 +23,8 @@ class Activity(Enum):
 class ActivityFlag:
     """Says whether a lane's environments are being reset; told by whoever steps them, also from another process.
 
-    memory    i64[2], both 0 at first: how often a reset within a step has begun or ended, and whether none can be told
-              from the step; None: memory of this process alone
+    memory    i64[3], all 0 at first: how often a reset within a step has begun or ended; whether none can be told from
+              the step; the thread that steps. None: memory of this process alone
     """
 
     def __init__(self, memory: NDArray[np.int64] | None = None) -> None:
@@ -38,6 +38,15 @@ class ActivityFlag:
         """Say whether these environments reset where nobody can tell it from their step."""
         self._memory[1] = is_blended
 
+    def set_thread(self, ident: int) -> None:
+        """Say which thread of its process steps them."""
+        self._memory[2] = ident
+
+    @property
+    def thread(self) -> int:
+        """The thread that steps them; 0: it has not said so yet."""
+        return int(self._memory[2])
+
     @property
     def turns(self) -> int:
         """Count of resets that have begun, and of those that have ended."""
@@ -49,6 +58,17 @@ class ActivityFlag:
         if self._memory[0] % 2:
             return Activity.RESET
         return Activity.BOTH if self._memory[1] else Activity.STEP
+
+
+DOING = {Activity.STEP: "is in step()", Activity.RESET: "is in reset()", Activity.BOTH: "is in step() or reset()"}
+
+
+def calls_of(lane: Any, turns: int, activity: Activity) -> int:
+    """How often a lane has done before what it is at; without the first reset."""
+    if activity is Activity.RESET:
+        return turns // 2
+    steps = getattr(lane, "vector_steps", 0)
+    return steps if isinstance(steps, int) else 0
 
 
 _LOOKS = 8  # at a lane, within the shorter of its two times
@@ -122,11 +142,13 @@ class ProgressWatch:
         self._at, self._suffix = at, suffix
         self._looks = Deadlines()
         self._seen: dict[int, ProgressMark] = {}
+        self.began: dict[int, float] = {}  # lane -> when it began what it is at, on the clock `monotonic`
         self._until: dict[int, float] = {}
 
     def begin(self, lane: int) -> None:
         """The lane's environments are at something new."""
         seen = self._seen[lane] = self._at(lane)
+        self.began[lane] = monotonic()
         pause, seconds = self._pauses[seen[1]], self._seconds[seen[1]]
         if pause is None:
             self._looks.end(lane)

@@ -5,6 +5,7 @@ import selectors
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -19,6 +20,9 @@ from rollflow.nodes.env.workers.watch import ProgressMark
 from rollflow.nodes.env.workers.worker_process import WorkerProcess, core_count, end_all
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.packing import unpack
+from rollflow.stream.doctor.stacks import Frame as StackFrame
+from rollflow.stream.doctor.stacks import stack_in_dump
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
@@ -146,6 +150,30 @@ class WorkerCarrier:
         """Number of processes, for `explain()`."""
         return f"in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
 
+    def at_work(self, name: str) -> Iterator[Wait]:
+        """What the worker of every lane that is waited for is at right now. From any thread."""
+        places = {first: place for place, first in enumerate(sorted(set(self._first_of)))}
+        for link in list(self.links):
+            if not link.status.is_waited:
+                continue
+            first, doing = self._first_of[link.index], link.doing
+            worker, began = self._workers.get(first), self.supervisor.deadlines.began.get(link.index)
+            text, remedy, pid = doing.doing, "", "no process"
+            if worker is not None:
+                pid, remedy = f"pid {worker.pid}", "have it return; step_timeout ends the worker, which begins anew"
+                if worker.is_stopped:
+                    text, remedy = "is stopped, as by SIGSTOP", f"kill -CONT {worker.pid}, or find out who stopped it"
+            yield replace(
+                doing,
+                party=name,
+                doing=text,
+                mark=(doing.mark, began),
+                age_s=doing.age_s or (0.0 if began is None else max(0.0, monotonic() - began)),
+                where=f"lane {link.index}, worker {places[first]}, {pid}",
+                remedy="" if doing.kind == "lost" else remedy,
+                stack=partial(_stack_of, worker, link.thread),
+            )
+
     def close(self) -> None:
         """End the worker processes."""
         for link in self.links:
@@ -216,8 +244,8 @@ class WorkerCarrier:
             self.supervisor.check_first_errors()
         yield from self._lane_lost(link, f"{failure['type']}: {failure['text']}", failure["traceback"])
 
-    def _process_lost(self, first: int, reason: str = "") -> Iterator[Any]:
-        """Give up a process, for a reason or because it has ended."""
+    def _process_lost(self, first: int, reasons: Mapping[int, str] | None = None) -> Iterator[Any]:
+        """Give up a process, for reasons by lane, or because it has ended."""
         worker, self._workers[first] = self._workers[first], None
         if worker is None:
             return
@@ -225,20 +253,21 @@ class WorkerCarrier:
             link.disconnect(self._selector)
         if worker.fileno() >= 0:
             self._selector.unregister(worker)
-        reason = reason or f"process {worker.pid} {worker.ended()}"
+        ended = "" if reasons else f"process {worker.pid} {worker.ended()}"
         worker.kill()
         for link in self._links_of(first):
             if link.status.phase not in (LanePhase.LOST, LanePhase.ASIDE):
-                yield from self._lane_lost(link, reason)
+                yield from self._lane_lost(link, reasons[link.index] if reasons else ended)
 
-    def _late(self, link: LaneLink, text: str) -> str:
+    def _late(self, link: LaneLink, text: str) -> dict[int, str]:
         """Why the process of a lane that is late is given up, for every lane in it."""
-        first = self._first_of[link.index]
+        first, reason = self._first_of[link.index], link.late_with(text)
         lanes = [each.index for each in self._links_of(first) if each.status.phase is not LanePhase.ASIDE]
-        worker, reason = self._workers[first], f"lane {link.index} gave {link.late_with(text)}"
-        if len(lanes) == 1 or worker is None:
-            return reason
-        return f"{reason}; lanes {', '.join(map(str, lanes))} share worker process {worker.pid}, which is killed"
+        worker = self._workers[first]
+        if len(lanes) > 1 and worker is not None:
+            shared = ", ".join(map(str, lanes))
+            reason = f"{reason}; lanes {shared} share worker process {worker.pid}, which is killed"
+        return {lane: reason if lane == link.index else f"lane {link.index} gave {reason}" for lane in lanes}
 
     def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
         status, was = link.status, link.status.phase
@@ -314,6 +343,13 @@ class WorkerCarrier:
 
 def _progress_of(links: Sequence[LaneLink], lane: int) -> ProgressMark:
     return links[lane].progress
+
+
+def _stack_of(worker: WorkerProcess | None, thread: int) -> tuple[StackFrame, ...]:
+    """The stack of a worker's thread; empty where it can't say."""
+    if worker is None or not thread or worker.is_stopped:
+        return ()
+    return stack_in_dump(worker.stacks(), thread)
 
 
 def _end(workers: dict[int, WorkerProcess | None], selector: selectors.BaseSelector) -> None:

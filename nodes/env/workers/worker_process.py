@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
-from time import monotonic
+from time import monotonic, sleep
 
 from rollflow.stream.data.errors import RunError
 
@@ -19,6 +20,9 @@ CLOSE_TIMEOUT_S = 5.0
 # comes first in it: to take torch apart would take a second, and several where cores are busy.
 _PROGRAM = """
 import atexit, os, sys
+if {stacks} >= 0:
+    import faulthandler
+    faulthandler.register({signal}, file={stacks})
 done = []
 atexit.register(lambda: done and (sys.stdout.flush(), sys.stderr.flush(), os._exit(0)))
 sys.path[:], sys.argv[:] = {path!r}, {argv!r}
@@ -26,6 +30,9 @@ from {module} import main
 main({life}, {fds})
 done.append(True)
 """
+# The signal at which a worker writes the stacks of its threads: one that environments hardly use.
+_DUMP = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+_DUMP_S, _DUMP_LOOK_S = 0.5, 0.01
 _is_worker = False  # this process
 
 
@@ -61,12 +68,16 @@ class WorkerProcess:
         theirs = [other for _, other in pairs]
         life, self._life = os.pipe()
         fds = [other.fileno() for other in theirs]
-        program = _PROGRAM.format(path=sys.path, argv=sys.argv, module=module, life=life, fds=fds)
+        self._stacks = tempfile.TemporaryFile(buffering=0)  # closed with the sockets
+        stacks = self._stacks.fileno()
+        program = _PROGRAM.format(
+            path=sys.path, argv=sys.argv, module=module, life=life, fds=fds, stacks=stacks, signal=int(_DUMP)
+        )
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[life, *fds],
+                pass_fds=[life, stacks, *fds],
                 process_group=0,  # an interrupt at the terminal is for us to deal with
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
@@ -117,6 +128,36 @@ class WorkerProcess:
             self._process.wait()
         self._let_go()
 
+    def stacks(self) -> str:
+        """The stacks of its threads, as `faulthandler` writes them; "": it did not answer. From any thread.
+
+        To be called only once it runs: a signal that comes before would end it.
+        """
+        try:
+            before = os.fstat(self._stacks.fileno()).st_size
+            if self._pidfd >= 0:
+                signal.pidfd_send_signal(self._pidfd, _DUMP)
+            else:
+                os.kill(self.pid, _DUMP)
+            until, size = monotonic() + _DUMP_S, before
+            while monotonic() < until:
+                sleep(_DUMP_LOOK_S)
+                last, size = size, os.fstat(self._stacks.fileno()).st_size
+                if size == last > before:
+                    break
+            return os.pread(self._stacks.fileno(), size - before, before).decode(errors="replace")
+        except (OSError, ValueError):  # it has ended, or is let go
+            return ""
+
+    @property
+    def is_stopped(self) -> bool:
+        """True while a signal such as SIGSTOP, or a debugger, has stopped it; False where that can't be seen."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as stat:
+                return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
+        except (OSError, IndexError):
+            return False
+
     def disown(self) -> None:
         """In a process that was forked off this one: the worker is the other's alone."""
         self.is_ours = False
@@ -125,6 +166,7 @@ class WorkerProcess:
     def _let_go(self) -> None:
         for sock in self.sockets:
             sock.close()
+        self._stacks.close()
         if self._life >= 0:
             os.close(self._life)
             self._life = -1

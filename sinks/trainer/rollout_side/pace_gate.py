@@ -11,6 +11,7 @@ from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.messages.compression import available
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 from rollflow.stream.wire import LaneJoined, LaneLeft
 
@@ -207,12 +208,14 @@ class PaceGate:
     order      of the trainer; None: it has not been there yet
     done       number of the last item that the trainer is done with
     version    policy version that the rollout acts with
+    problem    why there is no trainer; "": there is one
     """
 
     def __init__(self, buffer: ResendBuffer, trainer: Subscriber, name: str, lanes: LaneNews) -> None:
         self.credits: BatchCredits | None = None
         self.order: StreamOrder | None = None
         self.done = self.version = 0
+        self.problem = ""
         self.lanes = lanes
         self._buffer, self._trainer, self._name = buffer, trainer, name
         self._passed_over = 0  # items, without a number
@@ -225,6 +228,14 @@ class PaceGate:
         order = self.order
         is_awaited = order is None or self.version < order.version or self._buffer.last > self.done
         return self._name if is_awaited else None
+
+    def waits_for(self) -> Wait | None:
+        """The trainer, if the rollout waits for it: one that is there holds it back, and does not stall it."""
+        if self.order is not None and not self.problem:
+            return Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
+        doing = "has not come" if self.order is None else "is gone"
+        text = f"{doing}: {self.problem}" if self.problem else doing
+        return Wait(self._name, "away", text, remedy="start the trainer, or look at its address and its log")
 
     @property
     def wants_newest(self) -> bool:

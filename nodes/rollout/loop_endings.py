@@ -1,0 +1,49 @@
+"""Endings of a loop over a rollout: what is lost with it, and the error of one that is closed while it runs."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollflow.nodes.stages.rounds import FragmentRounds
+from rollflow.nodes.stages.staleness import LagBound
+from rollflow.stream.data.errors import RunError
+from rollflow.stream.data.loss_ledger import Ledger
+
+
+def losses_of(
+    environments: Any, lag: LagBound, rounds: FragmentRounds[Any], ended_by: str | None, ledger: Ledger | None
+) -> dict[str, int]:
+    """Transitions that were made and not handed out, by cause.
+
+    ended_by    the cause of the end of a loop; None: it has not ended
+    ledger      of a rollout that is in a graph; None: it is not
+    """
+    lost = Counter({"max_lag": lag.dropped_steps, "workers": environments.lost_steps})
+    lost["interrupted"] = environments.interrupted_steps
+    made = int(environments.num_steps) + environments.unrecorded_steps
+    if ended_by is not None:
+        lost["incomplete"] = rounds.incomplete_steps
+        lost[ended_by] = made - rounds.handed_steps - lag.dropped_steps - lost["incomplete"]
+    elif ledger is not None:
+        lost += ledger.lost_of(made)
+    return {cause: steps for cause, steps in lost.items() if steps}
+
+
+@contextmanager
+def raising_when_closed(is_running: Callable[[], bool]) -> Iterator[None]:
+    """Raise RunError where the rollout is closed already, or is closed while the block is at work."""
+    closed = RunError(
+        "the rollout is closed: close() was called while this loop ran; expected drain(), after which a loop ends "
+        "by itself"
+    )
+    if not is_running():
+        raise closed
+    try:
+        yield
+    except Exception as error:
+        if not is_running():
+            raise closed from error
+        raise
+    if not is_running():
+        raise closed

@@ -1,0 +1,114 @@
+"""Diagnosis: what a run waits for, as fields and as text."""
+
+from dataclasses import dataclass
+
+from rollflow.stream.data.errors import HELP_PAGES
+from rollflow.stream.doctor.rules import median
+from rollflow.stream.doctor.stacks import Frame, told
+from rollflow.stream.doctor.waits import READER, Look, Wait, Way
+
+_SLOW_READER = 10.0  # times its median
+_REMEDIES = {
+    "call": "look at the line above; where='threads' or 'processes' and step_timeout end a step that hangs",
+    "works": "nothing: it works. prefetch=1 lets the environments step meanwhile",
+    "holds back": "nothing here: look at the trainer",
+    "away": "start it, or look at its address and its log",
+    "lost": "look at the warning in the log that says why it was lost",
+    "waits": "look at what it waits for; nothing in this graph would end that wait",
+}
+_DEADLOCK = "give one of these edges more capacity, or have a node take items before it sends"
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a run waits for at one time. `str(diagnosis)` is the text.
+
+    state       "flows", "waits" for less than what a stall takes, "stalled", "reader works", or "not running"
+    noun        word for what leaves the graph
+    waited_s    seconds for which nothing has left while a consumer waits
+    way         parties from the consumer to the final blocker; empty: nobody waits
+    stood_s     seconds for which the final blocker has not got on
+    is_closed   whether the way is closed: a deadlock
+    stack       of the blocker's thread, innermost call first; empty: not known
+    reader_s    seconds for which the reader has had each of its last items
+    notes       silent faults: what flows, and can't be right
+    """
+
+    state: str
+    noun: str = "item"
+    waited_s: float = 0.0
+    way: tuple[Wait, ...] = ()
+    stood_s: float = 0.0
+    is_closed: bool = False
+    stack: tuple[Frame, ...] = ()
+    reader_s: tuple[float, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def blocker(self) -> Wait | None:
+        """The party that all others wait for; None: there is none."""
+        return self.way[-1] if self.way else None
+
+    @property
+    def remedy(self) -> str:
+        """What to change, and where that is described."""
+        blocker = self.blocker
+        if blocker is None:
+            return ""
+        text = _DEADLOCK if self.is_closed else blocker.remedy or _REMEDIES[blocker.kind]
+        return f"{text}; see docs/{HELP_PAGES['stall']}"
+
+    def __str__(self) -> str:
+        lines = [self._first_line(), *self.notes]
+        if self.state in ("stalled", "waits"):
+            lines += [*told(self.stack), f"do: {self.remedy}"]
+        return "\n".join(lines)
+
+    def _first_line(self) -> str:
+        blocker = self.blocker
+        if self.state == "reader works" or (blocker is not None and blocker.kind == "works"):
+            return self._of_reader()
+        if blocker is None:
+            return {"not running": "it is not running"}.get(self.state, f"it flows: nobody waits for {_a(self.noun)}")
+        begin = f"no {self.noun} for {self.waited_s:.1f} s: "
+        if self.is_closed:
+            edges = "; ".join(f"{wait.name} {wait.doing}" for wait in self.way if not wait.is_part)
+            return f"{begin}deadlock: {edges}"
+        text = f"{begin}{blocker.name} {blocker.doing} since {self.stood_s:.1f} s"
+        others = list(dict.fromkeys(wait.party for wait in self.way[:-1] if not wait.is_part))
+        return f"{text}; {_listed(others)} for it" if others else text
+
+    def _of_reader(self) -> str:
+        usual = f" (the median was {median(self.reader_s):.1f} s)" if self.reader_s else ""
+        blocker = self.blocker
+        if blocker is not None and blocker.party != READER:
+            return (
+                f"no {self.noun} for {self.waited_s:.1f} s: {blocker.name} {blocker.doing} since {self.stood_s:.1f} s"
+            )
+        return f"the reader works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
+
+
+def diagnosed(look: Look | None, way: Way | None, waited_s: float, stood_s: float, *, is_stalled: bool) -> Diagnosis:
+    """The diagnosis of a look, with the way from its consumer if one waits."""
+    if look is None:
+        return Diagnosis("not running")
+    if way is None:
+        reader = look.waits.get(READER)
+        if reader is not None and reader.kind == "works" and reader.calls:
+            state = "reader works"
+            return Diagnosis(state, look.noun, 0.0, (), reader.age_s, reader_s=look.reader, notes=look.notes)
+        return Diagnosis("flows", look.noun, reader_s=look.reader, notes=look.notes)
+    blocker = way.blocker
+    state = "stalled" if is_stalled else "reader works" if blocker.party == READER else "waits"
+    return Diagnosis(
+        state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.reader, look.notes
+    )
+
+
+def _listed(names: list[str]) -> str:
+    text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+    return f"{text} {'waits' if len(names) == 1 else 'wait'}"
+
+
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"

@@ -1,0 +1,177 @@
+"""Stall watch: looks at a run again and again, and says when it stands still, and when it goes on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.stream.doctor.diagnosis import Diagnosis, diagnosed
+from rollflow.stream.doctor.rules import AGAIN_S, CallTimes, StallRules
+from rollflow.stream.doctor.stacks import is_debugged_now
+from rollflow.stream.doctor.waits import Look, Probe, Wait, Way, way_from
+
+_NO_STALL = ("works", "holds back")
+_DEBUGGER_LOOKS = 4  # for a debugger, within `after`
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A party that has not got on since some time.
+
+    looks    number of looks that found it so
+    """
+
+    wait: Wait
+    since: float
+    looks: int = 1
+
+
+@dataclass(slots=True)
+class _Told:
+    """A stall that was told: its way, when it began, and how often it was told."""
+
+    key: Any
+    since: float
+    times: int = 0
+    stood_s: float = 0.0
+
+
+class StallWatch:
+    """Follows a run by looks, and says when it is stalled.
+
+        probe          gives the looks
+        rules          when and how it speaks
+        is_debugged    whether a debugger holds this process
+
+    It keeps no thread and reads no time but that of the rules' clock. `look` is to be called every `rules.look_s`.
+    """
+
+    def __init__(self, probe: Probe, rules: StallRules, is_debugged: Callable[[], bool] = is_debugged_now) -> None:
+        self._probe, self._rules, self._is_debugged = probe, rules, is_debugged
+        self._after = 5.0 if rules.after is None else rules.after
+        self._times = CallTimes()
+        self._seen: dict[str, _Seen] = {}
+        self._left: tuple[int, ...] = ()  # items that have left, by exit
+        self._since: float | None = None  # when a consumer began to wait, or the last item left after that
+        self._last: float | None = None  # look
+        self._told: _Told | None = None
+        self._notes: set[str] = set()
+
+    def look(self) -> tuple[list[str], Diagnosis | None]:
+        """Look once: texts to be logged, and the diagnosis of a stall where one is told for the first time."""
+        now, last = self._rules.clock.now(), self._last
+        self._last = now
+        if last is not None and self._rules.is_late(now - last):
+            self._begin_anew()
+        look = self._probe.look()
+        if look is None:
+            return self.finish(), None
+        self._follow(look, now)
+        texts = [f"{note}" for note in look.notes if note not in self._notes]
+        self._notes.update(look.notes)
+        found = self._stalled(look, now)
+        if found is None:
+            return texts + self._over("it goes on"), None
+        way, begun = found
+        return self._tell(look, way, begun, now, texts)
+
+    def finish(self) -> list[str]:
+        """Texts to be logged at the end of the run."""
+        return self._over("it has ended")
+
+    def diagnose(self) -> Diagnosis:
+        """What the run waits for right now."""
+        look, now = self._probe.look(), self._rules.clock.now()
+        way = None if look is None else self._way(look)
+        if look is None or way is None:
+            return diagnosed(look, None, 0.0, 0.0, is_stalled=False)
+        seen = self._seen.get(way.blocker.name)
+        stood = way.blocker.age_s
+        if seen is not None and seen.wait.mark == way.blocker.mark and seen.wait.kind == way.blocker.kind:
+            stood = max(stood, now - seen.since)
+        waited = 0.0 if self._since is None else now - self._since
+        is_stalled = self._told is not None or (self._since is not None and self._is_stall(way, waited, stood))
+        return diagnosed(look, way, max(waited, min(stood, way.waits[0].age_s)), stood, is_stalled=is_stalled)
+
+    # Inside
+
+    def _begin_anew(self) -> None:
+        """Count no wait before now: this process, or its machine, stood still itself."""
+        self._seen.clear()
+        self._since = None
+
+    def _follow(self, look: Look, now: float) -> None:
+        """Take note of who has got on since the last look, and of long calls that have ended."""
+        for party, wait in look.waits.items():
+            seen = self._seen.get(party)
+            if seen is not None and seen.wait.mark == wait.mark and seen.wait.kind == wait.kind:
+                seen.looks += 1
+                seen.wait = wait
+                continue
+            if seen is not None:
+                self._note_end(seen, now)
+            self._seen[party] = _Seen(wait, now - min(wait.age_s, self._rules.look_s))
+        for party in self._seen.keys() - look.waits.keys():
+            self._note_end(self._seen.pop(party), now)
+        left = tuple(each.items for each in look.exits)
+        if left != self._left or not any(each.waits for each in look.exits):
+            self._left, self._since = left, None
+        if self._since is None and any(each.waits for each in look.exits):
+            self._since = now
+
+    def _note_end(self, seen: _Seen, now: float) -> None:
+        if seen.wait.kind == "call" and seen.looks > 1:
+            self._times.add(seen.wait, now - seen.since)
+
+    def _way(self, look: Look) -> Way | None:
+        """The way from a consumer that waits."""
+        ways = [way_from(each.party, look.waits) for each in look.exits if each.waits]
+        found = [way for way in ways if way is not None]
+        return max(found, key=lambda way: (way.blocker.kind not in _NO_STALL, way.blocker.age_s)) if found else None
+
+    def _stalled(self, look: Look, now: float) -> tuple[Way, float] | None:
+        """The way to the final blocker of a stall, and since when; None: there is none."""
+        way = self._way(look)
+        if way is None or self._since is None:
+            return None
+        seen = self._seen.get(way.blocker.name)
+        if seen is None or seen.looks < 2:
+            return None
+        if now - seen.since >= self._after / _DEBUGGER_LOOKS and self._is_debugged():
+            self._begin_anew()
+            return None
+        if not self._is_stall(way, now - self._since, now - seen.since):
+            return None
+        return way, min(self._since, seen.since) if self._told is None else self._told.since
+
+    def _is_stall(self, way: Way, waited_s: float, stood_s: float) -> bool:
+        if way.blocker.kind in _NO_STALL:
+            return False
+        limit = self._after if way.is_closed else self._times.limit(way.blocker, self._after)
+        return waited_s >= self._after and stood_s >= limit
+
+    def _tell(
+        self, look: Look, way: Way, since: float, now: float, texts: list[str]
+    ) -> tuple[list[str], Diagnosis | None]:
+        key = tuple((wait.party, wait.kind) for wait in way.waits)
+        told, is_new = self._told, self._told is None or self._told.key != key
+        if told is None or is_new:
+            told = self._told = _Told(key, since)
+        told.stood_s = now - told.since
+        if not is_new and told.stood_s < _due(told.times):
+            return texts, None
+        told.times += 1
+        stood = now - self._seen[way.blocker.name].since
+        found = diagnosed(look, way, now - (self._since or now), stood, is_stalled=True)
+        return [*texts, str(found)], found if is_new else None
+
+    def _over(self, how: str) -> list[str]:
+        """The line that says how a stall is over, where one was told."""
+        told, self._told = self._told, None
+        return [] if told is None else [f"{how}: it stood still for {self._rules.clock.now() - told.since:.1f} s"]
+
+
+def _due(times: int) -> float:
+    """Seconds of standing still after which a stall is told again, having been told so often."""
+    if times <= len(AGAIN_S):
+        return AGAIN_S[times - 1]
+    return AGAIN_S[-1] * (times - len(AGAIN_S) + 1)

@@ -1,0 +1,37 @@
+"""Errors of nodes: the note that names the node, and the closing of all nodes of a graph."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollflow.stream.graph.graph import Graph
+
+
+def note_node(error: BaseException, name: str) -> None:
+    """Add the note "in node ..." to an error that has none yet.
+
+    Raises RuntimeError in place of a StopIteration, which would silently end the iterators that it passes through.
+    """
+    if isinstance(error, StopIteration):
+        replacement = RuntimeError("a node raised StopIteration")
+        replacement.add_note(f"in node '{name}'")
+        raise replacement from error
+    if not any(note.startswith("in node ") for note in getattr(error, "__notes__", ())):
+        error.add_note(f"in node '{name}'")
+
+
+def close_nodes(graph: "Graph") -> None:
+    """Call `close()` of every node that has it, even if one raises; then raise the error, or a group of several."""
+    errors: list[Exception] = []
+    for name, spec in graph.nodes.items():
+        close = getattr(spec.node, "close", None)
+        if close is None:
+            continue
+        try:
+            close()
+        except Exception as error:
+            note_node(error, name)
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ExceptionGroup(f"closing graph '{graph.name}'", errors)

@@ -1,0 +1,263 @@
+"""Faults in graphs on an event loop, which the stall doctor names from another thread."""
+
+import contextlib
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+from doctor_clock import Looking
+
+from rollflow.stream import Graph, Inlet, Outlet, Run, StallError
+
+LONGEST_S = 60.0
+pytestmark = pytest.mark.anyio
+
+
+def line_of(function: Any, text: str) -> str:
+    """`file:line` of the line of a function that has a text."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+async def numbers(out: Outlet[int]) -> None:
+    for number in range(100):
+        await out.send(number)
+
+
+async def looked_at(
+    run: Run, look: Callable[[Looking], str], party: str, is_there: Callable[[], bool] = lambda: True
+) -> str:
+    """What looks from a thread say, once a party is what the run waits for, and the fault is there."""
+
+    def wait_and_look() -> str:
+        until = time.monotonic() + LONGEST_S
+        while not is_there() or (blocker := run.diagnose().blocker) is None or blocker.party != party:
+            assert time.monotonic() < until, str(run.diagnose())
+            time.sleep(0.005)
+        return look(Looking(run.doctor))
+
+    return await anyio.to_thread.run_sync(wait_and_look)
+
+
+async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> None:
+    lock, hangs = threading.Lock(), threading.Event()
+
+    def locked(number: int) -> int:
+        if number == 3:
+            hangs.set()
+            with lock:
+                pass
+        return number
+
+    graph = Graph()
+    graph.add(numbers=numbers)
+    graph.add_node("locked", locked, where="thread")
+    graph.connect("numbers", "locked", capacity=1)
+    graph.output("out", "locked")
+    with lock:
+        async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
+
+            async def read() -> None:
+                async for _ in run["out"]:
+                    pass
+
+            tasks.start_soon(read)
+            text = await looked_at(run, lambda looking: looking.until_told(6.0), "locked", hangs.is_set)
+            lock.release()
+            await run.wait()
+            lock.acquire()
+    assert text.startswith("no item for 5.")
+    assert ": locked is in its call since 5." in text
+    assert "the reader waits for it" in text
+    assert f"  at {line_of(locked, 'with lock:')}" in text
+
+
+async def test_two_nodes_that_wait_for_room_at_each_other_are_a_deadlock_named_edge_by_edge() -> None:
+    async def left(inlet: Inlet[int], out: Outlet[int], done: Outlet[int]) -> None:
+        while True:
+            await out.send(1)
+
+    async def right(inlet: Inlet[int], out: Outlet[int]) -> None:
+        while True:
+            await out.send(2)
+
+    graph = Graph()
+    graph.add(left=left, right=right)
+    graph.connect("left.out", "right.inlet", capacity=2)
+    graph.connect("right.out", "left.inlet", capacity=2, feedback=True)
+    graph.output("done", "left.done")
+    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(run["done"].receive)
+        text = await looked_at(run, lambda looking: looking.until_told(6.0), "right")
+        diagnosis = run.diagnose()
+        tasks.cancel_scope.cancel()
+    assert diagnosis.is_closed
+    assert (
+        "deadlock: left waits for room in left.out → right.inlet; right waits for room in right.out → left.inlet"
+        in text
+    )
+    assert "do: give one of these edges more capacity" in text
+
+
+async def test_a_source_that_awaits_what_never_comes_is_named_with_the_line_of_its_await() -> None:
+    never = anyio.Event()
+
+    async def source(out: Outlet[int]) -> None:
+        await out.send(1)
+        await never.wait()
+
+    def sink(number: int) -> None:
+        pass
+
+    graph = Graph()
+    graph.add(source=source, sink=sink)
+    graph.connect("source", "sink", capacity=1)
+    async with graph.run(stall_after=None) as run:
+        text = await looked_at(run, lambda looking: looking.until_told(6.0), "source")
+        never.set()
+        await run.wait()
+    assert "source is at work, and neither sends nor receives since 5." in text
+    assert line_of(source, "await never.wait()") in text
+
+
+def empty(full: "queue.Queue[int]", run: Run) -> None:
+    """Take everything out until the run has ended."""
+    while not run.has_ended:
+        with contextlib.suppress(queue.Empty):
+            full.get(timeout=0.01)
+
+
+async def test_a_sink_that_puts_into_a_full_queue_is_named_after_ten_calls() -> None:
+    full: queue.Queue[int] = queue.Queue(maxsize=20)
+
+    def put(number: int) -> None:
+        full.put(number)
+
+    graph = Graph()
+    graph.add(numbers=numbers)
+    graph.add_node("put", put, where="thread")
+    graph.connect("numbers", "put", capacity=1)
+    async with graph.run(stall_after=None) as run:
+        told: list[str] = []
+
+        def look(looking: Looking) -> str:
+            told.extend(looking.for_s(25.0))
+            return looking.until_told(10.0)
+
+        text = await looked_at(run, look, "put", full.full)
+        run.stop()
+        with anyio.fail_after(LONGEST_S):
+            await anyio.to_thread.run_sync(empty, full, run)
+    assert told == []  # a sink may take its time
+    assert "put is in its call since 30." in text
+    assert line_of(put, "full.put(number)") in text
+
+
+async def test_a_synchronous_node_that_blocks_the_event_loop_is_named() -> None:
+    texts: list[str] = []
+
+    def blocks(number: int) -> int:
+        if number == 3:
+            looker = threading.Thread(target=lambda: texts.append(Looking(run.doctor).until_told(6.0)))
+            looker.start()
+            looker.join(LONGEST_S)
+        return number
+
+    graph = Graph()
+    graph.add(numbers=numbers, blocks=blocks)
+    graph.connect("numbers", "blocks", capacity=1)
+    graph.output("out", "blocks")
+    async with graph.run(stall_after=None) as run:
+        for _ in range(5):
+            await run["out"].receive()
+    assert ": blocks is in its call since 5." in texts[0]
+    assert f"  at {__file__}:" in texts[0]
+    assert "blocks: looker." in texts[0]
+
+
+async def test_a_reader_that_does_not_ask_is_no_stall() -> None:
+    graph = Graph()
+    graph.add(numbers=numbers)
+    graph.output("out", "numbers", capacity=2)
+    async with graph.run(stall_after=None) as run:
+        assert await run["out"].receive() == 0
+        looking = Looking(run.doctor)
+        assert looking.for_s(3600.0) == []
+        assert run.diagnose().state == "reader works"
+        assert await run["out"].receive() == 1
+
+
+async def test_a_gate_that_does_not_open_is_named_with_what_it_waits_for() -> None:
+    from rollflow.stream.doctor.waits import Wait
+
+    class Shut:
+        def admits(self, item: Any) -> bool:
+            return False
+
+        def watch(self, changed: Callable[[], None]) -> None:
+            pass
+
+        def waits_for(self) -> Wait:
+            return Wait("the trainer at tcp://there:1", "away", "has not come")
+
+    class Counting:
+        def start(self) -> list[int]:
+            return [1]
+
+        def __call__(self, number: int) -> int:
+            return number
+
+    graph = Graph()
+    graph.add(counting=Counting(), after=lambda number: number)
+    graph.connect("counting", "after", gate=Shut())
+    graph.connect("after", "counting", feedback=True)
+    graph.output("out", "after")
+    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
+        tasks.start_soon(run["out"].receive)
+        text = await looked_at(run, lambda looking: looking.until_told(6.0), "the trainer at tcp://there:1")
+        tasks.cancel_scope.cancel()
+    assert "the trainer at tcp://there:1 has not come since 5." in text
+    assert "counting … after and the reader wait" in text or "the reader and counting … after wait for it" in text
+    assert "do: start it, or look at its address and its log" in text
+
+
+async def read_until_stalled(graph: Graph, read: Callable[[Run], Awaitable[object]]) -> None:
+    async with graph.run(stall_after=0.2, on_stall="raise") as run:
+        await read(run)
+
+
+async def test_a_run_that_stands_still_is_ended_with_a_stall_error_where_that_is_asked_for() -> None:
+    async def source(out: Outlet[int]) -> None:
+        await out.send(1)
+        await anyio.sleep_forever()
+
+    graph = Graph()
+    graph.add(source=source)
+    graph.output("out", "source")
+
+    async def read(run: Run) -> None:
+        async for _ in run["out"]:
+            pass
+
+    with anyio.fail_after(LONGEST_S), pytest.raises(StallError, match="source is at work"):
+        await read_until_stalled(graph, read)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]
+
+
+async def test_nothing_is_said_of_a_run_that_flows(caplog: pytest.LogCaptureFixture) -> None:
+    graph = Graph()
+    graph.add(numbers=numbers)
+    graph.output("out", "numbers")
+    with caplog.at_level(logging.DEBUG, "rollflow.doctor"):
+        async with graph.run(stall_after=0.05) as run:
+            async for _ in run["out"]:
+                await anyio.sleep(0.01)  # the reader is slower than what a stall takes, all in all
+    assert caplog.records == []
+    assert str(run.diagnose()) == "it is not running"

@@ -1,0 +1,205 @@
+"""The rules of the stall doctor, on looks that are made up and a clock that stands still."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from doctor_clock import Looking, ToldClock
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.stream.doctor.rules import CallTimes, StallRules
+from rollflow.stream.doctor.stacks import Frame
+from rollflow.stream.doctor.waits import READER, Exit, Look, Wait, by_name, way_from
+from rollflow.stream.doctor.watch import StallWatch
+
+
+def reader(items: int = 0, *, waits: bool = True, on: tuple[str, ...] = ("env",)) -> Wait:
+    kind: Any = "waits" if waits else "works"
+    return Wait(READER, kind, "waits", on=on if waits else (), mark=(items, waits), calls=items)
+
+
+class Told:
+    """A probe that tells what it was told."""
+
+    def __init__(self, *waits: Wait, items: int = 0, is_waiting: bool = True) -> None:
+        self.items, self.is_waiting, self.is_running = items, is_waiting, True
+        self.waits = waits
+
+    def look(self) -> Look | None:
+        if not self.is_running:
+            return None
+        waits = by_name([reader(self.items, waits=self.is_waiting), *self.waits])
+        return Look((Exit(READER, self.items, self.is_waiting),), waits, noun="fragment")
+
+
+STEP = Wait("env", "call", "is in step()", mark=1, calls=500, where="lane 2", remedy="have it return")
+
+
+def on_lane(wait: Wait) -> tuple[Wait, Wait]:
+    return Wait("env", "waits", "waits", on=(wait.name,), is_part=True), wait
+
+
+def test_a_step_that_lasts_is_told_once_it_has_lasted_for_stall_after() -> None:
+    looking = Looking(Told(*on_lane(STEP)))
+    assert looking.for_s(4.5) == []
+    assert looking.until_told(5.5).splitlines() == [
+        "no fragment for 5.0 s: env (lane 2) is in step() since 5.0 s; the reader waits for it",
+        "do: have it return; see docs/how_to/find_what_holds_back.md#when-it-stands-still",
+    ]
+
+
+def test_a_stack_begins_with_the_users_own_code_and_ends_in_the_call_it_is_in(tmp_path: Any) -> None:
+    source = tmp_path / "sim.py"
+    source.write_text("import threading\nlock.acquire()\n")
+    stack = Frame(threading_file(), 10, "Lock.acquire"), Frame(str(source), 2, "Sim.step"), Frame(__file__, 1, "main")
+    text = Looking(Told(*on_lane(replace(STEP, stack=lambda: stack)))).until_told(9.0)
+    assert text.splitlines()[1:4] == [
+        f"  at {source}:2 in Sim.step: lock.acquire()",
+        f'  by {__file__}:1 in main: """The rules of the stall doctor, on looks that are made up and a clock that '
+        'stands still."""',
+        f"  which is now in {Frame(threading_file(), 10, 'Lock.acquire')}",
+    ]
+
+
+def threading_file() -> str:
+    import threading
+
+    return str(threading.__file__)
+
+
+def test_it_is_told_again_after_one_five_and_thirty_minutes_and_once_when_it_is_over() -> None:
+    probe = Told(*on_lane(STEP))
+    looking = Looking(probe)
+    looking.until_told(5.5)
+    times = [looking.spent for _ in range(4 * 3600) if looking.once()]
+    assert [round(time / 30) * 30 for time in times] == [60, 300, 1800, 3600, 5400, 7200][: len(times)]
+    assert len(times) >= 4
+    probe.items = 1
+    assert looking.once() == [f"it goes on: it stood still for {looking.spent:.1f} s"]
+    assert looking.for_s(3.0) == []
+
+
+def test_a_reader_that_works_is_no_stall_however_long() -> None:
+    probe = Told(*on_lane(STEP), items=3, is_waiting=False)
+    looking = Looking(probe)
+    assert looking.for_s(3600.0) == []
+    assert looking.watch.diagnose().state == "reader works"
+
+
+@pytest.mark.parametrize("kind", ["holds back", "works"])
+def test_who_holds_back_on_purpose_is_no_stall(kind: Any) -> None:
+    trainer = Wait("the trainer", kind, "has what it wants")
+    assert Looking(Told(*on_lane(trainer))).for_s(600.0) == []
+
+
+def test_steps_that_get_on_are_no_stall_though_no_fragment_comes() -> None:
+    probe = Told()
+    looking = Looking(probe)
+    for number in range(1000):
+        probe.waits = on_lane(replace(STEP, mark=number // 4))  # two seconds each
+        assert looking.once() == []
+
+
+def test_a_call_may_take_ten_times_what_all_but_one_in_a_hundred_took() -> None:
+    probe = Told()
+    looking = Looking(probe)
+    for number in range(40):
+        probe.waits = on_lane(replace(STEP, mark=number, calls=number))
+        assert looking.for_s(2.0) == []
+        probe.items += 1
+    probe.waits = on_lane(replace(STEP, mark="hangs", calls=40))
+    begun = looking.spent
+    looking.until_told(60.0)
+    assert 19.0 <= looking.spent - begun <= 26.0  # of 2.0 s, as far as looks each half a second can tell
+
+
+@pytest.mark.parametrize(("limit", "seconds"), [("reset", 30.0), ("compile", 300.0), (None, 30.0)])
+def test_first_calls_and_compilation_have_their_own_time(limit: Any, seconds: float) -> None:
+    looking = Looking(Told(*on_lane(replace(STEP, calls=0, limit=limit))))
+    looking.until_told(400.0)
+    assert looking.spent == pytest.approx(seconds, abs=1.0)
+
+
+def test_a_watcher_that_comes_late_begins_anew() -> None:
+    looking = Looking(Told(*on_lane(STEP)))
+    looking.for_s(4.5)
+    looking.clock.time += 3600.0  # suspended
+    assert looking.for_s(4.5) == []
+    looking.until_told(1.5)
+
+
+def test_under_a_debugger_it_begins_anew() -> None:
+    clock, debugged = ToldClock(), [True]
+    watch = StallWatch(Told(*on_lane(STEP)), StallRules(5.0, clock=clock), lambda: debugged[0])
+    told = []
+    for number in range(60):
+        clock.time += 0.5
+        debugged[0] = number < 30
+        told.append(bool(watch.look()[0]))
+    assert told.index(True) >= 30 + 7
+
+
+def test_the_final_blocker_is_followed_to_and_a_closed_way_is_a_deadlock() -> None:
+    waits = by_name(
+        [
+            reader(on=("a",)),
+            Wait("a", "waits", "waits for room in a → b", on=("b",)),
+            Wait("b", "waits", "waits for room in b → a", on=("a",)),
+        ]
+    )
+    way = way_from(READER, waits)
+    assert way is not None
+    assert way.is_closed
+    assert [wait.party for wait in way.waits] == ["a", "b"]
+    waits["b"] = replace(waits["b"], on=("a", "c"))
+    waits["c"] = Wait("c", "call", "is in its call")
+    open_way = way_from(READER, waits)
+    assert open_way is not None
+    assert [wait.party for wait in open_way.waits] == [READER, "a", "b", "c"]
+
+
+def test_a_stall_that_ends_with_the_run_is_over() -> None:
+    probe = Told(*on_lane(STEP))
+    looking = Looking(probe)
+    looking.until_told(6.0)
+    probe.is_running = False
+    assert looking.once() == [f"it has ended: it stood still for {looking.spent:.1f} s"]
+    assert looking.for_s(60.0) == []
+
+
+def test_a_run_that_has_ended_is_not_diagnosed() -> None:
+    probe = Told()
+    probe.is_running = False
+    looking = Looking(probe)
+    assert looking.for_s(60.0) == []
+    assert str(looking.watch.diagnose()) == "it is not running"
+
+
+@given(st.lists(st.floats(0.5, 100.0), min_size=1, max_size=50), st.integers(0, 10_000))
+def test_the_limit_is_never_below_stall_after_nor_above_ten_of_the_longest(seconds: list[float], calls: int) -> None:
+    times, wait = CallTimes(), replace(STEP, calls=calls + 10)
+    for each in seconds:
+        times.add(wait, each)
+    limit = times.limit(wait, 5.0)
+    assert 5.0 <= limit <= max(5.0, 10.0 * max(seconds))
+    assert times.limit(replace(wait, limit="reset"), 5.0) == max(5.0, 10.0 * max(seconds))
+    ordered = sorted(seconds, reverse=True)
+    left_out = max(wait.calls, len(seconds)) // 100
+    p99 = ordered[left_out] if left_out < len(ordered) else 0.0
+    assert limit == max(5.0, 10.0 * p99)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"after": 0}, "stall_after is 0, expected a number of seconds above 0, or None"),
+        ({"after": True}, "stall_after is True"),
+        ({"after": "5"}, "stall_after is '5'"),
+        ({"on_stall": "kill"}, "on_stall is 'kill', expected 'log' or 'raise'"),
+        ({"after": None, "on_stall": "raise"}, "expected a number of seconds"),
+    ],
+)
+def test_rules_that_make_no_sense_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        StallRules(**options)
