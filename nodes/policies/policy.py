@@ -70,6 +70,7 @@ class Policy:
         env_to_module, module_to_env     the copies of the pipelines
         observation_space, action_space
         trained_on                       facts for the model card: environment, policy version and others
+        needs_rewards                    name of the piece that looks back to rewards; "" if none does
         outputs                          all columns of the last pass, any[N, ...]: `actions`, `action_logp`, …
 
     A *session* is one environment, as long as it lasts. What a policy looks back to belongs to the session: earlier
@@ -343,9 +344,9 @@ class Policy:
             error.add_note(f"expected observations in {self.observation_space}, with a leading axis of {len(ids)}")
             raise
         if rewards is None:
-            if self._needs_rewards and len(lane.begins) < len(ids):
+            if self.needs_rewards and len(lane.begins) < len(ids):
                 raise PolicyError(
-                    f"'{self._needs_rewards}' looks back to rewards, but none came for sessions that go on; expected "
+                    f"'{self.needs_rewards}' looks back to rewards, but none came for sessions that go on; expected "
                     "the reward of each session's action before"
                 )
             rewards = np.full(len(ids), np.nan, np.float32)  # whoever uses them gets NaN, which is refused
@@ -367,7 +368,7 @@ class Policy:
 
     def _settle_pieces(self, learns: bool) -> None:
         device = device_of(self.module)
-        self._needs_rewards = ""
+        self.needs_rewards = ""
         for piece in pieces_within(self.env_to_module, self.module_to_env):
             if isinstance(piece, NumpyToTensor):
                 piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
@@ -376,7 +377,7 @@ class Policy:
             if not learns and isinstance(piece, AgentConnectorPiece | ActionConnectorPiece):
                 piece.pipeline.in_eval()
             if getattr(piece, "n_prev_rewards", 0):
-                self._needs_rewards = piece.name
+                self.needs_rewards = piece.name
 
     def _check_memory(self) -> None:
         size = sum(leaf.nbytes for leaf in leaves_of(row_of(self.observation_space, 1))) * self.lookback

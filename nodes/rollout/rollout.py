@@ -49,7 +49,7 @@ class Rollout(RolloutLoop[Fragment]):
     num_envs                 None      Slots in all; None: taken from `env`, or one
     lanes                    None      Groups of slots that step on their own; None: as many as suit the place
     where                    "inline"  Where environments step:
-                                       "inline"     in the loop's thread, in one lane
+                                       "inline"     in the loop's thread, by default in one lane
                                        "threads"    each lane in a thread, one lane for every slot. For environments
                                                     that wait, or let the interpreter go
                                        "processes"  in worker processes; forward passes stay here. For costly ones

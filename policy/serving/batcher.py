@@ -71,7 +71,7 @@ class Batcher:
     @property
     def num_sessions(self) -> int:
         """Sessions with a memory here."""
-        return len(self._book)
+        return len(self._book) if self._book.has_memory else 0
 
     @property
     def has_memory(self) -> bool:

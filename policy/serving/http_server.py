@@ -1,5 +1,6 @@
 """The HTTP server: uvicorn with the application of `HttpFront`, in a thread of its own."""
 
+import re
 import threading
 from pathlib import Path
 from typing import Self
@@ -39,9 +40,13 @@ class HttpServer:
         max_body: int = 1 << 24,
         openpi_for: str | None = None,
     ) -> None:
-        address = parse_address(listen if "://" in listen else f"tcp://{listen}")
-        if not isinstance(address, TcpAddress):
+        if not re.fullmatch(r"(tcp://)?[^/]+:\d+", listen):
             raise WireError(f"address {listen!r}, expected 'host:port' for HTTP", "address")
+        address = parse_address(listen if "://" in listen else f"tcp://{listen}")
+        assert isinstance(address, TcpAddress)
+        for file, option in ((certificate, "certificate"), (key, "key")):
+            if file is not None and not file.is_file():
+                raise WireError(f"there is no file {file}, expected the {option} for TLS", "tls")
         check_secret(address, None if secret is None else secret.encode())
         self._host, self._scheme = address.host, "https" if certificate else "http"
         front = HttpFront(

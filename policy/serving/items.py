@@ -96,8 +96,8 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
         raise RequestError(f"{field} has shape {list(array.shape)}, {expected}")
     made = array.astype(space.dtype)
     if made.dtype.kind == "f":
-        if np.isnan(made).any():
-            raise RequestError(f"{field} has NaN, {expected} without NaN")
+        if not np.isfinite(made).all():
+            raise RequestError(f"{field} has NaN or infinite numbers, {expected}, all of them finite")
     elif not np.array_equal(made, array):
         raise RequestError(f"{field} has numbers that are not {space.dtype}, {expected}")
     elif lead:

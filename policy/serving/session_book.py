@@ -1,5 +1,6 @@
 """Sessions of a served policy: which have a memory, what they were answered last, and which are forgotten first."""
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
@@ -70,14 +71,18 @@ class SessionBook:
         if record is None:
             goes_on = not request.begins and request.session is not None
             return session_lost(request.session) if goes_on and self.has_memory else None
-        if request.number is None or record.number is None:
-            return None
-        if request.number == record.number and record.answer is not None:
-            return record.answer
-        if request.number != record.number + 1 and not request.begins:
+        if request.number is not None and record.number is not None:
+            if request.number == record.number and record.answer is not None:
+                return record.answer
+            if request.number != record.number + 1 and not request.begins:
+                return RequestError(
+                    f"number is {request.number}, expected {record.number + 1}, or {record.number} to have the last "
+                    f"answer of session {request.session!r} again"
+                )
+        if self._policy.needs_rewards and math.isnan(request.reward) and not request.begins:
             return RequestError(
-                f"number is {request.number}, expected {record.number + 1}, or {record.number} to have the last answer "
-                f"of session {request.session!r} again"
+                f"reward is missing, but '{self._policy.needs_rewards}' looks back to rewards; expected that of the "
+                f"action before, of session {request.session!r}"
             )
         return None
 

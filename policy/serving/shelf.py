@@ -43,6 +43,9 @@ class Shelf:
 
     def __init__(self, options: BatchOptions | None = None) -> None:
         self._options = options or BatchOptions()
+        for name, least in (("max_batch", 1), ("max_wait", 0), ("max_waiting", 1), ("max_sessions", 1)):
+            if not (value := getattr(self._options, name)) >= least:
+                raise ValueError(f"{name} is {value}, expected at least {least}")
         self._lock = threading.Lock()
         self._versions: dict[str, dict[str, Batcher]] = {}  # name -> version -> batches, the newest last
         self._canaries: dict[str, tuple[str, float]] = {}  # name -> version and share
@@ -75,7 +78,8 @@ class Shelf:
         if not 0 < share <= 1:
             raise ValueError(f"share is {share}, expected more than 0 and at most 1")
         if share < 1 and name not in self._versions:
-            raise ValueError(f"share is {share}, but no other version of '{name}' is served, expected 1")
+            served = ", ".join(self.names) or "none"
+            raise ValueError(f"no policy '{name}' is served for a canary to stand beside; served: {served}")
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the server is closed")

@@ -10,6 +10,7 @@ from typing import Any
 
 from rollflow.nodes.policies.policy import Policy
 from rollflow.policy.serving.shelf import Shelf
+from rollflow.stream.data.errors import PolicyError
 
 _log = logging.getLogger(__name__)
 _Stamp = tuple[int, int, int]
@@ -39,6 +40,8 @@ class WatchedPolicy:
         load: Callable[[Path], Any] | None = None,
     ) -> None:
         self._shelf, self._name, self._path, self._share = shelf, name, Path(path), share
+        if not self._path.exists():
+            raise PolicyError(f"there is no policy at {self._path}, expected a folder or a .zip file")
         self._load = load or (lambda found: Policy.load(found, allow=allow, device=device))
         self._seen = self._stamp()
         self._put()

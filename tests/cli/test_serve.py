@@ -91,7 +91,7 @@ def test_saved_policies_are_served_until_a_signal(tmp_path: Path, number: signal
         (["{echo}", "--openpi", "other"], "no policy 'other' is served; served: echo"),
         (["{echo}", "--canary", "echo={echo}"], "expected NAME=PATH:SHARE"),
         (["{echo}", "--http", "0.0.0.0:0"], "without a secret, expected one"),
-        (["{echo}", "--http", "here"], "expected a port behind it"),
+        (["{echo}", "--http", "here"], "expected 'host:port' for HTTP"),
         (["{echo}", "--listen", "tcp://0.0.0.0:0"], "without a secret, expected one"),
         (["{echo}", "--listen", "unix:/x", "--openpi", "echo"], "--openpi speaks over HTTP"),
     ],

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import gymnasium as gym
 import pytest
 from served_policies import Echo, Held, Sums, Taking, first_of, policy_of
 
+from rollflow.nodes import DefaultModule, PrevActionsPrevRewards
+from rollflow.policy import Policy
 from rollflow.policy.serving.batcher import Batcher
-from rollflow.policy.serving.request import ClosedError, OverloadedError, RequestError, SessionLostError
+from rollflow.policy.serving.request import Acted, ClosedError, OverloadedError, RequestError, SessionLostError
 from rollflow.policy.serving.tally import Tally
 
 
@@ -164,3 +167,26 @@ def test_new_weights_act_from_the_next_pass_on() -> None:
         made.append((answer.action[1], answer.weights == version))
     batcher.close()
     assert made == [(0.0, True), (5.0, True)]
+
+
+def test_a_request_without_the_reward_that_is_looked_back_to_costs_nobody_else_a_session() -> None:
+    spaces = {"observation_space": gym.spaces.Box(-9, 9, (2,)), "action_space": gym.spaces.Discrete(2)}
+    held, front = Held(Policy(DefaultModule, [PrevActionsPrevRewards()], **spaces)), Taking()
+    batcher = batcher_of(held)
+    for begins in (True, False, False):
+        batcher.submit(front.request(0.0, ticket="first"))  # so that the others wait, and act together
+        held.begun.acquire()
+        for session in "ab":
+            request = front.request(1.0, session, begins=begins)
+            batcher.submit(request if begins or session == "b" else request._replace(reward=1.0))
+        held.go.release(2)
+        answers = front.take(3)
+        held.begun.acquire()
+        assert isinstance(answers["a"], Acted)
+        if not begins:
+            assert isinstance(answers["b"], RequestError)
+            assert "reward is missing, but 'PrevActionsPrevRewards' looks back to rewards" in str(answers["b"])
+    batcher.submit(front.request(1.0, "b")._replace(reward=0.0))  # goes on where it was
+    held.go.release()
+    assert isinstance(front.take()["b"], Acted)
+    batcher.close()

@@ -1,10 +1,12 @@
 """Several policies and versions: which of them acts, and when an older one is over."""
 
+from typing import Any
+
 import pytest
 from served_policies import Echo, Sums, Taking, policy_of
 
 from rollflow.policy.serving.request import Acted, Outcome, UnknownPolicyError
-from rollflow.policy.serving.shelf import Shelf
+from rollflow.policy.serving.shelf import BatchOptions, Shelf
 
 
 def version_of(outcome: Outcome) -> str:
@@ -72,8 +74,14 @@ def test_what_is_not_served_is_named() -> None:
         shelf.submit("pole", front.request(1.0), "7")
     with pytest.raises(ValueError, match="version '1' of policy 'pole' is served already"):
         shelf.put("pole", policy_of(Echo), "1")
-    with pytest.raises(ValueError, match="no other version of 'cart' is served, expected 1"):
+    with pytest.raises(ValueError, match="no policy 'cart' is served for a canary to stand beside; served: pole"):
         shelf.put("cart", policy_of(Echo), "1", share=0.5)
     with pytest.raises(ValueError, match="share is 0, expected more than 0"):
         shelf.put("pole", policy_of(Echo), "2", share=0)
     shelf.close()
+
+
+@pytest.mark.parametrize(("name", "value"), [("max_batch", 0), ("max_wait", -0.1), ("max_waiting", 0)])
+def test_options_that_would_hold_every_request_up_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} is {value}, expected at least"):
+        Shelf(BatchOptions(**{name: value}))
