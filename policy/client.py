@@ -262,7 +262,8 @@ class PolicyClient:
                 raise
             self._loop.fail(peer, error, monotonic())
         self._loop.peers.write(peer)
-        self._loop.wakeup.ring()  # for what the socket has not taken, and the next heartbeat
+        if peer.transport.waits_to_write or not peer.connection.is_open:
+            self._loop.wakeup.ring()
 
     def _wait(self, until: float, is_there: Any) -> None:
         """Wait, with the lock held, until something is there. Raises UnansweredError, ClosedError, or what is fatal."""

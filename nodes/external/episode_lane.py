@@ -40,7 +40,7 @@ class Logged:
 class EpisodeLane(VectorEnv[Any, Any, Any]):
     """A vector environment with one slot, whose episodes a program plays in its own time.
 
-    The lane's thread calls `reset` and `step`, which wait for the program; the program calls `ask` and `finish`. Where
+    The lane's thread calls `reset` and `step`, which wait for the program; that calls `log` and `action_of`. Where
     nobody wants the rest of an episode any more, since the rollout was started anew, what is left of it is another
     episode.
     """
@@ -62,20 +62,23 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
 
     # For the program
 
-    def ask(self, logged: Logged, timeout: float | None) -> Tree:
+    def log(self, logged: Logged) -> None:
+        """Take an observation; waits for nothing. Raises EnvError in the end."""
+        with self._changed:
+            if self._error is not None:
+                raise self._raised()
+            self._logged.append(logged)
+            self._has_logged = True
+            self._changed.notify_all()
+
+    def action_of(self, logged: Logged, timeout: float | None) -> Tree:
         """The action for an observation. Raises EnvError in the end, and TimeoutError after so many seconds."""
         with self._changed:
-            self._log(logged)
             if not self._changed.wait_for(lambda: logged.has_action or self._error is not None, timeout):
                 raise TimeoutError(f"no action has come within {timeout:g} s")
             if not logged.has_action:
                 raise self._raised()
             return logged.action
-
-    def finish(self, logged: Logged) -> None:
-        """Log the last observation of an episode; waits for nothing."""
-        with self._changed:
-            self._log(logged)
 
     def wait_until_sent(self, until: float) -> bool:
         """Wait until the rollout wants more than was logged, so that it has all of it; False: it was too late."""
@@ -124,19 +127,12 @@ class EpisodeLane(VectorEnv[Any, Any, Any]):
 
     # Inside
 
-    def _log(self, logged: Logged) -> None:
-        if self._error is not None:
-            raise self._raised()
-        self._logged.append(logged)
-        self._has_logged = True
-        self._changed.notify_all()
-
     def _raised(self) -> Exception:
         assert self._error is not None
         return type(self._error)(str(self._error))
 
     def _next(self) -> Logged:
-        """What was logged next; where there will be nothing more, something that nobody takes."""
+        """The next observation; in the end one of zeros, which nobody takes."""
         self._is_waiting = True
         self._changed.notify_all()
         self._changed.wait_for(lambda: bool(self._logged) or self._error is not None)

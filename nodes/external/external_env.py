@@ -19,7 +19,7 @@ from rollflow.nodes.external.episode_lane import EpisodeLane, Logged
 from rollflow.nodes.offloaded.rollout_host import RolloutHost
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import check_columnar
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.tree import Tree, equal_trees, map_tree
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class _Episode:
     reward: float = 0.0  # since the action before
     infos: dict[str, Any] = field(default_factory=dict)
     has_action: bool = False
-    is_asking: bool = False
+    asked: Logged | None = None  # what has no action yet
+    is_waiting: bool = False  # a call, for that action
 
 
 class ExternalEnv:
@@ -107,7 +108,7 @@ class ExternalEnv:
         """The action for an observation, any[...]: an item of the action space.
 
         Raises EnvError for an unknown episode, for an observation outside of the space, and once the rollout has ended;
-        TimeoutError where no action comes in time: the episode then can't go on.
+        TimeoutError where no action comes in time: another call with the same observation waits for it again.
         """
         return self._ask(episode_id, observation, {})
 
@@ -143,9 +144,11 @@ class ExternalEnv:
         """
         episode = self._episode(episode_id)
         self._check(episode_id, observation)
+        if episode.asked is not None:
+            raise EnvError(f"episode {episode_id!r} waits for an action, expected it to come before the end")
         if episode.has_action:
             ended = not truncated, truncated
-            episode.lane.finish(Logged(_copied(observation), episode.reward, episode.infos, ended))
+            episode.lane.log(Logged(_copied(observation), episode.reward, episode.infos, ended))
         with self._lock:
             del self._episodes[episode_id]
             self._free.append(episode.lane)
@@ -171,12 +174,21 @@ class ExternalEnv:
     def _ask(self, episode_id: EpisodeId, observation: Tree, taken: dict[str, Any]) -> Any:
         episode = self._episode(episode_id)
         self._check(episode_id, observation)
-        if episode.is_asking:
+        if episode.is_waiting:
             raise EnvError(f"episode {episode_id!r} waits for an action already, expected one call at a time")
-        logged = Logged(_copied(observation), episode.reward, episode.infos)
-        episode.reward, episode.infos, episode.is_asking = 0.0, dict(taken), True
-        action = episode.lane.ask(logged, self.timeout)  # where it raises, the episode can't go on
-        episode.is_asking, episode.has_action = False, True
+        asked = episode.asked
+        if asked is None:
+            asked = episode.asked = Logged(_copied(observation), episode.reward, episode.infos)
+            episode.reward, episode.infos = 0.0, dict(taken)
+            episode.lane.log(asked)
+        elif not equal_trees(asked.observation, _copied(observation)):
+            raise EnvError(f"episode {episode_id!r} waits for the action of another observation, expected the same one")
+        episode.is_waiting = True
+        try:
+            action = episode.lane.action_of(asked, self.timeout)
+        finally:
+            episode.is_waiting = False
+        episode.asked, episode.has_action = None, True
         return action
 
     def _episode(self, episode_id: EpisodeId) -> _Episode:

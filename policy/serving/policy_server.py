@@ -54,14 +54,9 @@ class _Client:
 
 @dataclass(slots=True, eq=False)
 class _ClientPeer(Peer[wire.ServerConnection]):
-    """Connection of a client.
-
-    client      None until it has been taken in
-    versions    names and versions of the policies that it was sent; None: none yet
-    """
+    """Connection of a client; `client` is None until it has been taken in."""
 
     client: _Client | None = None
-    versions: tuple[tuple[str, str], ...] | None = None
 
 
 @dataclass(eq=False)
@@ -169,8 +164,11 @@ class PolicyServer:
             close_sockets(self._sockets)
 
     def _turn(self, until: float | None) -> None:
-        """Send what there is to send, wait until there is something to do, and do it."""
-        self._loop.send(self._tell)
+        """Tell what is new, wait until there is something to do, and do it."""
+        versions = tuple((name, self._shelf.newest(name).version) for name in self._shelf.names)
+        if self._policies[0] != versions:
+            self._policies = versions, {name: self._described(name) for name in self._shelf.names}
+            self._loop.send(self._tell)
         overdue = [each.lost_at + self._limits.grace_s for each in self._clients.values() if each.lost_at is not None]
         ready = self._loop.wait_until(until, min(overdue, default=None))
         now = monotonic()
@@ -185,15 +183,9 @@ class PolicyServer:
                 self._forget(client)
 
     def _tell(self, peer: _ClientPeer) -> None:
-        """Tell a client which policies there are, where that is new to it."""
-        if peer.client is None or peer.connection.phase is not wire.ConnectionPhase.RUNNING:
-            return
-        versions = tuple((name, self._shelf.newest(name).version) for name in self._shelf.names)
-        if self._policies[0] != versions:
-            self._policies = versions, {name: self._described(name) for name in self._shelf.names}
-        if peer.versions != versions:
+        """Tell a client which policies there are."""
+        if peer.client is not None and peer.connection.phase is wire.ConnectionPhase.RUNNING:
             peer.connection.tell(wire.Settings({"policies": self._policies[1]}))
-            peer.versions = versions
 
     def _described(self, name: str) -> dict[str, Any]:
         newest = self._shelf.newest(name)
@@ -321,6 +313,7 @@ class PolicyServer:
             older, client.peer, client.lost_at = client.peer, peer, None
             self._loop.drop(older)
         peer.client = client
+        self._tell(peer)
 
     def _make_room(self) -> None:
         if len(self._clients) < self._max_clients:

@@ -283,3 +283,26 @@ def test_a_rollout_that_is_nowhere_or_has_another_secret_is_said() -> None:
         env.get_action(env.start_episode(), seen(0, 0))
     with pytest.raises(ValueError, match="inference is 'here'"):
         env_of("tcp://127.0.0.1:1", inference="here")
+
+
+def test_an_action_that_comes_late_is_for_the_observation_that_asked_for_it() -> None:
+    envs = listening(secret=SECRET)
+    with env_of(envs.addresses[0], timeout=0.05) as env:
+        name = env.start_episode()
+        with pytest.raises(TimeoutError, match=r"no action has come within 0\.05 s"):  # nobody is there yet
+            env.get_action(name, seen(1, 0))
+        with pytest.raises(EnvError, match="waits for an action, expected it to come before the end"):
+            env.end_episode(name, seen(1, 1))
+        with pytest.raises(EnvError, match="waits for the action of another observation"):
+            env.get_action(name, seen(1, 1))
+        env.timeout = None
+
+        def play() -> None:
+            env.get_action(name, seen(1, 0))
+            env.log_returns(name, 7.0)
+            env.end_episode(name, seen(1, 1))
+            with pytest.raises(EnvError, match="the rollout has ended"):
+                Player(env, 2).play(1000)
+
+        with running(play), rollout_of(envs, prefetch=16) as rollout:
+            assert transitions_of([next(rollout.fragments())])[0][3:] == (7.0, True, False)

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mpe2 import simple_spread_v3
 from remote_hosts import BrokenWire
 from served_policies import ACTIONS, Echo, Held, Sums, policy_of
 
+from rollflow.nodes import MultiAgentRollout, ParallelPettingZooEnv
 from rollflow.policy import PolicyClient
 from rollflow.policy.serving import BatchOptions, PolicyServer, Shelf
 from rollflow.policy.serving.policy_server import SERVING_LIMITS
@@ -452,3 +454,36 @@ def test_a_client_whose_server_is_nowhere_says_where_and_why() -> None:
     with client_of(f"tcp://127.0.0.1:{port}", timeout=0.3) as client:
         with pytest.raises(UnansweredError, match=f"tcp://127.0.0.1:{port}: Connection refused"):
             client.act([3, 0])
+
+
+def test_agents_act_by_a_policy_each_as_they_would_without_a_server() -> None:
+    rollout = MultiAgentRollout(
+        lambda: ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2)),
+        module={"agent_0": None, "agent_1": None},
+        agent_to_module_mapping_fn={"agent_0": "agent_0", "agent_1": "agent_1"},
+        model_config={"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6},
+        seed=1,
+    )
+    agents = ("agent_0", "agent_1")
+    local = {agent: rollout.policy(agent, explore=False) for agent in agents}
+    shelf = Shelf()
+    for agent in agents:
+        shelf.put(agent, rollout.policy(agent, explore=False), "1")
+    env = simple_spread_v3.parallel_env(N=2, max_cycles=10)
+    with PolicyServer(shelf, "tcp://127.0.0.1:0") as server, PolicyClient(server.address) as client:
+        for episode in range(2):
+            observations, _ = env.reset(seed=episode)
+            for agent in agents:
+                client.reset(policy=agent)
+                local[agent].reset()
+            while env.agents:
+                actions = {agent: client.act(observations[agent], policy=agent) for agent in agents}
+                assert actions == {agent: local[agent].act(observations[agent]) for agent in agents}
+                observations, *_ = env.step(actions)
+    shelf.close()
+
+
+def test_a_client_needs_no_torch() -> None:
+    program = f"import sys; sys.path[:] = {sys.path!r}\nfrom rollflow.policy import PolicyClient\n"
+    program += "sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0
