@@ -30,6 +30,7 @@ PROGRAMS = (
     "remote",
     "transport",
     "beside_peers",
+    "replay",
     "memory",
     "scaling",
 )

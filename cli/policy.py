@@ -1,10 +1,10 @@
-"""`rollflow policy`: what a saved policy is, whether it does what it did, and what two of them differ in."""
+"""`rollflow policy`: what a saved policy is, whether it does what it did, what two differ in, and ONNX programs."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from rollflow.nodes.policies.artifact_files import read_files
+from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, read_files
 from rollflow.nodes.policies.differences import differences
 from rollflow.nodes.policies.space_text import space_of
 
@@ -12,7 +12,9 @@ from rollflow.nodes.policies.space_text import space_of
 def add_to(commands: Any) -> None:
     """Add the command, with its own commands, to those of `rollflow`."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "policy", help="show, check or compare saved policies", description="Saved policies: folders or .zip files."
+        "policy",
+        help="show, check, compare or export saved policies",
+        description="Saved policies: folders or .zip files.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
     show = actions.add_parser("show", help="print what a policy is; nothing of it is run")
@@ -27,6 +29,13 @@ def add_to(commands: Any) -> None:
     diff.add_argument("left", type=Path)
     diff.add_argument("right", type=Path)
     diff.set_defaults(run=_diff)
+    export = actions.add_parser("export", help="write a policy, its pieces included, for runtimes without rollflow")
+    export.add_argument("path", type=Path)
+    export.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="an ONNX program (extra onnx)")
+    export.add_argument(
+        "--allow", action="append", default=[], metavar="PACKAGE", help="import classes of this package"
+    )
+    export.set_defaults(run=_export)
 
 
 def _show(args: argparse.Namespace) -> int:
@@ -39,6 +48,9 @@ def _show(args: argparse.Namespace) -> int:
     for facts in ("trained_on", "versions"):
         print(f"{facts:<13} {', '.join(f'{name} {value}' for name, value in manifest[facts].items())}")
     print(f"format        {manifest['format']}, {sum(map(len, files.values()))} bytes of arrays")
+    programs = [name for name in (PROGRAMS, ONNX) if name in files]
+    if programs:
+        print(f"programs      {', '.join(programs)}")
     return 0
 
 
@@ -47,6 +59,14 @@ def _check(args: argparse.Namespace) -> int:
 
     policy = Policy.load(args.path, allow=args.allow, device=args.device)
     print(f"{policy!r} does what it did when it was saved")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from rollflow.policy import Policy
+
+    Policy.load(args.path, allow=args.allow, explore=False).export_onnx(args.onnx)
+    print(f"{args.onnx} has {args.onnx.stat().st_size} bytes, and takes the likeliest actions that {args.path} does")
     return 0
 
 

@@ -44,8 +44,8 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, batch: dict[str, to
             optimizer.step()
 
 
-def main(seed: int = 0) -> float:
-    """Train one policy; the mean return over the last 100 episodes."""
+def main(seed: int = 0, save_to: str | None = None) -> float:
+    """Train one policy, and save it where one says where; the mean return over the last 100 episodes."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     policy = Policy()
@@ -65,6 +65,8 @@ def main(seed: int = 0) -> float:
                 print(f"\r{line}", end="", flush=True)
             if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
+        if save_to is not None:
+            rollout.save_policy(save_to, program=True, onnx=True)
     print("\n" * tty + f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps in {seconds:.0f} s")
     return returns.mean
 

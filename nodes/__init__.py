@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         AddNextObservationsFromEpisodesToTrainBatch,
         AddOneTsToEpisodesAndTruncate,
     )
+    from rollflow.nodes.connectors.module_to_env.epsilon_greedy import EpsilonGreedy, Linear
     from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
     from rollflow.nodes.connectors.module_to_env.individual_items import (
         ListifyDataForVectorEnv,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.env.multi_agent.petting_zoo import ParallelPettingZooEnv, PettingZooEnv
     from rollflow.nodes.env.remote.env_host import EnvHost
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteRollouts
+    from rollflow.nodes.external.external_env import ExternalEnv
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger
     from rollflow.nodes.modules.default_model_config import DefaultModelConfig
@@ -119,6 +121,8 @@ __all__ = [
     "EnvToModulePipeline",
     "Environments",
     "EpisodeReturns",
+    "EpsilonGreedy",
+    "ExternalEnv",
     "FlattenObservations",
     "FrameStacking",
     "GatheringForward",
@@ -127,6 +131,7 @@ __all__ = [
     "LagBound",
     "LambdaConnector",
     "LearnerConnectorPipeline",
+    "Linear",
     "ListifyDataForVectorEnv",
     "MeanStdFilter",
     "MetricsLogger",
@@ -194,8 +199,10 @@ _HOMES = {
     "Deterministic": "modules.distribution",
     "DiagGaussian": "modules.distribution",
     "EnvHost": "env.remote.env_host",
+    "ExternalEnv": "external.external_env",
     "EnvToModule": "stages.env_to_module",
     "EnvToModulePipeline": "connectors.pipelines.default_pipelines",
+    "EpsilonGreedy": "connectors.module_to_env.epsilon_greedy",
     "Environments": "env.environments",
     "EpisodeReturns": "metrics.episode_returns",
     "FlattenObservations": "connectors.env_to_module.observation_pieces",
@@ -206,6 +213,7 @@ _HOMES = {
     "LagBound": "stages.staleness",
     "LambdaConnector": "connectors.lambda_connector",
     "LearnerConnectorPipeline": "connectors.pipelines.default_pipelines",
+    "Linear": "connectors.module_to_env.epsilon_greedy",
     "ListifyDataForVectorEnv": "connectors.module_to_env.individual_items",
     "MeanStdFilter": "connectors.env_to_module.mean_std_filter",
     "MetricsLogger": "metrics.metrics_logger",

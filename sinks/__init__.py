@@ -7,6 +7,13 @@ own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
 """
 
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks.replay.pieces import HindsightGoals, SampledNStepReturns
+from rollflow.sinks.replay.prioritized import Prioritized
+from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
+from rollflow.sinks.replay.removers import AfterSamples, LowestPriority, Oldest, Remover
+from rollflow.sinks.replay.replay import Replay, Storage
+from rollflow.sinks.replay.sampled_steps import SampledSteps
+from rollflow.sinks.replay.samplers import Draw, Episodes, Mixture, Newest, Sampler, Sequences, Uniform
 from rollflow.sinks.trainer.feed import feed
 from rollflow.sinks.trainer.process import TrainerProcess
 from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
@@ -14,11 +21,30 @@ from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.sinks.trainer.stream import TrainerStream
 
 __all__ = [
+    "AfterSamples",
+    "Draw",
+    "Episodes",
+    "HindsightGoals",
     "LearnerPipeline",
+    "LowestPriority",
+    "Mixture",
     "MultiAgentLearnerPipeline",
+    "Newest",
+    "Oldest",
+    "Prioritized",
+    "Remover",
+    "Replay",
+    "ReplayReport",
+    "SampledNStepReturns",
+    "SampledSteps",
+    "Sampler",
+    "SamplesPerInsert",
+    "Sequences",
+    "Storage",
     "TrainerDataset",
     "TrainerProcess",
     "TrainerSink",
     "TrainerStream",
+    "Uniform",
     "feed",
 ]

@@ -2,7 +2,6 @@
 
 import json
 import random
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,15 +12,12 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+from node_example import folder as folder
 from remote_hosts import BrokenWire, listening
 
 from rollflow.nodes import RemoteEnvs, Rollout
 from rollflow.stream import Fragment
 
-ROOT = Path(__file__).parents[1]
-EXAMPLE = Path("examples", "env_host_node")
-PACKAGE = Path("node_modules", "@msgpack", "msgpack")
-FIRST_VERSION = 20
 CARTPOLE: Any = gym.make("CartPole-v1").unwrapped
 SECRET = "correct horse battery staple"
 NEXT_STATES = """
@@ -31,39 +27,6 @@ for await (const piece of process.stdin) text += piece;
 const nexts = JSON.parse(text).map(([state, action]) => nextState(state, action));
 console.log(JSON.stringify(nexts.map((state) => [state, isOver(state)])));
 """
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example's folder where its package is installed, or a copy where it can be."""
-    if shutil.which("node") is None:
-        pytest.skip("node is not installed")
-    version = subprocess.check_output(["node", "--version"], text=True)
-    if int(version.lstrip("v").split(".")[0]) < FIRST_VERSION:
-        pytest.skip(f"node is {version.strip()}, expected {FIRST_VERSION} or newer")
-    if (ROOT / EXAMPLE / PACKAGE).exists():
-        return ROOT / EXAMPLE
-    if shutil.which("npm") is None:
-        pytest.skip("npm is not installed, and the example has no package of msgpack")
-    copy = tmp_path_factory.mktemp("node")
-    shutil.copytree(ROOT / EXAMPLE, copy / EXAMPLE)
-    shutil.copytree(ROOT / "docs", copy / "docs")
-    install = [
-        "npm",
-        "install",
-        "--prefer-offline",
-        "--fetch-retries=0",
-        "--no-audit",
-        "--no-fund",
-        "--no-package-lock",
-    ]
-    try:
-        subprocess.run(install, cwd=copy / EXAMPLE, check=True, capture_output=True, text=True, timeout=60)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"npm can't install the package of msgpack: {error.stderr[-500:]}")
-    except subprocess.TimeoutExpired:
-        pytest.skip("npm can't install the package of msgpack within 60 s")
-    return copy / EXAMPLE
 
 
 @pytest.fixture

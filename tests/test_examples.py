@@ -61,6 +61,23 @@ def test_an_adapted_policy_plays_as_well_as_it_was_trained() -> None:
     assert example("adapt_policy")["main"]() > 200
 
 
+def test_an_lstm_policy_is_bootstrapped_and_served_at_a_hundredth_of_its_size(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    main = example("bootstrap_policy")["main"]
+    main.__globals__["old"].trained.__globals__["UPDATES"] = 1
+    main.__globals__.update(LESSONS=2, UPDATES=2, CLIENTS=2)
+    main()
+    assert capsys.readouterr().out.startswith("mean return ")
+
+
+@pytest.mark.slow
+def test_an_lstm_policy_that_an_adapted_one_bootstraps_plays_for_its_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    assert example("bootstrap_policy")["main"]() > 200
+
+
 def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     main = example("lstm_cartpole")["main"]
     main.__globals__["MAX_UPDATES"] = 1
@@ -102,6 +119,25 @@ def test_rollouts_on_other_hosts_run_at_a_hundredth_of_their_size(
     assert "2 lanes × 32 slots, on 2 hosts" in told.out
     assert told.out.splitlines()[-1].endswith("steps, lost: {}")
     assert told.err.count("the rollout said goodbye") == 2
+
+
+@pytest.mark.parametrize("inference", ["server", "client"])
+def test_a_game_that_steps_itself_runs_at_a_hundredth_of_its_size(
+    inference: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example("external_env")["main"]
+    main.__globals__.update(MAX_UPDATES=2, INFERENCE=inference)
+    main()
+    told = capfd.readouterr()
+    assert told.out.endswith("lost: {}\n")
+    assert told.err.count("the rollout has ended") >= 2
+
+
+@pytest.mark.slow
+def test_cartpole_is_learnt_from_a_game_that_steps_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("external_env")["main"]() >= 475
 
 
 @pytest.mark.slow
@@ -171,3 +207,18 @@ def test_tic_tac_toe_is_learnt_by_self_play() -> None:
     first, second = example("self_play")["main"]()  # by chance about 0.3 and -0.3
     assert first > 0.7
     assert second > 0.3
+
+
+def test_dqn_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("dqn_cartpole")["main"]
+    main.__globals__.update(MAX_STEPS=256, MIN_SIZE=128, SAMPLES_PER_INSERT=4.0)
+    main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("mean return ")
+    assert "samples per insert, 4 asked for" in printed[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_dqn_is_learnt(seed: int) -> None:
+    assert example("dqn_cartpole")["main"](seed) >= 475

@@ -41,7 +41,8 @@ export class Connection {
 
   /**
    * `host`: `description` (the fields of `hello` that don't change), `secret` (bytes or null), `maxFrame`,
-   * `handshakeS`, and `tell(line)` for the user.
+   * `handshakeS`, and `tell(line)` for the user; one that is no host of environments has its `role`, and the `fields`
+   * of what it takes, beside those.
    */
   constructor(stream, session, host) {
     this.#stream = stream;
@@ -78,7 +79,7 @@ export class Connection {
     this.#hello = encodeMessage({
       kind: "hello",
       versions: [VERSION, VERSION],
-      role: "env",
+      role: this.#host.role ?? "env",
       software: description.software,
       name: description.name,
       nonce: randomBytes(32),
@@ -99,7 +100,7 @@ export class Connection {
     this.#beat?.refresh();
     try {
       for (const frame of this.#reader.feed(piece)) {
-        this.#take(decodeMessage(frame), frame);
+        this.#take(decodeMessage(frame, this.#host.fields), frame);
         if (this.#isOver) return;
       }
     } catch (error) {
@@ -120,7 +121,7 @@ export class Connection {
     else if (kind === "pong") {
       const { number } = message;
       if (number > this.#pings) throw new Breach("order", `pong ${number}: the last ping was ${this.#pings}`);
-    } else if (kind === "reset" || kind === "step") this.#session.request(this, message);
+    } else if (kind !== "credit") this.#session.request(this, message);
     // What is left is a credit: there is nothing that this host would send unasked.
   }
 

@@ -1,6 +1,6 @@
 """Environments of a rollout, stepped in this process."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -12,11 +12,14 @@ from rollflow.nodes.env.lane_source import LaneSource, check_apart
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, autoreset_mode, takes_one_seed
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.data.infos import SlotInfos
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.fragments.fragment_records import EpisodeIds
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.fragments.lane_columns import LaneMemory
+
+TAKEN_ACTION = "rollflow.taken_action"  # of an info: the action that the environment took, not the one it was given
 
 
 class Environments(LaneSource):
@@ -147,6 +150,7 @@ class Environments(LaneSource):
         return actions_of(lane)
 
     def _record(self, lane: Lane, stepped: Stepped) -> None:
+        record_taken(lane, stepped.infos if isinstance(stepped, Stepped) else stepped[4])
         lane.record_step(*stepped)
 
     def _make_lanes(self) -> None:
@@ -182,3 +186,20 @@ def actions_of(lane: Lane) -> Tree:
     batch = lane.batch
     actions = batch.get(Columns.ACTIONS_FOR_ENV)
     return batch[Columns.ACTIONS] if actions is None else actions
+
+
+def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
+    """Record the action that the environment of a lane with one slot took in the place of the module's.
+
+    infos    of the step; an entry `TAKEN_ACTION` has the action, in the environment's space
+
+    Raises EnvError where the environment's actions are not recorded as they are.
+    """
+    if lane.layout.num_slots > 1 or not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.dicts[0]:
+        return
+    if Columns.ACTIONS_FOR_ENV in lane.batch:
+        raise EnvError(
+            "an environment took another action than the module's, but a module-to-env piece changes actions on their "
+            "way to it: which one is to be recorded is not known; expected no such piece"
+        )
+    lane.replace_action(0, infos.dicts[0].pop(TAKEN_ACTION))

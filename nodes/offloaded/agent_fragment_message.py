@@ -218,9 +218,10 @@ def _clock_in(rest: Mapping[str, Any], num_envs: int, num_rows: int) -> EnvClock
     check_whole("first", first, 0, MOST)
     last = first + num_rows
     _check_array("started", started, np.int64, (num_envs,), 0, first)
-    _check_array("numbers", numbers, np.int64, (num_envs,), 0, MOST)
-    clock = EnvClock(first, started, numbers)
     ends, losses = rest["ends"], [(step, reason) for step, reason in rest.get("losses", ())]
+    was_lost_before = bool(losses) and losses[0][0] == first  # then the episodes lost have the number before the first
+    _check_array("numbers", numbers, np.int64, (num_envs,), -1 if was_lost_before else 0, MOST)
+    clock = EnvClock(first, started, numbers)
     _check_array("ends", ends, np.int64, (len(ends), 4), 0, MOST)
     steps, envs = ends[:, 0], ends[:, 1]
     if (steps[1:] < steps[:-1]).any() or (len(ends) and (steps[0] < first or steps[-1] > last)):

@@ -60,7 +60,8 @@ class RolloutHost(Host):
     Nothing but numbers and names comes over the wire: where modules or connectors are not those of the rollout, the
     gateway is told so, and `connect` raises.
 
-    Leave it by `with`, or `close` it: this ends the threads and closes the environments.
+    Leave it by `with`, or `close` it: this ends the threads, in the middle of their fragments, and closes the
+    environments.
 
     Raises EnvError where environments can't be made, or lanes differ.
     """
@@ -111,11 +112,6 @@ class RolloutHost(Host):
         self._reported_at = 0.0
         metadata = {"env": env} if isinstance(env, str) else {}
         super().__init__(self._lanes, secret=secret, tls=tls, name=name, limits=limits, metadata=metadata)
-
-    def close(self) -> None:
-        """End the threads, in the middle of their fragments, and close the environments."""
-        self._dismissed()
-        super().close()
 
     # For `Host`
 

@@ -1,5 +1,6 @@
 """A policy as files and back: the manifest, the arrays beside it, and the checks when they are read."""
 
+import json
 import platform
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -13,10 +14,21 @@ import torch
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.modules.weights_codec import Arrays as WeightArrays
 from rollflow.nodes.modules.weights_codec import from_arrays, to_arrays
-from rollflow.nodes.policies.artifact_files import CARD, array_bytes, arrays_of, checksums, manifest_bytes
+from rollflow.nodes.policies.artifact_files import (
+    CARD,
+    ONNX,
+    PROGRAM_ARRAYS,
+    PROGRAMS,
+    array_bytes,
+    arrays_of,
+    checksums,
+    json_of,
+    manifest_bytes,
+)
 from rollflow.nodes.policies.examples import Arrays
 from rollflow.nodes.policies.model_card import card_of
 from rollflow.nodes.policies.part_records import (
+    MODULE_FIELDS,
     check_fields,
     module_of,
     piece_of,
@@ -24,7 +36,10 @@ from rollflow.nodes.policies.part_records import (
     record_of_piece,
     set_states,
 )
-from rollflow.nodes.policies.plain_values import from_plain, to_plain
+from rollflow.nodes.policies.plain_values import array_names, from_plain, to_plain
+from rollflow.nodes.policies.program import programs_of
+from rollflow.nodes.policies.program_module import Origin, ProgramModule
+from rollflow.nodes.policies.registry import is_known
 from rollflow.nodes.policies.space_text import described, space_of
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import equal_trees, map_tree
@@ -65,12 +80,25 @@ class Saved(Protocol):
     trained_on: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """What a policy was tried on when it was saved.
+
+    inputs, computed    observations, and what each part made of them
+    computed_by         torch and processor at that time; None before it was saved
+    """
+
+    inputs: Arrays = field(default_factory=dict)
+    computed: Arrays = field(default_factory=dict)
+    computed_by: dict[str, str] | None = None
+
+
 @dataclass(slots=True, kw_only=True)
 class Parts:
     """Parts of a policy that was read from files, and what it computed when it was saved.
 
-    inputs, computed    observations that it was tried on, and what each part made of them
-    computed_by         torch and processor at that time
+    has_program    True where the files have the module's programs
+    onnx           the policy's ONNX program; b"" where the files have none
     """
 
     module: Any
@@ -80,15 +108,24 @@ class Parts:
     action_space: gym.Space[Any]
     explore: bool
     trained_on: dict[str, Any]
-    computed_by: dict[str, str]
-    inputs: Arrays = field(default_factory=dict)
-    computed: Arrays = field(default_factory=dict)
+    has_program: bool
+    onnx: bytes
+    examples: Examples
 
 
-def files_of(policy: Saved, inputs: Arrays, computed: Arrays) -> dict[str, bytes]:
+def program_files(module: Any, batch: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files of a module's programs; see `programs_of`. Those of one that is programs alone are as they were."""
+    if isinstance(module, ProgramModule):
+        return dict(module.origin.files)
+    programs, constants = programs_of(module, batch)
+    text = json.dumps(programs, indent=None, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return {PROGRAMS: text.encode(), PROGRAM_ARRAYS: array_bytes(constants)}
+
+
+def files_of(policy: Saved, examples: Examples, others: Mapping[str, bytes]) -> dict[str, bytes]:
     """Name -> contents of a policy's files, the manifest first.
 
-    inputs, computed    examples: observations, and what each part made of them
+    others    files of its programs; {} for a policy without
 
     Raises PolicyError for a policy with a part that can't be saved.
     """
@@ -99,28 +136,35 @@ def files_of(policy: Saved, inputs: Arrays, computed: Arrays) -> dict[str, bytes
         "kind": KIND,
         "format": FORMAT,
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}},
-        "computed_by": computed_by(policy.module),
+        "computed_by": examples.computed_by,
         "trained_on": to_plain(policy.trained_on, "trained_on", arrays),
         "explore": policy.explore,
         "observation_space": described(policy.observation_space),
         "action_space": described(policy.action_space),
-        "module": record_of_module(policy.module, "module", arrays),
-        "weights": {"dtypes": weights.dtypes, "others": to_plain(weights.others, "weights", arrays)},
+        "module": _module_record(policy.module, arrays, has_program=PROGRAMS in others),
+        "weights": {
+            "dtypes": dict(sorted(weights.dtypes.items())),
+            "others": to_plain(weights.others, "weights", arrays),
+        },
         **pipelines,
     }
     files = {
         "module.safetensors": array_bytes(weights.tensors),
         "state.safetensors": array_bytes(arrays),
-        "examples.safetensors": array_bytes({**inputs, **computed}),
+        "examples.safetensors": array_bytes({**examples.inputs, **examples.computed}),
+        **others,
     }
     manifest = {**content, "files": checksums(files)}
     return {"policy.json": manifest_bytes(manifest), **files, CARD: card_of(policy, manifest).encode()}
 
 
-def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str]) -> Parts:
+def parts_of(
+    manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collection[str], *, as_program: bool = False
+) -> Parts:
     """The parts that a manifest and its files describe.
 
-    allow    packages and modules whose classes and functions may be imported
+        allow         packages and modules whose classes and functions may be imported
+        as_program    True: the module's programs act, also where its class may be imported
 
     Raises PolicyError for anything that does not fit, with its place.
     """
@@ -131,14 +175,21 @@ def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collec
     spaces = [space_of(manifest[name], name) for name in ("observation_space", "action_space")]
     pipelines = {name: _pipeline(manifest[name], name, spaces, states, allow) for name in _PIPELINES}
     weights = _weights(manifest["weights"], arrays_of(files["module.safetensors"], "module.safetensors"), states, allow)
-    module, initial = module_of(manifest["module"], weights, "module", states, allow)
-    _check_initial(module, initial)
+    record = manifest["module"]
+    check_fields(record, MODULE_FIELDS, "module")
+    is_there = record["config"] is not None and is_known("module", record["name"], allow)
+    if as_program or (PROGRAMS in files and not is_there):
+        module = _program_module(record, files, weights, states)
+    else:
+        module, initial = module_of(record, weights, "module", states, allow)
+        _check_initial(module, initial)
     trained_on = from_plain(manifest["trained_on"], "trained_on", states, allow)
     if states:
         raise PolicyError(f"state.safetensors has arrays that nothing uses: {sorted(states)}; expected none")
     if not isinstance(manifest["explore"], bool) or not isinstance(trained_on, dict):
         raise PolicyError("policy.json: explore and trained_on are not as expected: True or False, and a dict")
     inputs = {name: array for name, array in examples.items() if name.startswith("inputs/")}
+    computed = {name: array for name, array in examples.items() if name not in inputs}
     return Parts(
         module=module,
         env_to_module=pipelines["env_to_module"],
@@ -147,9 +198,9 @@ def parts_of(manifest: dict[str, Any], files: Mapping[str, bytes], allow: Collec
         action_space=spaces[1],
         explore=manifest["explore"],
         trained_on=trained_on,
-        computed_by=manifest["computed_by"],
-        inputs=inputs,
-        computed={name: array for name, array in examples.items() if name not in inputs},
+        has_program=PROGRAMS in files,
+        onnx=files.get(ONNX, b""),
+        examples=Examples(inputs, computed, manifest["computed_by"]),
     )
 
 
@@ -158,7 +209,8 @@ def computed_by(module: Any) -> dict[str, str]:
     device = next((tensor.device for tensor in module.state_dict().values() if torch.is_tensor(tensor)), None)
     on_cpu = device is None or device.type == "cpu"
     processor = f"{_cpu()} {torch.backends.cpu.get_cpu_capability()}" if on_cpu else torch.cuda.get_device_name(device)
-    return {"torch": torch.__version__, "processor": f"{platform.machine()} {processor}"}
+    way = " by its program" if isinstance(module, ProgramModule) else ""
+    return {"torch": f"{torch.__version__}{way}", "processor": f"{platform.machine()} {processor}"}
 
 
 def _cpu() -> str:
@@ -187,6 +239,32 @@ def _weights(record: Any, tensors: Arrays, states: Arrays, allow: Collection[str
     if not isinstance(dtypes, dict) or not isinstance(others, dict) or set(dtypes) - set(tensors):
         raise PolicyError(f"weights: dtypes and others are not as expected; there are tensors {sorted(tensors)[:8]}")
     return from_arrays(WeightArrays(tensors, dtypes, others))
+
+
+def _module_record(module: Any, arrays: Arrays, *, has_program: bool) -> dict[str, Any]:
+    if not isinstance(module, ProgramModule):
+        return record_of_module(module, "module", arrays, has_program=has_program)
+    arrays |= module.origin.arrays
+    return module.origin.record
+
+
+def _program_module(
+    record: dict[str, Any], files: Mapping[str, bytes], weights: Mapping[str, Any], states: Arrays
+) -> ProgramModule:
+    if PROGRAMS not in files or PROGRAM_ARRAYS not in files:
+        raise PolicyError(f"the policy has no program, expected {PROGRAMS} and {PROGRAM_ARRAYS}")
+    own = {name: states[name] for name in array_names(record) if name in states}
+    initial = from_plain(record["initial_state"], "module/initial_state", states)
+    for name in array_names(record["config"]):
+        states.pop(name, None)
+    return ProgramModule(
+        json_of(files[PROGRAMS], PROGRAMS),
+        weights,
+        arrays_of(files[PROGRAM_ARRAYS], PROGRAM_ARRAYS),
+        Origin(record, own, {name: files[name] for name in (PROGRAMS, PROGRAM_ARRAYS)}),
+        spaces={name: space_of(record[name], f"module/{name}") for name in ("observation_space", "action_space")},
+        initial=initial,
+    )
 
 
 def _check_initial(module: Any, initial: Any) -> None:

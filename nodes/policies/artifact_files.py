@@ -17,6 +17,8 @@ from rollflow.stream.data.errors import PolicyError
 
 MANIFEST, CARD = "policy.json", "README.md"
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors")
+PROGRAMS, PROGRAM_ARRAYS, ONNX = "programs.json", "programs.safetensors", "policy.onnx"
+OPTIONAL = (PROGRAMS, PROGRAM_ARRAYS, ONNX)
 MOST_MANIFEST_BYTES = 16 << 20
 _NO_DIGEST = "0" * 64
 _TIME = (1980, 1, 1, 0, 0, 0)  # of every file in a zip, so that the same policy gives the same bytes
@@ -55,15 +57,17 @@ def read_files(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     source = _ZipSource(path) if path.is_file() else _FolderSource(path)
     manifest = _manifest(source.read(MANIFEST, MOST_MANIFEST_BYTES))
     listed = manifest.get("files")
-    if not isinstance(listed, dict) or set(listed) != set(ARRAYS):
-        raise PolicyError(f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}")
-    files = {name: _checked(source, name, listed[name]) for name in ARRAYS}
+    if not isinstance(listed, dict) or not set(ARRAYS) <= set(listed) <= {*ARRAYS, *OPTIONAL}:
+        raise PolicyError(
+            f"{MANIFEST}: files are {str(listed)[:80]}, expected {', '.join(ARRAYS)}, and maybe {', '.join(OPTIONAL)}"
+        )
+    files = {name: _checked(source, name, listed[name]) for name in (*ARRAYS, *OPTIONAL) if name in listed}
     return manifest, files
 
 
 def read_manifest(files: Mapping[str, bytes]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """The manifest among files that are not written yet, and the files of arrays."""
-    return _manifest(files[MANIFEST]), {name: files[name] for name in ARRAYS}
+    return _manifest(files[MANIFEST]), {name: files[name] for name in (*ARRAYS, *OPTIONAL) if name in files}
 
 
 def write_files(path: Path, files: Mapping[str, bytes]) -> None:
@@ -81,6 +85,22 @@ def write_files(path: Path, files: Mapping[str, bytes]) -> None:
         else:
             _write_folder(made, files)
             _replace_folder(made, path)
+    finally:
+        _remove(made)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file whole, or leave what was there. Raises PolicyError where a folder is at the path."""
+    if path.is_dir():
+        raise PolicyError(f"there is a folder at {path}, expected a file to be replaced, or nothing")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.parent / f".{path.name}.{os.getpid()}.new"
+    try:
+        with made.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
     finally:
         _remove(made)
 
@@ -155,7 +175,7 @@ class _FolderSource:
         if size > most:
             raise PolicyError(f"{name} has {size} bytes, expected {most} at most")
         with path.open("rb") as file:
-            return file.read(most + 1)
+            return file.read(size + 1)
 
 
 class _ZipSource:
@@ -185,7 +205,7 @@ class _ZipSource:
 
     def _check(self, entries: Iterable[zipfile.ZipInfo]) -> None:
         names = [entry.filename for entry in entries]
-        expected = {MANIFEST, CARD, *ARRAYS}
+        expected = {MANIFEST, CARD, *ARRAYS, *OPTIONAL}
         if unknown := sorted(set(names) - expected):
             raise PolicyError(f"{self._path} has {unknown[:4]}, expected {', '.join(sorted(expected))} alone")
         if len(set(names)) < len(names):
@@ -210,11 +230,16 @@ def _checked(source: _FolderSource | _ZipSource, name: str, entry: Any) -> bytes
     return data
 
 
-def _manifest(data: bytes) -> dict[str, Any]:
+def json_of(data: bytes, name: str) -> Any:
+    """The value of a JSON file. Raises PolicyError, with the file's name, for what is none."""
     try:
-        manifest = json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
+        return json.loads(data.decode(), object_pairs_hook=_distinct, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{MANIFEST} can't be read: {error}; it was truncated or altered") from None
+        raise PolicyError(f"{name} can't be read: {error}; it was truncated or altered") from None
+
+
+def _manifest(data: bytes) -> dict[str, Any]:
+    manifest = json_of(data, MANIFEST)
     digest = manifest.get("digest") if isinstance(manifest, dict) else None
     if not isinstance(digest, str) or len(digest) != len(_NO_DIGEST) or data.count(digest.encode()) != 1:
         raise PolicyError(f"{MANIFEST} has no digest, expected the manifest of a policy")

@@ -69,7 +69,7 @@ def traced(
         if step == RESET_AT:
             for session in range(size // 2):
                 probed.reset(session)
-        actions = probed.act_batch(_observations(space, inputs, step), inputs["inputs/rewards"][step])
+        actions = probed.act_batch(observations_at(space, inputs, step), inputs["inputs/rewards"][step])
         recorder.record("actions", {"env": actions})
     return recorder.arrays()
 
@@ -92,6 +92,15 @@ def check_same(saved: Arrays, computed: Arrays, *, exact: bool, skipped: Sequenc
         )
     if missing or unused:
         raise PolicyError(f"the examples have other columns than the policy: missing {missing}, unused {unused}")
+
+
+def is_same(saved: Arrays, computed: Arrays) -> bool:
+    """True if all results are the same to 1e-5."""
+    try:
+        check_same(saved, computed, exact=False)
+    except PolicyError:
+        return False
+    return True
 
 
 class _Fault(NamedTuple):
@@ -180,7 +189,8 @@ def _probed(
     return type(pipeline)(*spaces_, connectors=list(probes()))
 
 
-def _observations(space: gym.Space[Any], inputs: Arrays, step: int) -> Tree:
+def observations_at(space: gym.Space[Any], inputs: Arrays, step: int) -> Tree:
+    """The observations of a step of the inputs, any[SESSIONS, ...] by leaf."""
     leaves = iter(
         [inputs[f"inputs/obs/{place}"] for place in range(sum(name.startswith("inputs/obs/") for name in inputs))]
     )
@@ -191,7 +201,11 @@ def _observations(space: gym.Space[Any], inputs: Arrays, step: int) -> Tree:
 def _drawn(space: gym.Space[Any], rng: np.random.Generator) -> Tree:
     """An item of a space, with numbers of a usual size where it has no bounds."""
     if isinstance(space, spaces.Dict):
-        return {key: _drawn(part, rng) for key, part in space.items()}
+        items = {key: _drawn(part, rng) for key, part in space.items()}
+        mask = items.get("action_mask")
+        if isinstance(mask, np.ndarray) and mask.size and not mask.any():
+            mask.reshape(-1)[rng.integers(mask.size)] = 1  # environments always allow an action
+        return items
     if isinstance(space, spaces.Tuple):
         return tuple(_drawn(part, rng) for part in space)
     if isinstance(space, spaces.Box):

@@ -18,7 +18,7 @@ from rollflow.stream.data.errors import PolicyError, located
 _OF_THE_DEVICE = {"device", "pin_memory"}  # arguments of `NumpyToTensor` that a file must not fix
 _PIECE = {"name", "version", "label", "config", "state"}
 _PIPELINE = {"name", "version", "label", "config", "pieces"}
-_MODULE = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
+MODULE_FIELDS = {"name", "version", "observation_space", "action_space", "config", "initial_state"}
 
 
 def check_fields(record: Any, expected: Collection[str], where: str) -> None:
@@ -141,21 +141,26 @@ def _config_of(piece: ConnectorV2, where: str) -> dict[str, Any]:
 # Modules
 
 
-def record_of_module(module: Any, where: str, arrays: ArraysByName) -> dict[str, Any]:
-    """A module's record, without its weights. Raises PolicyError for a module that can't be saved."""
+def record_of_module(module: Any, where: str, arrays: ArraysByName, *, has_program: bool) -> dict[str, Any]:
+    """A module's record, without its weights. Raises PolicyError for a module that can't be saved.
+
+    has_program    True: its class need not be found again, nor say how it is made
+    """
     cls = type(module)
     if isinstance(module, RLModule):
         config = {"inference_only": module.inference_only, "model_config": module.model_config}
     elif callable(getattr(module, "get_config", None)):
         config = module.get_config()
+    elif has_program:
+        config = None
     else:
         raise PolicyError(
             f"{where}: {cls.__name__} does not say how it is made; expected an RLModule, or a method get_config() that "
-            "gives the arguments of its constructor"
+            "gives the arguments of its constructor, or program=True"
         )
     initial = module.get_initial_state() if hasattr(module, "get_initial_state") else {}
     return {
-        "name": name_of("module", cls, where),
+        "name": name_of("module", cls, where, found_again=not has_program),
         "version": version_of(cls, where),
         "observation_space": described(module.observation_space),
         "action_space": described(module.action_space),
@@ -168,7 +173,7 @@ def module_of(
     record: Any, weights: dict[str, Any], where: str, arrays: ArraysByName, allow: Collection[str]
 ) -> tuple[Any, Any]:
     """A module with its weights, and the initial state that it is to have. Raises PolicyError for no such record."""
-    check_fields(record, _MODULE, where)
+    check_fields(record, MODULE_FIELDS, where)
     cls = named("module", record["name"], allow, where)
     spaces = [space_of(record[name], f"{where}/{name}") for name in ("observation_space", "action_space")]
     config = from_plain(record["config"], f"{where}/config", arrays, allow)

@@ -10,13 +10,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.alpha.connector import Connector, ConnectorContext
+from rollflow.nodes.connectors.alpha.registry import get_connector
 from rollflow.nodes.modules.default_model_config import DefaultModelConfig
 from rollflow.nodes.policies.registry import name_of, named
 from rollflow.nodes.policies.space_text import described, space_of
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, located
 
 ArraysByName = dict[str, NDArray[Any]]
 
+_OF_ARRAYS = ("$array", "$tensor", "$scalar")
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DTYPES = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"} | {
     "float16",
@@ -47,6 +50,8 @@ def to_plain(value: Any, where: str, arrays: ArraysByName) -> Any:
             return {key: to_plain(each, f"{where}/{key}", arrays) for key, each in value.items()}
         pairs = enumerate(value.items())
         return {"$dict": [[to_plain(each, f"{where}/{place}", arrays) for each in pair] for place, pair in pairs]}
+    if isinstance(value, Connector):
+        return {"$connector": _connector_record(value, where, arrays)}
     if isinstance(value, DefaultModelConfig):
         config = {field.name: getattr(value, field.name) for field in fields(value)}
         return {"$model_config": to_plain(config, where, arrays)}
@@ -81,6 +86,16 @@ def from_plain(value: Any, where: str, arrays: ArraysByName, allow: Collection[s
         raise PolicyError(f"{where}: no {mark} can be made of {str(value[mark])[:80]}: {error}") from None
 
 
+def array_names(value: Any) -> list[str]:
+    """The names of the arrays that a value in plain form uses, without anything of it being made."""
+    if isinstance(value, list):
+        return [name for each in value for name in array_names(each)]
+    if not isinstance(value, dict):
+        return []
+    names = [each for mark, each in value.items() if mark in _OF_ARRAYS and isinstance(each, str)]
+    return names + [name for each in value.values() for name in array_names(each)]
+
+
 def _stored(value: Any, where: str, arrays: ArraysByName) -> Any:
     is_tensor = isinstance(value, torch.Tensor)
     if is_tensor and value.dtype is torch.bfloat16:
@@ -104,6 +119,32 @@ def _array(name: Any, where: str, arrays: ArraysByName) -> NDArray[Any]:
     return arrays.pop(name)
 
 
+_CONTEXT = ("config", "initial_states", "observation_space", "action_space", "is_policy_recurrent")
+
+
+def _connector_record(connector: Connector, where: str, arrays: ArraysByName) -> dict[str, Any]:
+    """An Alpha connector by the name that it is registered by, its params, and the context that it was made with."""
+    with located(where):
+        name, params = connector.to_state()
+    ctx = connector.ctx or ConnectorContext()
+    if ctx.view_requirements is not None:
+        raise PolicyError(f"{where}: the context of {connector!r} has view_requirements, which can't be saved")
+    facts = {each: getattr(ctx, each) for each in _CONTEXT}
+    facts["initial_states"], facts["config"] = list(ctx.initial_states), dict(ctx.config)
+    context = to_plain(facts, f"{where}/context", arrays)
+    return {"name": name, "params": to_plain(params, f"{where}/params", arrays), "context": context}
+
+
+def _connector(record: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> Any:
+    if not isinstance(record, dict) or record.keys() != {"name", "params", "context"}:
+        raise PolicyError(f"{where}: a connector is {str(record)[:80]!r}, expected name, params and context")
+    facts = from_plain(record["context"], f"{where}/context", arrays, allow)
+    if not isinstance(facts, dict) or facts.keys() != set(_CONTEXT) or not isinstance(record["name"], str):
+        raise PolicyError(f"{where}: a connector's context is {str(facts)[:80]!r}, expected {', '.join(_CONTEXT)}")
+    params = from_plain(record["params"], f"{where}/params", arrays, allow)
+    return get_connector(record["name"], ConnectorContext(**facts), params)
+
+
 def _pairs(pairs: Any, where: str, arrays: ArraysByName, allow: Collection[str]) -> dict[Any, Any]:
     places = enumerate(pairs)
     return dict([from_plain(each, f"{where}/{place}", arrays, allow) for each in pair] for place, pair in places)
@@ -118,6 +159,7 @@ _READERS: dict[str, _Reader] = {
     "$tuple": lambda value, where, arrays, allow: tuple(from_plain(value, where, arrays, allow)),
     "$dict": _pairs,
     "$space": lambda value, where, arrays, allow: space_of(value, where),
+    "$connector": _connector,
     "$model_config": lambda value, where, arrays, allow: DefaultModelConfig(**from_plain(value, where, arrays, allow)),
     "$function": lambda value, where, arrays, allow: named("function", value, allow, where),
 }

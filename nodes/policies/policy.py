@@ -1,16 +1,16 @@
 """A module with its connector pipelines, which acts without environments and without the code that trained it."""
 
-import copy
 import os
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, cast
 
 import gymnasium as gym
 import numpy as np
 
+from rollflow.nodes.connectors.alpha.pieces import ActionConnectorPiece, AgentConnectorPiece
 from rollflow.nodes.connectors.common.tensors import NumpyToTensor
-from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
+from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.learner.values import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
@@ -18,11 +18,21 @@ from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
 from rollflow.nodes.modules.random_module import RandomModule
-from rollflow.nodes.policies.artifact import Parts, computed_by, files_of, parts_of
-from rollflow.nodes.policies.artifact_files import check_target, read_files, read_manifest, write_files
+from rollflow.nodes.policies.artifact import Examples, Parts, computed_by, files_of, parts_of, program_files
+from rollflow.nodes.policies.artifact_files import (
+    ONNX,
+    check_target,
+    read_files,
+    read_manifest,
+    write_file,
+    write_files,
+)
 from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, evaluated
-from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, traced
+from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
+from rollflow.nodes.policies.onnx_export import onnx_bytes
 from rollflow.nodes.policies.part_records import classes_of
+from rollflow.nodes.policies.policy_parts import Pieces, has_memory, pieces_within, pipeline_of, seen_spaces, spaces_of
+from rollflow.nodes.policies.program_module import ProgramModule
 from rollflow.nodes.policies.session_lane import SessionLane
 from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
 from rollflow.nodes.stages.acting import chosen_space
@@ -34,14 +44,11 @@ from rollflow.nodes.stages.module_to_env import ModuleToEnv
 from rollflow.nodes.stages.ring import sampling_data
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError
-from rollflow.stream.data.space import check_columnar, row_of
+from rollflow.stream.data.space import row_of
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree, tree_at
 
 DEFAULT_SESSION = "default"
 MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
-
-Pieces = ConnectorPipelineV2 | Sequence[ConnectorV2] | None
-P = TypeVar("P", bound=ConnectorPipelineV2)
 
 
 class Policy:
@@ -86,16 +93,17 @@ class Policy:
         seed: int | None = None,
     ) -> None:
         check_flags(explore=explore, learns=learns)
-        spaces = _spaces(env_to_module, observation_space, action_space)
+        spaces = spaces_of(env_to_module, observation_space, action_space)
         self.observation_space, self.action_space = spaces
         self.explore = explore
         self.trained_on: dict[str, Any] = {}
         self.outputs: Batch = {}
-        self._examples: Arrays = {}  # observations that it was tried on when it was saved
-        self.module = acting_copy(module_for(module, None, *_seen_spaces(env_to_module, spaces)), device)
+        self._examples = Examples()
+        self._has_program, self._onnx = False, b""  # where it was loaded from
+        self.module = acting_copy(module_for(module, None, *seen_spaces(env_to_module, spaces)), device)
         stateful = is_stateful(self.module)
-        self.env_to_module = _pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=stateful)
-        self.module_to_env = _pipeline_of(ModuleToEnvPipeline, module_to_env, spaces, stateful=stateful)
+        self.env_to_module = pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=stateful)
+        self.module_to_env = pipeline_of(ModuleToEnvPipeline, module_to_env, spaces, stateful=stateful)
         self._settle_pieces(learns)
         self.lookback = lookback_for(None, (self.env_to_module, self.module_to_env), stateful=stateful)
         self._check_memory()
@@ -106,7 +114,8 @@ class Policy:
         context = {"module": self.module, "explore": explore}
         self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
-        self._sessions = Sessions(self._group)
+        remembers = has_memory(self.module, self.env_to_module, self.module_to_env)
+        self._sessions = Sessions(self._group, remembers=remembers)
 
     # Acting
 
@@ -169,7 +178,7 @@ class Policy:
 
     @property
     def sessions(self) -> tuple[Hashable, ...]:
-        """The sessions that have a memory."""
+        """The sessions that have a memory; none where an action depends on the observation alone."""
         return self._sessions.ids
 
     def publish(self, weights: Weights) -> int:
@@ -196,8 +205,12 @@ class Policy:
 
     # Saving
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, program: bool | None = None, onnx: bool | None = None) -> None:
         """Write the policy to a folder, or to one file where the path ends in `.zip`, with the sessions left out.
+
+            program    True: with the module's forward passes as programs, which act where its class is not there;
+                       None: where the policy was loaded with programs
+            onnx       True: with an ONNX program of the whole policy, for `OnnxPolicy`; None: likewise
 
         A policy that is there already is replaced, in one step. What was written is what `load` has read back, and has
         acted with as this policy does.
@@ -206,12 +219,30 @@ class Policy:
         """
         check_target(Path(path))
         self._weights.load_into(self.module)
-        inputs = self._examples or drawn_inputs(self.observation_space)
-        files = files_of(self, inputs, self._traced(inputs, self.explore))
+        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
+        with_program = self._has_program if program is None else program
+        others = program_files(self.module, self._example_batch(inputs)) if with_program else {}
+        examples = self._tried(inputs)
+        if onnx or (onnx is None and self._onnx):
+            others[ONNX] = onnx_bytes(self, {**examples.inputs, **examples.computed}, self._onnx)
+        files = files_of(self, examples, others)
         manifest, arrays = read_manifest(files)
-        parts = parts_of(manifest, arrays, classes_of(manifest))
-        type(self)._loaded(parts, device_of(self.module), self.explore)
+        is_program = isinstance(self.module, ProgramModule)
+        for as_program in {is_program, is_program or with_program}:
+            parts = parts_of(manifest, arrays, classes_of(manifest), as_program=as_program)
+            type(self)._loaded(parts, device_of(self.module), self.explore)
         write_files(Path(path), files)
+
+    def export_onnx(self, path: str | os.PathLike[str]) -> None:
+        """Write the policy, its pieces included, as an ONNX program that takes the likeliest actions: see `OnnxPolicy`.
+
+        It is written once it does on recorded observations what the policy does, to 1e-5.
+
+        Raises PolicyError for a piece that has no tensor form, and for a policy that samples its actions.
+        """
+        self._weights.load_into(self.module)
+        inputs = self._examples.inputs or drawn_inputs(self.observation_space)
+        write_file(Path(path), onnx_bytes(self, {**inputs, **self._traced(inputs, self.explore)}))
 
     @classmethod
     def load(
@@ -257,11 +288,22 @@ class Policy:
             device=device,
             **options,
         )
-        policy.trained_on, policy._examples = parts.trained_on, parts.inputs
-        exact = computed_by(policy.module) == parts.computed_by
+        policy.trained_on, policy._examples = parts.trained_on, parts.examples
+        policy._has_program, policy._onnx = parts.has_program, parts.onnx
+        if isinstance(policy.module, ProgramModule):
+            policy.module.check(policy._example_batch(parts.examples.inputs))
+        exact = computed_by(policy.module) == parts.examples.computed_by
         sampled = ("module_to_env", "actions") if parts.explore and not exact else ()
-        check_same(parts.computed, policy._traced(parts.inputs, parts.explore), exact=exact, skipped=sampled)
+        computed = policy._traced(parts.examples.inputs, parts.explore)
+        check_same(parts.examples.computed, computed, exact=exact, skipped=sampled)
         return policy
+
+    def _tried(self, inputs: Arrays) -> Examples:
+        """The examples to be saved; a program keeps those of its class, which differ by rounding at most."""
+        computed = self._traced(inputs, self.explore)
+        if isinstance(self.module, ProgramModule) and is_same(self._examples.computed, computed):
+            return self._examples
+        return Examples(inputs, computed, computed_by(self.module))
 
     def _traced(self, inputs: Arrays, explore: bool) -> Arrays:
         """All that each part makes of the examples."""
@@ -270,6 +312,16 @@ class Policy:
             return self._copy(before, after, explore, 0)
 
         return traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
+
+    def _example_batch(self, inputs: Arrays) -> Batch:
+        """The batch that the module gets of the examples' first observations."""
+        actor = self._copy(self.env_to_module, self.module_to_env, self.explore, 0)
+        lane, prepare = actor._sessions.group(tuple(range(inputs["inputs/rewards"].shape[1])))
+        observations = lane.checked(observations_at(self.observation_space, inputs, 0))
+        lane.take_observations(observations, inputs["inputs/rewards"][0], None)
+        prepare(lane)
+        batch: Batch = lane.batch
+        return batch
 
     # Inside
 
@@ -321,6 +373,8 @@ class Policy:
                 piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
             if not learns and getattr(piece, "update_stats", False):
                 cast("Any", piece).update_stats = False
+            if not learns and isinstance(piece, AgentConnectorPiece | ActionConnectorPiece):
+                piece.pipeline.in_eval()
             if getattr(piece, "n_prev_rewards", 0):
                 self._needs_rewards = piece.name
 
@@ -334,47 +388,3 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"
-
-
-def pieces_within(*pipelines: ConnectorPipelineV2) -> Iterator[ConnectorV2]:
-    """Every piece of the pipelines, those of nested pipelines included."""
-    for piece in (piece for pipeline in pipelines for piece in pipeline):
-        if isinstance(piece, ConnectorPipelineV2):
-            yield from pieces_within(piece)
-        else:
-            yield piece
-
-
-def _pipeline_of(kind: type[P], pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]], *, stateful: bool) -> P:
-    """A copy of the pipeline, or the default one with copies of the pieces."""
-    copied = copy.deepcopy(pieces)
-    if not isinstance(copied, ConnectorPipelineV2):
-        made: P = cast("Any", kind).default(*spaces, list(copied or ()), stateful=stateful)
-        return made
-    if not isinstance(copied, kind):
-        raise PolicyError(f"a {type(copied).__name__} was given, expected a {kind.__name__}, or a list of pieces")
-    if copied.input_observation_space is None or copied.input_action_space is None:
-        copied.set_input_spaces(*spaces)
-    return copied
-
-
-def _spaces(pieces: Pieces, *spaces: gym.Space[Any] | None) -> tuple[gym.Space[Any], gym.Space[Any]]:
-    """The environments' spaces, as they were given or as the pipeline has them."""
-    found: list[gym.Space[Any]] = []
-    for name, space in zip(("observation_space", "action_space"), spaces, strict=True):
-        own = getattr(pieces, f"input_{name}", None) if space is None else space
-        if not isinstance(own, gym.Space):
-            raise PolicyError(f"{name} is {space!r}, expected a gymnasium space, or env_to_module of a rollout")
-        check_columnar(own, name)
-        found.append(own)
-    return found[0], found[1]
-
-
-def _seen_spaces(pieces: Pieces, spaces: tuple[gym.Space[Any], gym.Space[Any]]) -> tuple[Any, Any]:
-    """The spaces that the pieces leave: of what the module sees, and of what it chooses."""
-    pipeline = pieces
-    if not isinstance(pieces, ConnectorPipelineV2):
-        pipeline = EnvToModulePipeline(*spaces, connectors=copy.deepcopy(list(pieces or ())))
-    assert isinstance(pipeline, ConnectorPipelineV2)
-    left = pipeline.observation_space, pipeline.action_space
-    return left[0] or spaces[0], left[1] or spaces[1]

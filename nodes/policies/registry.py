@@ -10,6 +10,11 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.stream.data.errors import PolicyError
 
 _OWN = "rollflow."
+_ALPHA = "rollflow.nodes.connectors.alpha.pieces"
+_ELSEWHERE = {
+    "ActionConnectorPiece": _ALPHA,
+    "AgentConnectorPiece": _ALPHA,
+}  # rollflow's own classes that users don't name
 _registered: dict[str, dict[str, Any]] = {"connector": {}, "module": {}, "function": {}}
 _BASES: dict[str, type] = {"connector": ConnectorV2, "module": torch.nn.Module}
 
@@ -38,10 +43,11 @@ def register_function(name: str, function: Callable[..., Any]) -> Callable[..., 
     return function
 
 
-def name_of(kind: str, thing: Any, where: str) -> str:
+def name_of(kind: str, thing: Any, where: str, *, found_again: bool = True) -> str:
     """The name that a policy saves a class or function under.
 
-    kind    "connector", "module" or "function"
+        kind           "connector", "module" or "function"
+        found_again    False: it need not be imported, since the policy acts without it
 
     Raises PolicyError, with the place `where`, for what can't be found again by a name.
     """
@@ -54,7 +60,7 @@ def name_of(kind: str, thing: Any, where: str) -> str:
     remedy = f'expected register_{kind}("my_name", …) before it is saved, and again before it is loaded'
     if not isinstance(module, str) or not isinstance(qualified, str):
         raise PolicyError(f"{where}: {thing!r} has no name by which it could be found again; {remedy}")
-    if "<" in qualified or module == "__main__":
+    if found_again and ("<" in qualified or module == "__main__"):
         raise PolicyError(
             f"{where}: {module}.{qualified} can't be imported by another program; {remedy}, or a {kind} on the top "
             "level of a module that can be imported"
@@ -99,10 +105,19 @@ def named(kind: str, name: Any, allow: Collection[str], where: str) -> Any:
     return thing
 
 
+def is_known(kind: str, name: Any, allow: Collection[str]) -> bool:
+    """True if `named` gives the class or function of a name."""
+    try:
+        named(kind, name, allow, kind)
+    except PolicyError:
+        return False
+    return True
+
+
 def _own(kind: str, name: str) -> Any:
     """rollflow's own class of this name; None where it has none."""
-    nodes = importlib.import_module("rollflow.nodes")
-    found = getattr(nodes, name) if name in nodes.__all__ else None
+    nodes = importlib.import_module(_ELSEWHERE.get(name, "rollflow.nodes"))
+    found = getattr(nodes, name) if name in _ELSEWHERE or name in nodes.__all__ else None
     return found if found is not None and kind in _BASES and _is_one(kind, found) else None
 
 

@@ -8,6 +8,7 @@ from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.stream.data.errors import PolicyError
 
 Ids = tuple[Hashable, ...]
+_MOST_SIZES = 256  # lanes of different sizes that are kept
 
 
 class SessionGroup(NamedTuple):
@@ -20,14 +21,16 @@ class SessionGroup(NamedTuple):
 class Sessions:
     """Finds or makes the lane in which the sessions of a call stand side by side.
 
-    make    makes a group of the sessions named
+    make          makes a group of the sessions named
+    remembers     False: nothing of a session matters to its next step, so any lane of as many slots will do
 
     A call with the same sessions as an earlier one goes on in their lane. Other calls take the sessions' memory over
     into a lane of their own.
     """
 
-    def __init__(self, make: Callable[[Ids], SessionGroup]) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[Ids], SessionGroup], *, remembers: bool = True) -> None:
+        self._make, self._remembers = make, remembers
+        self._of_size: dict[int, SessionGroup] = {}  # where nothing is remembered
         self._homes: dict[Hashable, tuple[SessionGroup, int]] = {}  # group and slot
         self._groups: dict[Ids, SessionGroup] = {}  # those that have all their sessions still
         self._lost: set[Hashable] = set()
@@ -45,6 +48,8 @@ class Sessions:
 
         Raises PolicyError for a session that comes twice, and for one whose memory was lost.
         """
+        if not self._remembers:
+            return self._any_of_size(ids)
         group = self._groups.get(ids)
         return self._gathered(ids) if group is None else group
 
@@ -65,9 +70,22 @@ class Sessions:
     def lose(self, group: SessionGroup) -> None:
         """Give up the memory of a group's sessions, which a failure left half written."""
         self._groups.pop(group.lane.sessions, None)
+        if not self._remembers:
+            self._of_size.clear()
+            return
         for session in group.lane.sessions:
             self._homes.pop(session, None)
             self._lost.add(session)
+
+    def _any_of_size(self, ids: Ids) -> SessionGroup:
+        self._check(ids)
+        count = len(ids)
+        group = self._of_size.get(count)
+        if group is None:
+            if len(self._of_size) >= _MOST_SIZES:
+                self._of_size.clear()
+            group = self._of_size[count] = self._make(tuple(range(count)))
+        return group
 
     def _gathered(self, ids: Ids) -> SessionGroup:
         self._check(ids)

@@ -16,6 +16,7 @@ from rollflow.nodes.stages.staleness import OnExcess, check_staleness
 from rollflow.stream.doctor.rules import StallRules
 
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
+JOINT_PASSES = "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
 
 
@@ -67,6 +68,7 @@ class ForwardOptions:
     compiled     `compile_forward`
     threads      `forward_threads`
     in_thread    `forward_in_thread`
+    is_debugged     whether `debug` was asked for
 
     Raises ValueError for what is no number, or neither True nor False, and for `flat` beside `compiled`.
     """
@@ -79,6 +81,7 @@ class ForwardOptions:
     max_wait: float = 0.0
     in_thread: bool = False
     device: Any = None
+    is_debugged: bool = False
 
     def __post_init__(self) -> None:
         check_numbers(max_batch=(self.max_batch, 1), max_wait=(self.max_wait, 0), forward_threads=(self.threads, 1))
@@ -92,7 +95,14 @@ class ForwardOptions:
 
     def debugged(self) -> "ForwardOptions":
         """These options with the module's own passes, lane by lane, in the loop's thread."""
-        return replace(self, flat=False, compiled=False, max_batch=None, in_thread=False)
+        return replace(
+            self, flat=False, compiled=False, max_batch=None, max_wait=0.0, in_thread=False, is_debugged=True
+        )
+
+    @property
+    def joins_lanes(self) -> bool:
+        """True where a forward pass may be over several lanes, or beside the lanes' steps."""
+        return self.max_batch is not None or self.max_wait > 0 or self.in_thread
 
     def of_passes(self, module: Any) -> dict[str, Any]:
         """Keywords of `ModuleForward` for a module; where `flat` is None, passes of a `DefaultModule` alone are."""
@@ -109,19 +119,22 @@ class ForwardOptions:
 
         metrics    what pieces log into; None: a `MetricsLogger`
         """
-        if is_remote and self.compiled is not False:
+        if is_remote and self.is_debugged:
             raise ValueError(
-                "compile_forward is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to "
-                "be given to each RolloutHost"
+                "debug is for what runs in this process, and RemoteRollouts act on the hosts; expected RemoteEnvs, or "
+                "environments here"
             )
-        if self.max_batch is not None or self.in_thread:
+        for name, is_given in (("compile_forward", self.compiled is not False), ("device", self.device is not None)):
+            if is_remote and is_given:
+                raise ValueError(
+                    f"{name} is for forward passes here, and RemoteRollouts do theirs on the hosts; expected it to be "
+                    "given to each RolloutHost"
+                )
+        if self.joins_lanes:
             place, expected = "where='rollouts' has", "where='threads' or where='processes'"
             if is_remote:
                 place, expected = "RemoteRollouts have", "RemoteEnvs"
-            raise ValueError(
-                f"max_batch and forward_in_thread are for a forward pass over several lanes, but {place} one for each; "
-                f"expected {expected}"
-            )
+            raise ValueError(f"{JOINT_PASSES}, but {place} one for each; expected {expected}")
         if metrics is not None and not isinstance(metrics, MetricsLogger):
             raise ValueError(
                 f"metrics is {type(metrics).__name__}, expected a MetricsLogger: every worker has one, to be merged"

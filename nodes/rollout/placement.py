@@ -96,8 +96,11 @@ def place(
             forward.device,
         )
         envs, reason = _chosen_place(env, envs, request, places, make_trial)
-    if envs.where == "rollouts" or isinstance(env, RemoteRollouts):
-        forward.check_offloaded(metrics, is_remote=isinstance(env, RemoteHosts))
+    if isinstance(env, RemoteRollouts):
+        with closing_on_error(env.close):
+            forward.check_offloaded(metrics, is_remote=True)
+    elif envs.where == "rollouts":
+        forward.check_offloaded(metrics, is_remote=False)
     return environments_for(env, envs, places), reason
 
 

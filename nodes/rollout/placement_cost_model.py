@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
+from rollflow.nodes.rollout.options import JOINT_PASSES
 
 # On a machine of today: what a lane takes to come back from a thread or process, what a fragment takes to come from
 # another process, and the part that is left to workers, beside the one who reads their fragments.
@@ -98,8 +99,8 @@ def fastest(choices: Sequence[PlacementChoice], worth: float = WORTH_EXPECTED) -
 
 def refusals(request: PlacementRequest) -> dict[str, str]:
     """Place -> why it would not keep to the request."""
-    if request.max_batch is not None or request.forward_in_thread:
-        return {"rollouts": "max_batch and forward_in_thread are for a forward pass over several lanes"}
+    if request.max_batch is not None or request.max_wait > 0 or request.forward_in_thread:
+        return {"rollouts": JOINT_PASSES}
     if not isinstance(request.metrics, MetricsLogger | None):
         return {"rollouts": f"metrics of type {type(request.metrics).__name__} can't be merged"}
     return {}

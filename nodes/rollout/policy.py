@@ -169,6 +169,7 @@ class AgentsPolicy:
             num_fragments=options.num_fragments,
             metrics=options.metrics,
             ledger=options.ledger,
+            relay=relay,
         )
         forward = AgentForward(self._modules)
         agents = sum(len(part.agents) for part in environments.parts)

@@ -304,9 +304,9 @@ class Rollout(RolloutLoop[Fragment]):
         made.trained_on = {"environment": _name_of(self._env), "policy_version": version, "steps": self.num_steps}
         return made
 
-    def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False) -> None:
-        """Save the policy that acts now, for other programs: see `Policy.save` and `Policy.load`."""
-        self.policy(explore=explore).save(path)
+    def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False, **options: Any) -> None:
+        """Save the policy that acts now, for other programs: `Policy.load`. Options are those of `Policy.save`."""
+        self.policy(explore=explore).save(path, **options)
 
     def evaluate(self, env: EnvMaker | None = None, episodes: int = 100, **options: Any) -> Evaluation:
         """Play whole episodes with the policy that acts now: see `Policy.evaluate`, whose options are taken.

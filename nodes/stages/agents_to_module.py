@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
 from rollflow.nodes.stages.acting_module import acting_in
+from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import CuttingStage, check_lookback
 from rollflow.nodes.stages.joint_pieces import JointPieces
 from rollflow.nodes.stages.module_set import ModuleSet
@@ -42,8 +43,9 @@ class AgentsToModule(CuttingStage[MultiAgentLane, PreparedAgents]):
         num_fragments: int | None = None,
         metrics: Any = None,
         ledger: Ledger | None = None,
+        relay: GateRelay | None = None,
     ) -> None:
-        super().__init__(PreparedAgents, num_lanes, num_fragments, ledger)
+        super().__init__(PreparedAgents, num_lanes, num_fragments, ledger, relay)
         self.pipelines, self._joint = pipelines, joint
         self._modules, self._metrics = modules, metrics
 

@@ -1,4 +1,4 @@
-"""Serving of policies: sessions, dynamic batches and versions, over HTTP and WebSocket (extra `serve`).
+"""Serving of policies by rollflow's protocol, and over HTTP and WebSocket (extra `serve`): sessions, batches, versions.
 
 Names are imported when they are first asked for: a shelf needs no web framework.
 """
@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollflow.policy.serving.http_server import HttpServer
+    from rollflow.policy.serving.policy_server import PolicyServer
     from rollflow.policy.serving.shelf import BatchOptions, Shelf
     from rollflow.policy.serving.watch import WatchedPolicy, Watcher
 
-__all__ = ["BatchOptions", "HttpServer", "Shelf", "WatchedPolicy", "Watcher"]
+__all__ = ["BatchOptions", "HttpServer", "PolicyServer", "Shelf", "WatchedPolicy", "Watcher"]
 
 _HOMES = {
     "BatchOptions": "shelf",
     "HttpServer": "http_server",
+    "PolicyServer": "policy_server",
     "Shelf": "shelf",
     "WatchedPolicy": "watch",
     "Watcher": "watch",

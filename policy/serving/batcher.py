@@ -111,6 +111,10 @@ class Batcher:
         """Release a session's memory before the next batch; False where it has none."""
         return self._book.leave(session)
 
+    def forget_client(self, client: bytes) -> None:
+        """Release the memory of every session of a client."""
+        self._book.leave_all_of(client)
+
     def close(self) -> None:
         """Answer what waits, and end the thread."""
         with self._changed:

@@ -11,11 +11,12 @@ from rollflow.policy.serving.request import RequestError
 from rollflow.stream.data.tree import Tree
 
 
-def item_from(space: gym.Space[Any], value: Any, field: str) -> Tree:
+def item_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ...] = ()) -> Tree:
     """An item of the space, a tree of arrays dtype[...] in the space's dtypes, out of what a client wrote.
 
         value    numbers, nested lists or arrays; objects for Dict spaces, lists for Tuple spaces
         field    the value's place in the request, for the error
+        lead     (N,) for N items, in arrays dtype[N, ...]; (): for one
 
     Raises RequestError, with the field, for anything else: another shape, other keys, fractions where whole numbers
     belong, numbers that are NaN, and what lies outside of a discrete space.
@@ -27,12 +28,35 @@ def item_from(space: gym.Space[Any], value: Any, field: str) -> Tree:
             missing = ", ".join(repr(key) for key in space if key not in value)
             unknown = ", ".join(repr(key) for key in value if key not in space.keys())
             raise RequestError(f"{field}: missing {missing or 'nothing'}, unknown {unknown or 'nothing'}")
-        return {key: item_from(part, value[key], f"{field}.{key}") for key, part in space.items()}
+        return {key: item_from(part, value[key], f"{field}.{key}", lead) for key, part in space.items()}
     if isinstance(space, spaces.Tuple):
         if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != len(space):
             raise RequestError(f"{field} is {_kind(value)}, expected a list of {len(space)}")
-        return tuple(item_from(part, value[i], f"{field}[{i}]") for i, part in enumerate(space))
-    return _array_from(space, value, field)
+        return tuple(item_from(part, value[i], f"{field}[{i}]", lead) for i, part in enumerate(space))
+    return _array_from(space, value, field, lead)
+
+
+def check_items(space: gym.Space[Any], items: Tree, field: str) -> None:
+    """Raise RequestError where items of a discrete space, arrays any[N, ...] in its dtypes, lie outside of it."""
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            check_items(part, items[key], f"{field}.{key}")
+        return
+    if isinstance(space, spaces.Tuple):
+        for place, part in enumerate(space):
+            check_items(part, items[place], f"{field}[{place}]")
+        return
+    if isinstance(space, spaces.Discrete):
+        outside = (items < space.start) | (items >= space.start + space.n)
+    elif isinstance(space, spaces.MultiDiscrete):
+        outside = (items < space.start) | (items >= space.start + space.nvec)
+    elif isinstance(space, spaces.MultiBinary):
+        outside = (items != 0) & (items != 1)
+    else:
+        return
+    if outside.any():
+        place = int(np.argmax(outside.reshape(len(items), -1).any(axis=1)))
+        raise RequestError(f"{field} of observation {place} is {items[place].tolist()}, expected an item of {space}")
 
 
 def plain(tree: Tree) -> Any:
@@ -59,15 +83,16 @@ def schema_of(space: gym.Space[Any]) -> dict[str, Any]:
     return {**schema, "description": str(space)}
 
 
-def _array_from(space: gym.Space[Any], value: Any, field: str) -> Any:
-    expected = f"expected {space.dtype}{list(space.shape or ())}"
+def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ...]) -> Any:
+    shape = (*lead, *(space.shape or ()))
+    expected = f"expected {space.dtype}{list(shape)}"
     try:
         array = np.asarray(value)
     except ValueError:  # lists of several lengths
         raise RequestError(f"{field} is a ragged list, {expected}") from None
     if array.dtype.kind not in "biuf":
         raise RequestError(f"{field} is {_kind(value)}, {expected}")
-    if array.shape != (space.shape or ()):
+    if array.shape != shape:
         raise RequestError(f"{field} has shape {list(array.shape)}, {expected}")
     made = array.astype(space.dtype)
     if made.dtype.kind == "f":
@@ -75,6 +100,8 @@ def _array_from(space: gym.Space[Any], value: Any, field: str) -> Any:
             raise RequestError(f"{field} has NaN, {expected} without NaN")
     elif not np.array_equal(made, array):
         raise RequestError(f"{field} has numbers that are not {space.dtype}, {expected}")
+    elif lead:
+        check_items(space, made, field)
     elif not isinstance(space, spaces.Box) and not space.contains(made[()] if not made.ndim else made):
         raise RequestError(f"{field} is {array.tolist()}, expected an item of {space}")
     return made[()] if not made.ndim else made

@@ -1,6 +1,6 @@
 """Requests for an action and their answers, and the errors that a server gives instead."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rollflow.stream.data.errors import RollflowError
@@ -41,6 +41,40 @@ class ClosedError(ServingError):
     """Raised when the server is closing."""
 
     status = 503
+
+
+class UnansweredError(ServingError, TimeoutError):
+    """Raised when no answer has come in time; what the server has made of the request is not known."""
+
+    status = 504
+
+
+class PartlyActedError(ServingError):
+    """Raised when some observations of a request have an action, and others have none.
+
+    actions    items of the action space by place: those sessions have gone on
+    errors     why there is no action, by place
+    """
+
+    def __init__(self, actions: Mapping[int, Any], errors: Mapping[int, ServingError]) -> None:
+        place, error = next(iter(errors.items()))
+        total = len(actions) + len(errors)
+        super().__init__(f"{len(errors)} of {total} observations have no action, such as {place}: {error}")
+        self.actions, self.errors = actions, errors
+
+
+class ClientSession(NamedTuple):
+    """A session of one client: another client's of the same name is another one.
+
+    client    random bytes by which the server knows the client
+    name      that the client has given
+    """
+
+    client: bytes
+    name: Hashable
+
+    def __repr__(self) -> str:
+        return repr(self.name)
 
 
 class ActRequest(NamedTuple):

@@ -6,11 +6,8 @@ from collections.abc import Hashable, Sequence
 from time import monotonic
 from typing import Any
 
-from rollflow.nodes.connectors.stateful import is_stateful
-from rollflow.nodes.policies.policy import pieces_within
+from rollflow.nodes.policies.policy_parts import has_memory
 from rollflow.policy.serving.request import Acted, ActRequest, Outcome, RequestError, SessionLostError
-
-_OURS = "rollflow.nodes.connectors."  # pieces that keep nothing of an episode but by its lookback
 
 
 class _Record:
@@ -41,7 +38,7 @@ class SessionBook:
         self._records: OrderedDict[Hashable, _Record] = OrderedDict()  # the one idle for longest first
         self._leaving: list[Hashable] = []  # whose memory the policy still has
         self._lock = threading.Lock()
-        self.has_memory = has_memory(policy)
+        self.has_memory = has_memory(policy.module, policy.env_to_module, policy.module_to_env)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -53,6 +50,12 @@ class SessionBook:
         """Forget a session; False where it has no memory. The policy releases it before the next batch."""
         with self._lock:
             return self._drop(session)
+
+    def leave_all_of(self, client: bytes) -> None:
+        """Forget all sessions of a client that is gone."""
+        with self._lock:
+            for session in [each for each in self._records if getattr(each, "client", None) == client]:
+                self._drop(session)
 
     def expire(self) -> None:
         """Forget the sessions that have been idle for too long."""
@@ -125,12 +128,4 @@ def session_lost(session: Hashable) -> SessionLostError:
     return SessionLostError(
         f"session {session!r} has no memory here: it never began, or it was forgotten; expected 'begins': true with "
         "its next observation"
-    )
-
-
-def has_memory(policy: Any) -> bool:
-    """True if an action may depend on more than the observation: on the module's state, or on what a piece keeps."""
-    pieces = pieces_within(policy.env_to_module, policy.module_to_env)
-    return is_stateful(policy.module) or any(
-        piece.lookback or not type(piece).__module__.startswith(_OURS) for piece in pieces
     )

@@ -106,6 +106,12 @@ class Shelf:
         """Release a session's memory; False where none is there. Raises UnknownPolicyError."""
         return any([batcher.forget(session) for batcher in self.versions(name).values()])
 
+    def forget_client(self, client: bytes) -> None:
+        """Release the memory of every session of a client that is gone."""
+        for name in self.names:
+            for batcher in self.versions(name).values():
+                batcher.forget_client(client)
+
     def tidy(self) -> None:
         """Close older versions that have no sessions any more; to be called now and then."""
         over: list[tuple[str, Batcher]] = []

@@ -36,6 +36,7 @@ HELP_PAGES = {
     "node": "how_to/graphs.md#nodes",
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
+    "replay": "how_to/replay.md#when-it-refuses",
     "policy": "how_to/deploy_a_policy.md#when-a-policy-is-refused",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
@@ -117,6 +118,10 @@ class RunError(RollflowError, RuntimeError):
 
 class StallError(RunError):
     """Raised when a run has stood still for longer than `stall_after`, with `on_stall="raise"`."""
+
+
+class ReplayError(RollflowError, ValueError):
+    """Raised when a replay can't hold what it is given, or can't be sampled as asked."""
 
 
 class MetricsError(RollflowError, ValueError):

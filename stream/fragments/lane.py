@@ -124,6 +124,16 @@ class Lane(LaneRows):
         if self._is_unseen:
             self.share()
 
+    def replace_action(self, slot: int, action: Tree) -> None:
+        """Record that a slot's environment took another action, any[...], than the current row's.
+
+        Its log-probability is NaN: the policy did not choose it. Raises ColumnError where it does not fit the column.
+        """
+        columns, row = self.fragment.columns, self.row
+        columns[Columns.ACTIONS].write_slot(row, slot, action)
+        if Columns.ACTION_LOGP in columns:
+            columns[Columns.ACTION_LOGP].tree[row, slot] = np.nan
+
     def take_step(
         self, infos: Mapping[str, Any], final: tuple[Sequence[Tree], Mapping[str, Any]] | None = None
     ) -> None:

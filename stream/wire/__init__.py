@@ -1,5 +1,6 @@
 """The protocol, without I/O: between a gateway and hosts of environments or rollouts, and a trainer and sources."""
 
+from rollflow.stream.wire.acting import ClientConnection, ClientSession, ServerConnection, ServerSession
 from rollflow.stream.wire.address import (
     Address,
     SharedAddress,
@@ -9,6 +10,7 @@ from rollflow.stream.wire.address import (
     parse_address,
     parse_trainer_address,
 )
+from rollflow.stream.wire.codec.acting import MOST_OBSERVATIONS, Act, Acted, Release
 from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
 from rollflow.stream.wire.codec.handshake import (

@@ -3,11 +3,12 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from drawn_policies import logged_rollout
 
 from rollflow.cli.main import main
-from rollflow.policy import Policy
+from rollflow.policy import OnnxPolicy, Policy
 
 
 def save(path: Path, pieces: str = "filter", seed: int = 1, space: str = "box") -> Policy:
@@ -59,3 +60,18 @@ def test_diff_names_parts_of_a_space_that_came_and_went(tmp_path: Path, capsys: 
     assert "~ observation_space.spaces (order): kind, pair → action_mask, place" in lines
     assert "- observation_space.spaces[kind].type: Discrete" in lines
     assert "+ observation_space.spaces[place].type: Box" in lines
+
+
+def test_export_writes_an_onnx_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy = save(tmp_path / "p", "all")
+    assert main(["policy", "export", str(tmp_path / "p"), "--onnx", str(tmp_path / "p.onnx")]) == 0
+    assert "takes the likeliest actions" in capsys.readouterr().out
+    program = OnnxPolicy.load(tmp_path / "p.onnx")
+    for step in range(5):
+        observation = np.full(3, step / 4, np.float32)
+        assert program.act(observation) == policy.act(observation)
+    save(tmp_path / "q", "listed")
+    command = ["policy", "export", str(tmp_path / "q"), "--onnx", str(tmp_path / "q.onnx"), "--allow", "drawn_policies"]
+    assert main(command) == 1
+    assert "has no tensor form" in capsys.readouterr().err
+    assert not (tmp_path / "q.onnx").exists()

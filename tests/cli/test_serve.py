@@ -15,6 +15,7 @@ from command_errors import assert_one_line
 from served_policies import Echo, Sums, policy_of
 
 from rollflow.cli.main import main
+from rollflow.policy import PolicyClient
 
 
 @contextmanager
@@ -27,8 +28,7 @@ def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
         program,
         "serve",
         *arguments,
-        "--http",
-        "127.0.0.1:0",
+        *(() if "--listen" in arguments else ("--http", "127.0.0.1:0")),
         "--allow",
         "served_policies",
     ]
@@ -38,13 +38,29 @@ def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
         lines = []
         for line in process.stderr:
             lines.append(line)
-            if found := re.search(r"serving .* at (http://\S+)", line):
+            if found := re.search(r"serving .* at (\S+)$", line):
                 yield process, found[1]
                 return
         raise AssertionError("".join(lines))
     finally:
         process.kill()
         process.communicate()
+
+
+def test_saved_policies_are_served_by_our_own_protocol(tmp_path: Path) -> None:
+    policy_of(Echo, 1.0).save(tmp_path / "echo")
+    policy_of(Sums, 2.0).save(tmp_path / "sums")
+    (tmp_path / "key").write_text("correct horse\n")
+    protected = ("--listen", "tcp://127.0.0.1:0", "--secret-file", str(tmp_path / "key"))
+    with serving(str(tmp_path / "echo"), str(tmp_path / "sums"), *protected) as (process, address):
+        with PolicyClient(address, secret="correct horse", policy="sums", timeout=30.0) as client:
+            assert [client.act([3, 0]).tolist() for _ in range(2)] == [[3.0, 2.0], [6.0, 2.0]]
+            policy_of(Echo, 5.0).save(tmp_path / "echo")
+            while client.act([3, 0], policy="echo").tolist() != [3.0, 5.0]:  # pytest's limit of time ends it
+                pass
+            assert client.act([3, 0]).tolist() == [9.0, 2.0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 128 + signal.SIGTERM
 
 
 def act(url: str, name: str, **fields: Any) -> Any:
@@ -76,6 +92,8 @@ def test_saved_policies_are_served_until_a_signal(tmp_path: Path, number: signal
         (["{echo}", "--canary", "echo={echo}"], "expected NAME=PATH:SHARE"),
         (["{echo}", "--http", "0.0.0.0:0"], "without a secret, expected one"),
         (["{echo}", "--http", "here"], "expected a port behind it"),
+        (["{echo}", "--listen", "tcp://0.0.0.0:0"], "without a secret, expected one"),
+        (["{echo}", "--listen", "unix:/x", "--openpi", "echo"], "--openpi speaks over HTTP"),
     ],
 )
 def test_what_can_not_be_served_is_said_in_a_line(

@@ -54,6 +54,11 @@ def weights_of_agents(value: float) -> dict[str, dict[str, torch.Tensor]]:
     return {each: weights(value) for each in ("nested", "plain")}
 
 
+def modules_of_agents() -> dict[str, NumberedModule]:
+    """Return the modules of several agents."""
+    return {"nested": NumberedModule(), "plain": NumberedModule()}
+
+
 def module_of(agent: str, episode: Any) -> str:
     """The module of an agent of `NumberedAgents`, of which the first has nested observations."""
     return "nested" if agent == "agent 0" else "plain"
@@ -70,8 +75,13 @@ def rollout_of(
     if not agents:
         return Rollout([partial(env, slot) for slot in slots], **{"module": NumberedModule(), **settings})
     envs = [partial(NumberedAgents, slot, agents=agents, nested=1, at_once=True) for slot in slots]
-    modules = {"nested": NumberedModule(), "plain": NumberedModule()}
-    return MultiAgentRollout(envs, module=modules, agent_to_module_mapping_fn=module_of, **settings)
+    return agents_rollout_over(envs, **settings)
+
+
+def agents_rollout_over(envs: Any, **options: Any) -> MultiAgentRollout:
+    """A rollout over environments of `NumberedAgents`, of which the first agent has nested observations."""
+    acting = {"module": modules_of_agents(), "agent_to_module_mapping_fn": module_of}
+    return MultiAgentRollout(envs, **{"fragment_length": 8, "seed": 0, **acting, **options})
 
 
 def graph_of(

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollflow.nodes import ConnectorV2, RLModule
+from rollflow.nodes import ConnectorV2, DefaultModule, RLModule
 
 
 class Doubled(ConnectorV2):
@@ -68,3 +68,53 @@ class Versioned(ConnectorV2):
 
     def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         return batch
+
+
+class Gated(DefaultModule):
+    """Module of a user over the default network: logits of a table that is no weight, scaled by how many there are."""
+
+    def setup(self) -> None:
+        super().setup()
+        width = self.get_inference_action_dist_cls().required_input_dim
+        self.register_buffer("table", torch.linspace(0.5, 1.5, width), persistent=False)
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        output = super()._forward(batch, **kwargs)
+        logits = output["action_dist_inputs"]
+        output["action_dist_inputs"] = logits * self.table / logits.new_full((), 2.0)
+        return output
+
+
+class Choosy(OwnModule):
+    """Module that takes another path where the observations are large."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        logits = self.layer(batch["obs"])
+        return {"action_dist_inputs": logits if batch["obs"].sum() > 0 else -logits}
+
+
+class Frozen(OwnModule):
+    """Module that counts its passes in Python."""
+
+    passes = 0
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        self.passes += 1
+        return {"action_dist_inputs": self.layer(batch["obs"]) + self.passes}
+
+
+class Bare(torch.nn.Module):
+    """Module that does not say how it is made, and does the same for any number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 4)
+
+    def forward_inference(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {"action_dist_inputs": self.layer(batch["obs"])}
+
+    forward_exploration = forward_inference
+
+
+class Unnamed(OwnModule):
+    """Module that no test registers."""

@@ -34,8 +34,12 @@ makers = [partial({module}.{name}, *args, **kwargs) for args, kwargs in {makers!
 with {kind}(makers, lanes={lanes}, secret={secret!r}, name={host!r}{more}) as host:
     host.connect({address!r}, retry_s=30.0)
 """
-# What a host of whole rollouts has beside environments.
+# What a host of whole rollouts has beside environments, of one agent or of several.
 _NUMBERED = {"before": "from {} import NumberedModule", "more": ", module=NumberedModule()"}
+_OF_AGENTS = {
+    "before": "from feeding_rollouts import module_of, modules_of_agents",
+    "more": ", module=modules_of_agents(), agent_to_module_mapping_fn=module_of",
+}
 
 
 @contextmanager
@@ -85,8 +89,9 @@ def serving(host: Host, address: str) -> Iterator[str]:
 class HostProcess:
     """A host in a process of its own: environments `module.name(*args, **kwargs)`, one for each of `makers`.
 
-    kind      `RolloutHost`: it has a `NumberedModule`
-    module    name of the file that has this
+    kind        `RolloutHost`: it has a `NumberedModule`, or as many as `feeding_rollouts` has for several agents
+    module      name of the file that has this
+    has_agents  whether the environments have several agents
     """
 
     def __init__(
@@ -100,8 +105,10 @@ class HostProcess:
         env: type[Any] = NumberedEnv,
         kind: type[Host] = EnvHost,
         module: str = "numbered_module",
+        has_agents: bool = False,
     ) -> None:
-        numbered = {name: text.format(module) for name, text in _NUMBERED.items()}
+        acting = _OF_AGENTS if has_agents else _NUMBERED
+        numbered = {name: text.format(module) for name, text in acting.items()}
         program = _PROGRAM.format(
             **numbered if kind is RolloutHost else dict.fromkeys(_NUMBERED, ""),
             kind=kind.__name__,

@@ -2,10 +2,13 @@
 
 from typing import Any
 
-from wire_messages import GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
+from wire_messages import EXAMPLES, GATEWAY_NONCE, SECRET, TOKEN, agents_hello, first_agent_rows, first_rows, hello
 
 from rollflow.stream.wire import (
+    Act,
     AgentRows,
+    ClientConnection,
+    ClientSession,
     Connection,
     Event,
     GatewayConnection,
@@ -16,6 +19,8 @@ from rollflow.stream.wire import (
     Limits,
     Reset,
     Rows,
+    ServerConnection,
+    ServerSession,
     SourceConnection,
     SourceSession,
     TrainerConnection,
@@ -138,6 +143,34 @@ class StreamEnds:
     def to_source(self) -> list[Event]:
         """Carry all bytes of the trainer to the source."""
         return self.source.receive(taken_from(self.trainer), 0.0)
+
+
+class ActingEnds:
+    """Both ends of one connection, after the handshake, of a client that has one request under way, number 7."""
+
+    def __init__(self) -> None:
+        shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
+        session = ClientSession(TOKEN)
+        said = hello(role="client", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
+        self.client = ClientConnection(said, session, **shared)
+        self.server = ServerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        self.to_server()
+        self.to_client()
+        self.to_server()
+        self.server.welcome(ServerSession(TOKEN, 8))
+        self.to_client()
+        act = EXAMPLES["act"]
+        assert isinstance(act, Act)
+        session.number = act.number - 1
+        self.client.ask(act)
+
+    def to_server(self) -> list[Event]:
+        """Carry all bytes of the client to the server."""
+        return self.server.receive(taken_from(self.client), 0.0)
+
+    def to_client(self) -> list[Event]:
+        """Carry all bytes of the server to the client."""
+        return self.client.receive(taken_from(self.server), 0.0)
 
 
 def _split(data: bytes, count: int | None) -> tuple[bytes, bytes]:

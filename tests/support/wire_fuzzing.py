@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 import numpy as np
-from wire_ends import Ends, StreamEnds, greeted, running, running_agents, running_reset, taken_from
+from wire_ends import ActingEnds, Ends, StreamEnds, greeted, running, running_agents, running_reset, taken_from
 from wire_messages import CHALLENGE, EXAMPLES, TOKEN, first_rows, hello
 
 from rollflow.stream.data.errors import WireError
@@ -124,6 +124,16 @@ def _source() -> Connection:
     return StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source
 
 
+def _client() -> Connection:
+    ends = ActingEnds()
+    taken_from(ends.client)
+    return ends.client
+
+
+def _server() -> Connection:
+    return ActingEnds().server
+
+
 # Ends, each with streams that it takes.
 ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_new_gateway, [frame_as("hello"), frame_as("hello") + OPEN_PROOF]),
@@ -148,6 +158,8 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
         ],
     ),
     (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
+    (_client, [stream_of("settings", "acted", "ping"), stream_of("acted", "goodbye")]),
+    (_server, [stream_of("act", "release", "ping"), stream_of("act", "act", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

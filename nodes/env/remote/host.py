@@ -5,6 +5,7 @@ import logging
 import secrets
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -95,7 +96,8 @@ class Host:
         self._lock = self._loop.lock  # of the session as well
         self._wakeup = self._loop.wakeup
         self._welcomed_peer: HostPeer | None = None
-        self._is_stopped = False
+        self._is_stopped = self._is_closed = False
+        self._serving = threading.RLock()  # held by `connect` and `serve`
         self._fatal: Exception | None = None  # after which this session is over
         self._redialler: Redialler | None = None  # of the gateway that is dialled
         self._parting: str | None = None  # the reason of that gateway
@@ -110,6 +112,64 @@ class Host:
         target = parse_address(address)
         check_secret(target, self._secret)
         check_tls(target, self._tls)
+        with self._serving:
+            return self._serve_dialled(target, retry_s)
+
+    @contextmanager
+    def listening(self, address: str) -> Iterator[Address]:
+        """Listen on an address, which is given with the port that it has; what comes is served by `serve`."""
+        target = parse_address(address)
+        check_secret(target, self._secret)
+        self._listeners = listen_on(target)
+        try:
+            yield address_of(self._listeners[0])
+        finally:
+            close_sockets(self._listeners)
+
+    def serve(self) -> None:
+        """Inside `listening`: serve gateways that dial, one at a time, until `stop` is called.
+
+        Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
+        """
+        with self._serving:
+            self._loop.listen(self._listeners, self)
+            try:
+                while not self._is_stopped:
+                    self._turn()
+            finally:
+                for peer in self._loop.peers:
+                    self._hang_up(peer)
+                self._loop.stop_listening()
+
+    def stop(self) -> None:
+        """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
+        self._is_stopped = True
+        self._wakeup.ring()
+
+    def close(self) -> None:
+        """Stop, end the threads, once they have done the step that they are at, and close the environments.
+
+        From any thread: waits until `connect` or `serve` has returned. Again does nothing.
+        """
+        self.stop()
+        with self._serving:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._dismissed()
+            self._end_lanes()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Connections
+
+    def _serve_dialled(self, target: Address, retry_s: float | None) -> str:
+        """Dial a gateway, again and again, and serve it until it says goodbye: its reason."""
         self._redialler = redialler = Redialler(
             "gateway",
             target,
@@ -142,55 +202,6 @@ class Host:
         finally:
             self._redialler = None
         return "stopped"
-
-    @contextmanager
-    def listening(self, address: str) -> Iterator[Address]:
-        """Listen on an address, which is given with the port that it has; what comes is served by `serve`."""
-        target = parse_address(address)
-        check_secret(target, self._secret)
-        self._listeners = listen_on(target)
-        try:
-            yield address_of(self._listeners[0])
-        finally:
-            close_sockets(self._listeners)
-
-    def serve(self) -> None:
-        """Inside `listening`: serve gateways that dial, one at a time, until `stop` is called.
-
-        Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
-        """
-        self._loop.listen(self._listeners, self)
-        try:
-            while not self._is_stopped:
-                self._turn()
-        finally:
-            for peer in self._loop.peers:
-                self._hang_up(peer)
-            self._loop.stop_listening()
-
-    def stop(self) -> None:
-        """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
-        self._is_stopped = True
-        self._wakeup.ring()
-
-    def close(self) -> None:
-        """End the threads, once they have done the step that they are at, and close the environments."""
-        self._threads.end()
-        patience_s = self._limits.handshake_s
-        for place, lane in enumerate(self._served):
-            if not self._threads.has_ended(place, _QUIET_S):
-                logger.warning("lane %d is still at something: it is waited for, %g s at most", place, patience_s)
-            if self._threads.has_ended(place, patience_s):
-                close_failed(lane.env)
-        self._loop.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # Connections
 
     def _serve_alone(self, peer: HostPeer) -> str:
         """Serve the gateway that is dialled until it says goodbye: its reason. Raises WireError where that breaks."""
@@ -314,7 +325,7 @@ class Host:
         """Begin for a gateway that has taken this host in."""
 
     def _dismissed(self) -> None:
-        """End for a rollout that has said goodbye, or failed."""
+        """End, in the middle of what lanes are at, for a rollout that has said goodbye or failed, or at the close."""
 
     def _work_on(self, lane: Any, request: Any) -> Callable[[], Answer | None]:
         """Work for the lane's thread."""
@@ -331,6 +342,16 @@ class Host:
         return Failed.of(request, error)
 
     # Inside
+
+    def _end_lanes(self) -> None:
+        """End the threads and close the environments, but for those of a lane that is at something for too long."""
+        self._threads.end()
+        patience_s = self._limits.handshake_s
+        for place, lane in enumerate(self._served):
+            if not self._threads.has_ended(place, _QUIET_S):
+                logger.warning("lane %d is still at something: it is waited for, %g s at most", place, patience_s)
+            if self._threads.has_ended(place, patience_s):
+                close_failed(lane.env)
 
     def _hello(self) -> Hello:
         return Hello(

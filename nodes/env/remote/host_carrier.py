@@ -187,7 +187,7 @@ class HostCarrier:
             if remote.host.lost_at is not None:  # it has time to come back, and its answer from then on
                 self.supervisor.deadlines.end(index)
             else:
-                yield from self._late(remote, f"host {remote.host.name}, lane {index}, {remote.slots}: {text}")
+                yield from self._late(remote, f"host {remote.host.name}, {remote.slots}: {text}")
         for status in self.supervisor.due():
             yield from self._set_out(self.lanes[status.index])
         self._check_vacancy()

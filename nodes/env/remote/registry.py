@@ -13,11 +13,15 @@ from rollflow.stream.wire.codec.spaces import read_space
 logger = logging.getLogger(__name__)
 
 OTHER_NAME_S = 5.0  # as long as a host pauses at most before it dials again
+# Role of a host -> remote hosts of a rollout that take it, and what such a host is.
 _WANTED = {
-    "env": "RemoteEnvs, for EnvHost or rollflow env-host with environments of one agent",
-    "agents": "RemoteEnvs of a MultiAgentRollout, for EnvHost or rollflow env-host with environments of several agents",
-    "rollout": "RemoteRollouts, for RolloutHost or rollflow rollout-host with environments of one agent",
-    "agent_rollout": "RemoteRollouts of a MultiAgentRollout, for RolloutHost with environments of several agents",
+    "env": ("RemoteEnvs of a Rollout", "EnvHost or rollflow env-host with environments of one agent"),
+    "agents": ("RemoteEnvs of a MultiAgentRollout", "EnvHost or rollflow env-host with environments of several agents"),
+    "rollout": ("RemoteRollouts of a Rollout", "RolloutHost or rollflow rollout-host with environments of one agent"),
+    "agent_rollout": (
+        "RemoteRollouts of a MultiAgentRollout",
+        "RolloutHost or rollflow rollout-host with environments of several agents",
+    ),
 }
 
 
@@ -132,8 +136,11 @@ class Registry:
 
     def _check(self, hello: Hello) -> None:
         if hello.role != self._role:
+            here, wanted = _WANTED[self._role]
             raise WireError(
-                f"hello.role is '{hello.role}', expected '{self._role}': here are {_WANTED[self._role]}", "role"
+                f"hello.role is '{hello.role}', expected '{self._role}': here are {here}, for {wanted}; this host is "
+                f"for {_WANTED[hello.role][0]}",
+                "role",
             )
         if hello.busy:
             raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
-from rollflow.nodes.env.environments import Environments, actions_of
+from rollflow.nodes.env.environments import Environments, actions_of, record_taken
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.observation_check import CHECKED_STEPS, LaneCheck, ObservationCheck, checks_of
 from rollflow.nodes.env.remote.host_carrier import HostCarrier
@@ -138,6 +138,7 @@ class RemoteEnvironments(Carried, Environments):
         if answer.final_slots:
             last = [map_tree(lambda leaf, i=i: leaf[i], answer.final_obs) for i in range(len(answer.final_slots))]
             final = last, answer.final_infos
+        record_taken(lane, answer.infos)
         lane.record_step(answer.obs, answer.rewards, answer.terminateds, answer.truncateds, answer.infos, final)
 
     # Inside

@@ -244,8 +244,8 @@ class WorkerCarrier:
             self.supervisor.check_first_errors()
         yield from self._lane_lost(link, f"{failure['type']}: {failure['text']}", failure["traceback"])
 
-    def _process_lost(self, first: int, reason: str = "") -> Iterator[Any]:
-        """Give up a process, for a reason or because it has ended."""
+    def _process_lost(self, first: int, reasons: Mapping[int, str] | None = None) -> Iterator[Any]:
+        """Give up a process, for reasons by lane, or because it has ended."""
         worker, self._workers[first] = self._workers[first], None
         if worker is None:
             return
@@ -253,20 +253,21 @@ class WorkerCarrier:
             link.disconnect(self._selector)
         if worker.fileno() >= 0:
             self._selector.unregister(worker)
-        reason = reason or f"process {worker.pid} {worker.ended()}"
+        ended = "" if reasons else f"process {worker.pid} {worker.ended()}"
         worker.kill()
         for link in self._links_of(first):
             if link.status.phase not in (LanePhase.LOST, LanePhase.ASIDE):
-                yield from self._lane_lost(link, reason)
+                yield from self._lane_lost(link, reasons[link.index] if reasons else ended)
 
-    def _late(self, link: LaneLink, text: str) -> str:
+    def _late(self, link: LaneLink, text: str) -> dict[int, str]:
         """Why the process of a lane that is late is given up, for every lane in it."""
-        first = self._first_of[link.index]
+        first, reason = self._first_of[link.index], link.late_with(text)
         lanes = [each.index for each in self._links_of(first) if each.status.phase is not LanePhase.ASIDE]
-        worker, reason = self._workers[first], f"lane {link.index} gave {link.late_with(text)}"
-        if len(lanes) == 1 or worker is None:
-            return reason
-        return f"{reason}; lanes {', '.join(map(str, lanes))} share worker process {worker.pid}, which is killed"
+        worker = self._workers[first]
+        if len(lanes) > 1 and worker is not None:
+            shared = ", ".join(map(str, lanes))
+            reason = f"{reason}; lanes {shared} share worker process {worker.pid}, which is killed"
+        return {lane: reason if lane == link.index else f"lane {link.index} gave {reason}" for lane in lanes}
 
     def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
         status, was = link.status, link.status.phase

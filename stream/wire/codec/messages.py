@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree
 from rollflow.stream.wire.codec import field
+from rollflow.stream.wire.codec.acting import Act, Acted, Release
 from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots
 from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
@@ -380,7 +381,7 @@ Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased
-Running = Request | Answer | _News | _Memory | Credit | Ping | Pong | Goodbye | Refused
+Running = Request | Answer | _News | _Memory | Act | Acted | Release | Credit | Ping | Pong | Goodbye | Refused
 
 
 def _plain(value: str) -> str:

@@ -77,6 +77,22 @@ def test_lost_environments_are_known_behind_the_wire() -> None:
     assert_alike([there], [here])
 
 
+def test_environments_that_were_lost_before_the_first_step_are_known_behind_the_wire() -> None:
+    """In another life: its first episodes have number 0, and those that were lost the number before."""
+    _, rollout = made(DRAWN)
+    with rollout:
+        here = next(iter(rollout.fragments()))
+    here.begin_after_loss("a crash")
+    assert here.clock.numbers.tolist() == [-1] * here.num_envs
+    parts = description_of(DRAWN).parts
+    message = behind_the_wire(message_of_agents(1, here, parts, {}))
+    there = agents_of_message(message, parts)
+    assert there.losses == here.losses == [(here.clock.first, "a crash")]
+    assert_alike([there], [here])
+    with pytest.raises(WireError, match=r"numbers is .*, expected numbers from 0 to"):
+        agents_of_message(replace(message, rest={**message.rest, "losses": []}), parts)
+
+
 def places_in(value: Any, path: Path = ()) -> Iterator[Path]:
     """The way to every value within a tree of maps and lists."""
     yield path

@@ -10,6 +10,7 @@ from drawn_agents import Drawn, assert_alike, fragments_of, made, makers_of, map
 from ending_agent_envs import DoomedAgents
 from lost_agents import agent_chunks, check_laws, emitted_steps, in_time
 from numbered_agents import NumberedAgents
+from numbered_env import NumberedEnv
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
 
@@ -173,16 +174,38 @@ def test_a_host_with_other_modules_or_connectors_is_refused(options: Any, kind: 
         next(iter(rollout.fragments()))
 
 
-@pytest.mark.parametrize(("kind", "rollout_of"), [(RemoteRollouts, Rollout), (RemoteEnvs, over)])
-def test_hosts_of_another_kind_are_refused(kind: Any, rollout_of: Any) -> None:
+AGENTS = [partial(NumberedAgents, 0, agents=2, nested=0)]
+OF_ONE, OF_SEVERAL = "RemoteRollouts of a Rollout", "RemoteRollouts of a MultiAgentRollout"
+
+
+@pytest.mark.parametrize(
+    ("kind", "rollout_of", "envs", "expected"),
+    [
+        (
+            RemoteRollouts,
+            Rollout,
+            AGENTS,
+            rf"'agent_rollout', expected 'rollout': here are {OF_ONE}, .* of one agent; this host is for {OF_SEVERAL}",
+        ),
+        (
+            RemoteRollouts,
+            over,
+            [partial(NumberedEnv, 0)],
+            rf"'rollout', expected 'agent_rollout': here are {OF_SEVERAL}, .* of several agents; this .* for {OF_ONE}",
+        ),
+        (RemoteEnvs, over, AGENTS, rf"'agent_rollout', expected 'agents': here are RemoteEnvs .* is for {OF_SEVERAL}"),
+    ],
+)
+def test_hosts_of_another_kind_are_refused(kind: Any, rollout_of: Any, envs: Any, expected: str) -> None:
+    """At both ends the error says what came, where it came to, and where it goes."""
     hosts = listening(kind, join_timeout=0.5)
-    envs = [partial(NumberedAgents, 0, agents=2, nested=0)]
     with (
-        pytest.raises(WireError, match=r"hello\.role is 'agent_rollout', expected"),
+        pytest.raises(WireError, match=rf"hello\.role is {expected}"),
         hosting(hosts.addresses[0], envs, kind=RolloutHost, module=SerialModule()),
-        pytest.raises(EnvError, match="0 of 1 hosts came"),
+        pytest.raises(EnvError, match=rf"0 of 1 hosts came .* hello\.role is {expected}"),
     ):
         rollout_of(hosts)
+    assert all(sock.fileno() < 0 for sock in hosts.sockets)
 
 
 def test_modules_come_and_go_before_the_run_alone() -> None:

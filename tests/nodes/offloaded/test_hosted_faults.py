@@ -326,7 +326,7 @@ def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
 
 
 def test_a_rollout_whose_hosts_are_killed_says_so_as_well(tmp_path: Path) -> None:
-    envs = listening(RemoteRollouts, join_timeout=5.0, limits=HASTY)
+    envs = listening(RemoteRollouts, limits=HASTY)
     host = HostProcess(envs.addresses[0], told(0), name="victim", kind=RolloutHost)
     try:
         with rollout_over(envs) as rollout:

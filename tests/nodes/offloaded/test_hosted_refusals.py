@@ -3,13 +3,15 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from numbered_module import NumberedModule
+from numbered_agents import NumberedAgents
+from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import dialled_host, listening
 from remote_rollouts import makers, rollout_over, rollouts_on, taken_until
 
@@ -18,6 +20,8 @@ from rollflow.nodes import (
     EnvHost,
     FlattenObservations,
     MeanStdFilter,
+    MultiAgentRollout,
+    RandomModule,
     RemoteEnvs,
     RemoteRollouts,
     RLModule,
@@ -286,16 +290,23 @@ def test_hosts_of_the_other_role_are_refused(of_rollout: Any, of_host: Any, told
         ({"lanes": 2}, "num_envs is None and lanes is 2, expected neither: hosts say how many"),
         ({"where": "rollouts"}, "where is 'rollouts', but remote environments are where their hosts are"),
         ({"workers": 2}, "workers is 2, but remote environments are where their hosts are"),
-        ({"max_batch": 4}, "max_batch and forward_in_thread are .* but RemoteRollouts have one for each; expected Rem"),
-        ({"forward_in_thread": True}, "max_batch and forward_in_thread are for a forward pass over several lanes"),
+        ({"max_batch": 4}, "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs"),
+        ({"max_wait": 0.01}, "max_batch, max_wait and .* but RemoteRollouts have one for each; expected RemoteEnvs"),
+        ({"forward_in_thread": True}, "max_wait and forward_in_thread are for a forward pass over several lanes"),
+        ({"compile_forward": True}, "compile_forward is for forward passes here, and .* given to each RolloutHost"),
+        ({"device": "cpu"}, "device is for forward passes here, and RemoteRollouts do theirs on the hosts; expected"),
+        ({"debug": True}, "debug is for what runs in this process, and RemoteRollouts act on the hosts; expected"),
         ({"metrics": {}}, "metrics is dict, expected a MetricsLogger: every worker has one, to be merged"),
     ],
 )
-def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize("kind", [Rollout, MultiAgentRollout])
+def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(kind: Any, options: dict[str, Any], told: str) -> None:
     envs = listening(RemoteRollouts)
-    with rollouts_on(envs.addresses[0], makers(0, 1)), pytest.raises((ValueError, EnvError), match=told):
-        rollout_over(envs, **options)
-    envs.close()
+    env = NumberedEnv if kind is Rollout else NumberedAgents
+    hosts = rollouts_on(envs.addresses[0], [partial(env, 0)], module=RandomModule)
+    with hosts, pytest.raises((ValueError, EnvError), match=told):
+        kind(envs, module=RandomModule, **options)
+    assert all(sock.fileno() < 0 for sock in envs.sockets)
 
 
 def test_a_host_whose_lanes_differ_is_refused_before_it_dials() -> None:

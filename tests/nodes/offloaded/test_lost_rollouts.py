@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 from ending_envs import Doomed, lives_of, rewards_by_slot
+from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 
-from rollflow.nodes import ConnectorV2, MeanStdFilter, MetricsLogger, Rollout
+from rollflow.nodes import ConnectorV2, MeanStdFilter, MetricsLogger, MultiAgentRollout, Rollout
 from rollflow.stream import EnvError, RunError
 
 pytestmark = pytest.mark.slow
@@ -187,8 +188,19 @@ def test_the_report_tells_of_the_stages_in_the_workers() -> None:
     assert set(items) == {"env", "env_to_module", "module", "module_to_env", "deal", "pace", "caller"}
 
 
-def test_what_needs_one_forward_pass_for_all_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_batch and forward_in_thread are for a forward pass over several lanes"):
-        Rollout("CartPole-v1", where="rollouts", max_batch=4)
-    with pytest.raises(ValueError, match="metrics is dict, expected a MetricsLogger"):
-        Rollout("CartPole-v1", where="rollouts", metrics={})
+@pytest.mark.parametrize(("kind", "env"), [(Rollout, "CartPole-v1"), (MultiAgentRollout, NumberedAgents)])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"max_batch": 4},
+            "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes, but",
+        ),
+        ({"max_wait": 0.01}, "but where='rollouts' has one for each; expected where='threads' or where='processes'"),
+        ({"forward_in_thread": True}, "but where='rollouts' has one for each; expected"),
+        ({"metrics": {}}, "metrics is dict, expected a MetricsLogger"),
+    ],
+)
+def test_what_has_no_effect_in_workers_is_refused(kind: Any, env: Any, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        kind(env, where="rollouts", **options)

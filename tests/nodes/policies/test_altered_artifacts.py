@@ -1,20 +1,20 @@
 """Saved policies that were altered, by accident or on purpose: refused in words, and nothing of theirs is run."""
 
-import json
 import random
 import resource
 import shutil
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from altered_policies import FORBIDDEN, HOSTILE, change_arrays, no_change, places_of, sign, write_zip
 from drawn_policies import logged_rollout
 
-from rollflow.nodes.policies.artifact_files import ARRAYS, array_bytes, arrays_of, checksums, manifest_bytes, read_files
+from rollflow.nodes.policies.artifact_files import ARRAYS, read_files
 from rollflow.policy import Policy
 from rollflow.stream import PolicyError
 
@@ -48,27 +48,6 @@ def bounded_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
-
-
-def sign(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a policy's manifest, and make the checksums and the digest fit, as somebody who means harm would."""
-    manifest = json.loads((folder / "policy.json").read_text())
-    del manifest["digest"]
-    manifest["files"] = checksums({name: (folder / name).read_bytes() for name in ARRAYS})
-    changed = change(manifest)
-    (folder / "policy.json").write_bytes(manifest_bytes(manifest if changed is None else changed))
-
-
-def no_change(_: Any) -> None:
-    """Leave a manifest as it is."""
-
-
-def change_arrays(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the arrays of a file, and make the checksums fit."""
-    arrays = arrays_of((folder / name).read_bytes(), name)
-    change(arrays)
-    (folder / name).write_bytes(array_bytes(arrays))
-    sign(folder, no_change)
 
 
 # By accident
@@ -189,10 +168,6 @@ def test_weights_that_are_missing_and_unused_are_both_named(copied: Path) -> Non
         Policy.load(copied)
 
 
-FORBIDDEN = ["os:system", "subprocess:Popen", "builtins:eval", "rollflow.nodes.policies.policy:Policy", "__main__:x"]
-FORBIDDEN += ["rollflow.Rollout", "rollflow.EnvHost", "rollflow.DefaultModule", "numpy:load", "", "x"]
-
-
 @pytest.mark.parametrize("name", [*FORBIDDEN, 3, None, ["os:system"]])
 def test_a_class_that_is_not_allowed_is_not_even_imported(copied: Path, name: Any) -> None:
     def replace(manifest: dict[str, Any]) -> None:
@@ -249,18 +224,6 @@ def test_hostile_json_is_refused(copied: Path, text: str) -> None:
         Policy.load(copied)
 
 
-def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
-    """(container, key) of every value within a JSON value."""
-    for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        yield value, key
-        if isinstance(each, dict | list):
-            yield from places_of(each)
-
-
-HOSTILE = [None, True, -1, 0, 10**9, 10**30, 1e308, "", "nan", "../../etc/passwd", [], {}, [[]], {"$array": "x"}]
-HOSTILE += [{"$tuple": 3}, {"$float": "x"}, {"$function": "os:system"}, {"$space": {}}, {"$dict": [[[], 1]]}]
-
-
 def test_manifests_that_are_changed_anywhere_are_refused_or_do_the_same(copied: Path, bounded_memory: None) -> None:
     """With any value in the place of any other, loading ends in words, without more memory, and imports nothing."""
     rng = random.Random(3)
@@ -290,14 +253,6 @@ def test_manifests_that_are_changed_anywhere_are_refused_or_do_the_same(copied: 
 
 
 # Zips
-
-
-def write_zip(path: Path, entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
-    """Write a zip of these files."""
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, data in entries.items():
-            archive.writestr(name, data)
-    return path
 
 
 def test_a_zip_bomb_is_not_unpacked(saved: Path, tmp_path: Path, bounded_memory: None) -> None:

@@ -14,6 +14,7 @@ from rollflow.nodes import (
     PrevActionsPrevRewards,
     RandomModule,
 )
+from rollflow.nodes.policies.policy_parts import has_memory
 from rollflow.policy import Policy
 from rollflow.stream import ColumnError, PolicyError
 
@@ -171,3 +172,33 @@ def test_a_session_whose_step_failed_says_that_its_memory_is_lost() -> None:
 def test_spaces_have_to_come_from_somewhere() -> None:
     with pytest.raises(PolicyError, match="observation_space is None"):
         Policy(RandomModule)
+
+
+def test_where_nothing_is_remembered_any_company_acts_in_one_lane() -> None:
+    policy = Policy(DefaultModule, [FlattenObservations()], **SPACES)
+    made: list[int] = []
+    make = policy._sessions._make
+    policy._sessions._make = lambda ids: made.append(len(ids)) or make(ids)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        ids = rng.permutation(9)[: rng.integers(1, 4)].tolist()
+        observations = rng.normal(size=(len(ids), 3)).astype(np.float32)
+        actions = policy.act_batch(observations, sessions=ids)
+        assert actions.tolist() == [int(policy.act(each)) for each in observations]
+        policy.reset(ids[0])
+    assert sorted(made) == [1, 2, 3]
+    assert policy.sessions == ()
+
+
+def test_a_function_of_a_user_may_remember_by_the_episode() -> None:
+    def count(episodes: Any) -> None:
+        for episode in episodes:
+            episode.custom_data["steps"] = episode.custom_data.get("steps", 0) + 1
+            counts.append(episode.custom_data["steps"])
+
+    counts: list[int] = []
+    policy = policy_with(LambdaConnector(count))
+    assert has_memory(policy.module, policy.env_to_module, policy.module_to_env)
+    for ids in (["a", "b"], ["b"], ["c", "a"]):
+        policy.act_batch(np.stack([ITEM] * len(ids)), sessions=ids)
+    assert counts[-5:] == [1, 1, 2, 1, 2]

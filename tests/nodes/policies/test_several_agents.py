@@ -105,7 +105,9 @@ def test_each_agents_policy_computes_what_the_rollout_computed(explore: bool, tm
 
 def test_agents_of_a_pettingzoo_environment_act_by_a_policy_each(tmp_path: Path) -> None:
     rollout = MultiAgentRollout(
-        lambda: ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2)), model_config={"fcnet_hiddens": (8,)}, seed=1
+        lambda: ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2)),
+        model_config={"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6},
+        seed=1,
     )
     rollout.policy("agent_0").save(tmp_path / "p.zip")
     policy = Policy.load(tmp_path / "p.zip")

@@ -221,12 +221,16 @@ def test_waiting_is_told_from_working(env: Any, share: tuple[float, float]) -> N
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"max_batch": 2}, "not where='rollouts': max_batch and forward_in_thread are for a forward pass over"),
-        ({"forward_in_thread": True}, "not where='rollouts': max_batch and forward_in_thread are for"),
+        (
+            {"max_batch": 2},
+            "not where='rollouts': max_batch, max_wait and forward_in_thread are for a forward pass",
+        ),
+        ({"forward_in_thread": True}, "not where='rollouts': max_batch, max_wait and forward_in_thread are for"),
+        ({"max_wait": 0.001}, "not where='rollouts': max_batch, max_wait and forward_in_thread are for"),
         ({"metrics": object()}, "not where='rollouts': metrics of type object can't be merged"),
         ({"module": lambda *spaces: Locked()}, "not where='rollouts': the module and the connectors can't go"),
     ],
-    ids=["max_batch", "forward_in_thread", "metrics", "module"],
+    ids=["max_batch", "forward_in_thread", "max_wait", "metrics", "module"],
 )
 def test_what_rollouts_can_not_do_is_done_elsewhere(options: dict[str, Any], why: str) -> None:
     assert why in placement(Works, **options)

@@ -154,7 +154,7 @@ def test_a_hung_simulator_is_named_and_its_episode_ended(monkeypatch: pytest.Mon
     lost = [chunk.custom_data["lost"] for f in taken for chunk in f.episodes() if "lost" in chunk.custom_data]
     [told] = [reason for reason in lost if "slot 0" in reason]
     assert "host sim (tcp://127.0.0.1:" in told
-    assert "lane 0, slot 0: no answer to a step within 0.3 s" in told
+    assert "slot 0: no answer to a step within 0.3 s" in told
     others = [f for f in taken if slots_of([f]) <= {1}]
     check_laws(others, rollout.lost, slots_lost=2)
 

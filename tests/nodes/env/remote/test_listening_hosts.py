@@ -6,17 +6,19 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from numbered_module import NumberedModule
 from raw_gateway import PATIENT, RawGateway
-from remote_hosts import dialled_host
-from remote_rollouts import makers, rollout_over
+from remote_hosts import dialled_host, listening
+from remote_rollouts import await_that, makers, rollout_over
 
-from rollflow.nodes import RemoteEnvs, Rollout
+from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.stream import EnvError
 from rollflow.stream.wire import (
     Goodbye,
@@ -208,3 +210,27 @@ def test_who_was_offered_a_session_that_is_over_is_to_come_again(tmp_path: Path)
         late.welcome()
         late.ask(Reset(0, 1, (1,), None))
         late.end()
+
+
+@pytest.mark.parametrize("is_dialled", [False, True])
+@pytest.mark.parametrize("kind", [EnvHost, RolloutHost])
+def test_a_host_that_is_closed_from_another_thread_returns_first(kind: Any, is_dialled: bool) -> None:
+    options = {} if kind is EnvHost else {"module": NumberedModule()}
+    of_rollout = RemoteEnvs if kind is EnvHost else RemoteRollouts
+    host = kind(makers(0), **options)
+    with ExitStack() as stack:
+        if is_dialled:
+            address = stack.enter_context(host.listening("tcp://127.0.0.1:0"))
+            envs, serve = of_rollout.connect(str(address)), host.serve
+        else:
+            envs = listening(of_rollout)
+            serve = partial(host.connect, str(envs.addresses[0]))
+        served = stack.enter_context(ThreadPoolExecutor()).submit(serve)
+        with rollout_over(envs) as rollout:
+            next(iter(rollout.fragments()))
+            host.close()
+            assert served.result(60) in (None, "stopped")
+            gateway = rollout.environments.carrier.gateway
+            await_that(lambda: not gateway.hosts)
+            host.close()  # does nothing
+            host.stop()

@@ -7,54 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ending_agent_envs import DoomedAgents
 from feeding_rollouts import SHORT, feeding, graph_over, running, trainer, weights
 from held_envs import Held, let_go
-from paced_trainer import Rounds
-from remote_hosts import BrokenWire, HostProcess, hosting, listening
-from remote_rollouts import HASTY, await_that, makers, rollout_over, rollouts_on, told
+from paced_hosts import PacedHosts
+from remote_hosts import BrokenWire
+from remote_rollouts import await_that
 
-from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RolloutHost
-from rollflow.nodes.env.remote.host import Host
+from rollflow.nodes import EnvHost, RolloutHost
 from rollflow.sinks import TrainerSink, TrainerStream
 from rollflow.stream import Columns, Graph, WireError
 
 
-class Remote:
-    """Place where hosts come in, and those hosts: they step environments, or do whole rollouts."""
-
-    def __init__(self, kind: type[Host]) -> None:
-        self._kind = kind
-        self.envs: Any = listening(RemoteRollouts if kind is RolloutHost else RemoteEnvs, limits=HASTY)
-
-    def host(self, *slots: int, **options: Any) -> Any:
-        """One in a thread, until it is left."""
-        return self.host_of(makers(*slots), **options)
-
-    def host_of(self, envs: list[Any], **options: Any) -> Any:
-        """Start a host of environments."""
-        on = rollouts_on if self._kind is RolloutHost else hosting
-        return on(self.envs.addresses[0], envs, **options)
-
-    def process(self, *slots: int) -> HostProcess:
-        """One in a process of its own."""
-        return HostProcess(self.envs.addresses[0], told(*slots), kind=self._kind)
+def _named(given: Any) -> str:
+    return f"{given[0].__name__}, {'several agents' if given[1] else 'one agent'}"
 
 
-@pytest.fixture(params=[EnvHost, RolloutHost], ids=["environments", "rollouts"])
-def remote(request: pytest.FixtureRequest) -> Remote:
-    """Hosts of either kind."""
-    return Remote(request.param)
+@pytest.fixture(params=[(EnvHost, 0), (EnvHost, 2), (RolloutHost, 0), (RolloutHost, 2)], ids=_named)
+def remote(request: pytest.FixtureRequest) -> PacedHosts:
+    """Hosts of either kind, of one agent or of several."""
+    return PacedHosts(*request.param)
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_waited_for(
-    max_lag: int, remote: Remote
+    max_lag: int, remote: PacedHosts
 ) -> None:
-    rounds = Rounds(max_lag)
+    rounds = remote.rounds(max_lag)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         first = hosts.enter_context(remote.host(0))
-        rollout = rollout_over(remote.envs)
-        stream.publish(weights(1.0))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             rounds.until(stream, rounds.are_of(0))
             with remote.host(1, 2, lanes=2):
@@ -71,17 +54,17 @@ def test_hosts_that_come_late_join_the_next_round_and_those_that_leave_are_not_w
 
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
-    max_lag: int, remote: Remote, tmp_path: Path
+    max_lag: int, remote: PacedHosts, tmp_path: Path
 ) -> None:
-    rounds, address = Rounds(max_lag), f"unix:{tmp_path}/trainer"
+    rounds, address = remote.rounds(max_lag), f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:
         hosts.enter_context(remote.host(0))
-        rollout = rollout_over(remote.envs)
+        rollout = remote.rollout()
         second = hosts.enter_context(remote.host(1))
         saved: dict[str, Any] | None = None
         with running(*graph_over(rollout, address)) as feed:
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **rounds.settings()) as stream:
-                stream.publish(weights(1.0))
+                stream.publish(remote.weights(1.0))
                 saved = rounds.until(stream, lambda: {0, 1} in rounds.lanes)
                 raise ZeroDivisionError
             # While no trainer is there, a host leaves and another one comes.
@@ -89,13 +72,13 @@ def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
             hosts.enter_context(remote.host(2))
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **rounds.settings()) as another:
                 another.load_state_dict(saved)
-                another.publish(weights(another.version + 1.0))
+                another.publish(remote.weights(another.version + 1.0))
                 saved = rounds.until(another, rounds.are_of(0, 2))
-                another.publish(weights(another.version + 1.0))
+                another.publish(remote.weights(another.version + 1.0))
                 raise ZeroDivisionError
             with TrainerStream(address, **rounds.settings()) as last:
                 last.load_state_dict(saved)
-                last.publish(weights(last.version + 1.0))
+                last.publish(remote.weights(last.version + 1.0))
                 rounds.until(last, rounds.are_of(0, 2))
                 feed.drain()
                 rounds.rest(last)
@@ -104,15 +87,15 @@ def test_a_trainer_that_is_started_again_knows_which_lanes_there_are(
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: Remote) -> None:
-    rounds = Rounds(max_lag)
+def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag: int, remote: PacedHosts) -> None:
+    rounds = remote.rounds(max_lag)
     lengths = iter([4000, 9000, 3000, 15000, 6000, 5000, 2500])
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         wire = BrokenWire(stream.address, lambda: next(lengths, None))
         hosts.callback(wire.close)
         hosts.enter_context(remote.host(0))
-        rollout = rollout_over(remote.envs)
-        stream.publish(weights(1.0))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, wire.address)) as feed:
             for slot in range(1, 20):
                 with remote.host(slot):
@@ -129,13 +112,13 @@ def test_a_connection_that_is_cut_again_and_again_leaves_nobody_waiting(max_lag:
 @pytest.mark.slow
 @pytest.mark.parametrize("max_lag", [0, 1])
 def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_next_round(
-    max_lag: int, remote: Remote
+    max_lag: int, remote: PacedHosts
 ) -> None:
-    rounds = Rounds(max_lag)
+    rounds = remote.rounds(max_lag)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         hosts.enter_context(remote.host(0))
-        rollout = rollout_over(remote.envs)
-        stream.publish(weights(1.0))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             for lane in (1, 2):
                 host = remote.process(lane)
@@ -151,12 +134,12 @@ def test_a_host_that_is_killed_is_waited_for_no_more_and_comes_back_with_the_nex
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remote: Remote) -> None:
-    rounds = Rounds(max_lag)
+def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remote: PacedHosts) -> None:
+    rounds = remote.rounds(max_lag)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         hosts.enter_context(remote.host(0))
-        rollout = rollout_over(remote.envs)
-        stream.publish(weights(1.0))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address, sends="batches", fragments_per_batch=2)) as feed:
             for slot in (1, 2):
                 with remote.host(slot):
@@ -168,55 +151,58 @@ def test_train_batches_of_hosts_that_come_and_go_are_as_fresh(max_lag: int, remo
     assert stream.lost == {}
 
 
-def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(remote: Remote) -> None:
-    rounds = Rounds(0)
+def test_lanes_that_have_given_all_that_they_are_to_give_are_waited_for_no_more(remote: PacedHosts) -> None:
+    rounds = remote.rounds(0)
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         hosts.enter_context(remote.host(0))
-        rollout = rollout_over(remote.envs, num_fragments=20)
-        stream.publish(weights(1.0))
+        rollout = remote.rollout(num_fragments=20)
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address)):
             rounds.until(stream, rounds.are_of(0))
             hosts.enter_context(remote.host(1))
             rounds.rest(stream)
     assert rounds.lanes[-1] == {1}
-    assert rounds.steps == rollout.num_steps == 2 * 20 * 8
+    assert rounds.steps == rollout.num_steps == 2 * 20 * 8 * max(remote.agents, 1)
 
 
-def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: Remote, tmp_path: Path) -> None:
+def test_a_lane_that_ended_under_an_unpaced_trainer_is_not_waited_for(remote: PacedHosts, tmp_path: Path) -> None:
     address = f"unix:{tmp_path}/trainer"
     with ExitStack() as hosts:
-        held = [partial(Held, 0, tmp_path, steps=[4 * 8])]  # until another lane is there
-        hosts.enter_context(remote.host_of(held))
-        hosts.callback(let_go, tmp_path, 0)
-        rollout = rollout_over(remote.envs, num_fragments=6)
+        held = partial(Held, 0, tmp_path, steps=[4 * 8])  # until another lane is there
+        if remote.agents:
+            held = partial(DoomedAgents, 0, tmp_path, fate="hold", step=4 * 8, lives=1, **remote.options)
+        hosts.enter_context(remote.host_of([held]))
+        let_it_go = partial(let_go, tmp_path, 0) if not remote.agents else (tmp_path / "go 0").touch
+        hosts.callback(let_it_go)
+        rollout = remote.rollout(num_fragments=6)
         with running(*graph_over(rollout, address)) as feed:
             unpaced: dict[str, Any] = {"yields": "fragments", "limits": SHORT, "join_timeout": 60.0}
             with pytest.raises(ZeroDivisionError), TrainerStream(address, **unpaced) as stream:
-                stream.publish(weights(1.0))
+                stream.publish(remote.weights(1.0))
                 for fragment in stream:
                     saved = stream.state_dict()
                     if (fragment.lane, fragment.sequence) == (0, 2):
                         hosts.enter_context(remote.host(1))
                         await_that(lambda: rollout.environments.num_lanes == 2)
-                        let_go(tmp_path, 0)
+                        let_it_go()
                     if (fragment.lane, fragment.sequence) == (0, 5):
                         break
                 raise ZeroDivisionError
-            with TrainerStream(address, **Rounds(0).settings(), yields="fragments") as another:
+            with TrainerStream(address, **remote.rounds(0).settings(), yields="fragments") as another:
                 another.load_state_dict(saved)
-                another.publish(weights(another.version + 1.0))
+                another.publish(remote.weights(another.version + 1.0))
                 for fragment in another:
                     assert fragment.lane == 1
-                    another.publish(weights(another.version + 1.0))
+                    another.publish(remote.weights(another.version + 1.0))
     assert feed.sink.lost == {}
 
 
 def test_several_trainers_which_might_count_a_lane_in_different_rounds_are_refused(
-    remote: Remote, tmp_path: Path
+    remote: PacedHosts, tmp_path: Path
 ) -> None:
-    with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **Rounds(0).settings()) as stream:
+    with ExitStack() as hosts, TrainerStream(f"unix:{tmp_path}/one", **remote.rounds(0).settings()) as stream:
         hosts.enter_context(remote.host(0))
-        rollout, graph = rollout_over(remote.envs), Graph("two")
+        rollout, graph = remote.rollout(), Graph("two")
         sinks = [TrainerSink(f"unix:{tmp_path}/{name}", limits=SHORT) for name in ("one", "other")]
         for sink in sinks:
             graph.connect(rollout.fragments, sink, capacity=1)

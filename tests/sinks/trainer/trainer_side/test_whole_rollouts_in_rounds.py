@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ending_agent_envs import DoomedAgents, NeverResetAgents
 from ending_envs import Doomed, NeverReset
 from feeding_rollouts import graph_over, running, trainer, weights
 from numbered_module import NumberedEnv, NumberedModule
-from paced_trainer import Rounds
-from remote_hosts import SHORT, BrokenWire, HostProcess, listening
-from remote_rollouts import HASTY, RawRollouts, makers, rollout_over, rollouts_on
+from paced_hosts import PacedHosts
+from remote_hosts import SHORT, BrokenWire, listening
+from remote_rollouts import RawRollouts, makers, rollout_over, rollouts_on
 
 from rollflow.nodes import RemoteRollouts, RolloutHost
 from rollflow.sinks import TrainerStream
@@ -30,13 +31,15 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_every_lane_acts_with_what_was_published(max_lag: int, address: str) -> None:
-    envs, rounds = listening(RemoteRollouts, hosts=2), Rounds(max_lag)
+@pytest.mark.parametrize("agents", [0, 2])
+def test_every_lane_acts_with_what_was_published(max_lag: int, agents: int, address: str) -> None:
+    remote = PacedHosts(RolloutHost, agents, hosts=2)
+    rounds = remote.rounds(max_lag)
     with ExitStack() as hosts, TrainerStream(address, **rounds.settings()) as stream:
-        hosts.enter_context(rollouts_on(envs.addresses[0], makers(0, 1, 2), lanes=2))
-        hosts.enter_context(rollouts_on(envs.addresses[0], makers(3)))
-        rollout = rollout_over(envs)
-        stream.publish(weights(1.0))
+        hosts.enter_context(remote.host(0, 1, 2, lanes=2))
+        hosts.enter_context(remote.host(3))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             rounds.until(stream, rounds.are_of(0, 1, 2, times=20))
             used = stream.weights_in_use()
@@ -50,16 +53,18 @@ def test_every_lane_acts_with_what_was_published(max_lag: int, address: str) -> 
 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("max_lag", [0, 1])
-def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int) -> None:
-    envs, rounds = listening(RemoteRollouts, hosts=2), Rounds(max_lag)
+@pytest.mark.parametrize("agents", [0, 2])
+def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agents: int) -> None:
+    remote = PacedHosts(RolloutHost, agents, hosts=2)
+    rounds = remote.rounds(max_lag)
     lengths = iter(range(1000, 100_000, 379))
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        wire = BrokenWire(envs.addresses[0], lambda: next(lengths))
+        wire = BrokenWire(remote.address, lambda: next(lengths))
         hosts.callback(wire.close)
-        hosts.enter_context(rollouts_on(wire.address, makers(0, 1), lanes=2))
-        hosts.enter_context(rollouts_on(envs.addresses[0], makers(2)))
-        rollout = rollout_over(envs)
-        stream.publish(weights(1.0))
+        hosts.enter_context(remote.host_of(remote.makers(0, 1), wire.address, lanes=2))
+        hosts.enter_context(remote.host(2))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             rounds.until(stream, lambda: wire.cuts >= 20)
             feed.drain()
@@ -71,38 +76,46 @@ def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int) -> N
 
 @pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("step", [16, 21], ids=["in its first step", "later"])
+@pytest.mark.parametrize("agents", [0, 2])
 def test_environments_that_raise_cut_a_fragment_short_and_those_that_always_do_are_waited_for_no_more(
-    step: int, tmp_path: Path
+    step: int, agents: int, tmp_path: Path
 ) -> None:
-    envs, rounds = listening(RemoteRollouts), Rounds(0)
+    remote = PacedHosts(RolloutHost, agents)
+    rounds = remote.rounds(0)
     given = [partial(NumberedEnv, 0), partial(Doomed, 1, tmp_path, "raise", step, 1), partial(NeverReset, 2)]
-    with trainer(**rounds.settings()) as stream, rollouts_on(envs.addresses[0], given, lanes=3):
-        rollout = rollout_over(envs)
-        stream.publish(weights(1.0))
+    if agents:
+        doomed = partial(DoomedAgents, 1, tmp_path, fate="raise", step=step, lives=1, **remote.options)
+        given = [*remote.makers(0), doomed, partial(NeverResetAgents, 2, **remote.options)]
+    with trainer(**rounds.settings()) as stream, remote.host_of(given, lanes=3):
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address)) as feed:
             rounds.until(stream, rounds.are_of(0, 1, times=10))
             feed.drain()
             rounds.rest(stream)
     assert rounds.steps == rollout.num_steps
     assert stream.lost == {}
-    assert rollout.lost == {"workers": 1}  # the step that raised
+    assert rollout.lost == {"workers": max(agents, 1)}  # the step that raised
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sends", ["fragments", "batches"])
 @pytest.mark.parametrize("max_lag", [0, 1])
+@pytest.mark.parametrize("agents", [0, 2])
 def test_what_a_host_was_making_when_it_was_killed_never_comes_and_is_not_waited_for(
-    max_lag: int, sends: str, tmp_path: Path
+    max_lag: int, agents: int, sends: str, tmp_path: Path
 ) -> None:
-    envs, rounds = listening(RemoteRollouts, hosts=2, limits=HASTY), Rounds(max_lag)
-    doomed = [((1, tmp_path, "kill", 21, 9), {"lengths": (100, 200)})]
+    remote = PacedHosts(RolloutHost, agents, hosts=2)
+    rounds = remote.rounds(max_lag)
+    env, doomed = Doomed, ((1, tmp_path, "kill", 21, 9), {"lengths": (100, 200)})
+    if agents:
+        env, doomed = DoomedAgents, ((1, tmp_path), {"fate": "kill", "step": 21, "lives": 9, **remote.options})
     sink = {"sends": sends} | ({"fragments_per_batch": 2} if sends == "batches" else {})
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
-        victim = HostProcess(envs.addresses[0], doomed, env=Doomed, kind=RolloutHost)
-        hosts.callback(victim.end)
-        hosts.enter_context(rollouts_on(envs.addresses[0], makers(0)))
-        rollout = rollout_over(envs)
-        stream.publish(weights(1.0))
+        hosts.callback(remote.process_of([doomed], env=env).end)
+        hosts.enter_context(remote.host(0))
+        rollout = remote.rollout()
+        stream.publish(remote.weights(1.0))
         with running(*graph_over(rollout, stream.address, **sink)) as feed:
             rollout.explain()
             rounds.until(stream, lambda: rounds.slots == {0} and bool(rollout.lost))
@@ -110,7 +123,7 @@ def test_what_a_host_was_making_when_it_was_killed_never_comes_and_is_not_waited
             feed.drain()
             rounds.rest(stream)
     assert rounds.steps == rollout.num_steps
-    assert rounds.steps_of[1] == 16
+    assert rounds.steps_of[1] == 16 * max(agents, 1)
     assert stream.lost == {}
     assert set(rollout.lost) == {"workers"}
 

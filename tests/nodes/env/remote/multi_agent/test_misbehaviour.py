@@ -16,7 +16,7 @@ from numbered_env import NumberedEnv
 from remote_agents import Fragments, makers, rollout_over, slots_of
 from remote_hosts import RawHost, hosting, listening
 
-from rollflow.nodes import EnvHost, MultiAgentRollout, RemoteRollouts, Rollout
+from rollflow.nodes import EnvHost, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
@@ -149,7 +149,7 @@ def test_a_rollout_of_one_agent_refuses_a_host_of_several() -> None:
     with hosting(envs.addresses[0], partial(NumberedEnv, 0)), Rollout(envs, fragment_length=8, prefetch=1) as rollout:
         fragments = iter(rollout.fragments())
         next(fragments)
-        told = "hello.role is 'agents', expected 'env': here are RemoteEnvs, .* with environments of one agent"
+        told = r"hello\.role is 'agents', expected 'env': here are RemoteEnvs of a Rollout, .* of one agent; this host"
         with EnvHost(MAKER) as other, pytest.raises(WireError, match=told):
             other.connect(str(envs.addresses[0]))
         next(fragments)
@@ -181,15 +181,6 @@ def test_a_rollout_that_can_not_be_made_lets_its_hosts_go(options: dict[str, Any
     envs = listening()
     with hosting(envs.addresses[0], MAKER), pytest.raises((ValueError, EnvError), match=told):
         rollout_over(envs, **options)
-
-
-def test_whole_rollouts_elsewhere_are_for_one_agent() -> None:
-    hosts = listening(RemoteRollouts)
-    with pytest.raises(
-        ValueError, match="env is a RemoteRollouts, but whole rollouts on other hosts are for one agent"
-    ):
-        MultiAgentRollout(hosts)
-    assert all(sock.fileno() < 0 for sock in hosts.sockets)
 
 
 class Enumerated(NumberedAgents):

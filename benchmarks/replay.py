@@ -1,0 +1,221 @@
+"""Replay: inserts and samples, beside a bare gather with numpy and beside other replay buffers.
+
+Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one observation. Each line has rows a second.
+`uniform, numpy` stands beside `numpy.take` of the same columns by random rows, which any replay has to do at least.
+Stable-Baselines3's ReplayBuffer and TorchRL's TensorDictReplayBuffer hold the same transitions, where installed.
+
+    python -m benchmarks.replay [--quick]
+"""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from benchmarks.command import run
+from benchmarks.pairs import Record, Run, Sizes, paired
+from rollflow.nodes import RLModule, Rollout
+from rollflow.sinks import Prioritized, Replay, Storage
+from rollflow.stream import Fragment
+
+SLOTS, FRAGMENT_LENGTH = 64, 64
+CAPACITY = {"CartPole": 262_144, "pixels": 16_384}
+BATCHES = (256, 4096)
+EXTRA = ("action_logp",)
+
+
+class Frames(gym.vector.VectorEnv[Any, Any, Any]):
+    """Environments that give 4 x 84 x 84 bytes, and end every 200 steps."""
+
+    metadata: dict[str, Any] = {"autoreset_mode": gym.vector.AutoresetMode.NEXT_STEP}  # noqa: RUF012
+
+    def __init__(self, num_envs: int) -> None:
+        self.num_envs = num_envs
+        self.single_observation_space = gym.spaces.Box(0, 255, (4, 84, 84), np.uint8)
+        self.single_action_space = gym.spaces.Discrete(2)
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._seen = np.random.default_rng(0).integers(0, 255, (num_envs, 4, 84, 84), dtype=np.uint8)
+        self._count = 0
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+        return self._seen, {}
+
+    def step(self, actions: Any) -> Any:
+        self._count += 1
+        ends = np.full(self.num_envs, self._count % 200 == 0)
+        return self._seen, np.ones(self.num_envs), ends, np.zeros(self.num_envs, bool), {}
+
+
+class Coin(RLModule):
+    """Any action; costs nothing."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"action_dist_inputs": batch["obs"].new_zeros((len(batch["obs"]), 2), dtype=None).float()}
+
+
+def measure(sizes: Sizes) -> list[Record]:
+    """Lines for each kind of row, batch size and other one."""
+    records: list[Record] = []
+    for kind in CAPACITY:
+        fragments = made(kind, 16 if kind == "CartPole" else 4)
+        records += measured(kind, fragments, sizes)
+    return records
+
+
+def made(kind: str, count: int) -> list[Fragment]:
+    """So many fragments of a kind."""
+    env: Any = "CartPole-v1" if kind == "CartPole" else Frames(SLOTS)
+    options: Any = {"num_envs": SLOTS} if kind == "CartPole" else {}
+    with Rollout(
+        env, module=Coin(), fragment_length=FRAGMENT_LENGTH, num_fragments=count, seed=0, **options
+    ) as rollout:
+        return list(rollout.fragments())
+
+
+def measured(kind: str, fragments: list[Fragment], sizes: Sizes) -> list[Record]:
+    """Lines for one kind of row."""
+    capacity = CAPACITY[kind]
+    uniform, prioritized = (
+        filled(Replay(capacity, sampler=sampler, storage=Storage(extra=EXTRA), seed=0), fragments)
+        for sampler in (None, Prioritized())
+    )
+    others = peers(kind, fragments, capacity)
+    records = []
+    inserts = {"numpy copies": copies(fragments, capacity)} | {name: peer[0] for name, peer in others.items()}
+    for name, beside in inserts.items():
+        aim = None if name == "numpy copies" else 1.0
+        ours = inserting(uniform, fragments)
+        records.append(paired(f"{kind}, insert, {name}", SLOTS, ours, beside, aim=aim, sizes=sizes, beside_name=name))
+    for size in BATCHES:
+        # 1.3 times a bare gather's time is 0.77 of its rate.
+        bare = gather(uniform, size)
+        for name, draw, aim in (
+            ("numpy", bare, 1 / 1.3),
+            *((name, peer[1](size), 1.0) for name, peer in others.items()),
+        ):
+            ours = sampling(uniform, size)
+            records.append(
+                paired(f"{kind}, {size} uniform, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
+            )
+        by_priority = others["TorchRL"][2] if "TorchRL" in others else None
+        name, draw, aim = ("numpy", bare, None) if by_priority is None else ("TorchRL", by_priority(size), 1.0)
+        ours = sampling(prioritized, size, updates=True)
+        records.append(
+            paired(f"{kind}, {size} prioritized, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
+        )
+    return records
+
+
+def filled(replay: Replay, fragments: list[Fragment]) -> Replay:
+    """A replay whose ring is full."""
+    while replay.report().removed == 0:
+        for fragment in fragments:
+            replay.insert(fragment)
+    return replay
+
+
+def inserting(replay: Replay, fragments: list[Fragment]) -> Run:
+    """Insert all fragments."""
+
+    def insert() -> int:
+        for fragment in fragments:
+            replay.insert(fragment)
+        return sum(fragment.num_steps for fragment in fragments)
+
+    return insert
+
+
+def sampling(replay: Replay, size: int, *, updates: bool = False) -> Run:
+    """Sample a batch, and maybe update its priorities."""
+    values = np.random.default_rng(0).random(size)
+
+    def sample() -> int:
+        batch = replay.sample(size)
+        if updates:
+            replay.update_priorities(batch["ids"], values)
+        return len(batch["rewards"])
+
+    return sample
+
+
+def gather(replay: Replay, size: int) -> Run:
+    """Take random rows of the same columns, and the observation of the row after each, as arrays alone."""
+    columns = replay.sample(8)
+    arrays = {
+        name: np.zeros((replay.capacity, *column.shape[1:]), column.numpy().dtype)
+        for name, column in columns.items()
+        if name not in ("ids", "age", "new_obs")
+    }
+    for array in arrays.values():
+        array[:] = 1
+    generator = np.random.default_rng(0)
+
+    def take() -> int:
+        rows = generator.integers(replay.capacity - 1, size=size)
+        batch = {name: array.take(rows, axis=0) for name, array in arrays.items()}
+        batch["new_obs"] = arrays["obs"].take(rows + 1, axis=0)
+        return len(batch["rewards"])
+
+    return take
+
+
+def copies(fragments: list[Fragment], capacity: int) -> Run:
+    """Copy the fragments' columns whole into a ring, which knows nothing of episodes."""
+    names = ("obs", "actions", "rewards", "terminateds", "truncateds", "policy_version", *EXTRA)
+    rows = capacity // SLOTS
+    arrays = {
+        name: np.ones((rows, *fragments[0].column(name).shape[1:]), fragments[0].column(name).dtype) for name in names
+    }
+    at = 0
+
+    def copy() -> int:
+        nonlocal at
+        for fragment in fragments:
+            for name, array in arrays.items():
+                column = fragment.column(name)
+                array[at : at + FRAGMENT_LENGTH] = column[:FRAGMENT_LENGTH]
+            at = (at + FRAGMENT_LENGTH) % (rows - FRAGMENT_LENGTH + 1)
+        return sum(fragment.num_steps for fragment in fragments)
+
+    return copy
+
+
+Sampler = Callable[[int], Run]
+Peer = tuple[Run, Sampler, Sampler | None]  # insert; uniform and prioritized samples by size
+
+
+def peers(kind: str, fragments: list[Fragment], capacity: int) -> dict[str, Peer]:
+    """Other replay buffers that are installed here, filled."""
+    found: dict[str, Peer] = {}
+    if importlib.util.find_spec("stable_baselines3") is not None:
+        from benchmarks.peers.stable_baselines3_replay import peer as sb3
+
+        found["Stable-Baselines3"] = sb3(transitions(fragments), capacity, SLOTS)
+    if importlib.util.find_spec("torchrl") is not None:
+        from benchmarks.peers.torch_rl_replay import peer as torch_rl
+
+        found["TorchRL"] = torch_rl(transitions(fragments), capacity)
+    if not found:
+        print(f"replay of {kind}: neither Stable-Baselines3 nor TorchRL is installed here", file=sys.stderr)
+    return found
+
+
+def transitions(fragments: list[Fragment]) -> list[dict[str, Any]]:
+    """Each fragment's transitions as the others take them, made before anything is measured: any[T, N, ...]."""
+    names = ("actions", "rewards", "terminateds", "truncateds", "policy_version", *EXTRA)
+    return [
+        {
+            "obs": fragment.column("obs")[:FRAGMENT_LENGTH],
+            "new_obs": fragment.columns["obs"].rows(fragment.first_row + 1, fragment.last_row + 1),
+            **{name: fragment.column(name) for name in names},
+        }
+        for fragment in fragments
+    ]
+
+
+if __name__ == "__main__":
+    run(measure)

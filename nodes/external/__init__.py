@@ -1,0 +1,1 @@
+"""Environments that step themselves, and ask for actions."""

@@ -1,0 +1,206 @@
+"""`ExternalEnv`: environments that step themselves, whose episodes a rollout elsewhere trains with."""
+
+import itertools
+import logging
+import math
+import threading
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, Literal, Self
+
+import gymnasium as gym
+import numpy as np
+
+from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.env.environments import TAKEN_ACTION
+from rollflow.nodes.env.remote.env_host import EnvHost
+from rollflow.nodes.env.vector_env_errors import misfit_of
+from rollflow.nodes.external.episode_lane import EpisodeLane, Logged
+from rollflow.nodes.offloaded.rollout_host import RolloutHost
+from rollflow.stream.data.errors import EnvError
+from rollflow.stream.data.space import check_columnar
+from rollflow.stream.data.tree import Tree, map_tree
+
+logger = logging.getLogger(__name__)
+
+EpisodeId = str | int
+_LINGER_S = 10.0
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    lane: EpisodeLane
+    reward: float = 0.0  # since the action before
+    infos: dict[str, Any] = field(default_factory=dict)
+    has_action: bool = False
+    is_asking: bool = False
+
+
+class ExternalEnv:
+    """Environments that step themselves, such as a game, a robot or a live service: they ask for actions, log rewards.
+
+        address              of the rollout, `tcp://host:port` or `unix:/path`
+        observation_space,   of each of the environments
+        action_space
+        episodes             that may be played at a time
+        inference            "server": the rollout chooses actions, over `RemoteEnvs`; "client": a copy of its module
+                             does so here, over `RemoteRollouts`, with the weights that the trainer publishes
+        timeout              seconds that an action is waited for; None: any time
+        retry_s              seconds that the rollout is dialled in vain; None: for ever
+        options              as for `EnvHost`: `secret`, `tls`, `name`, `limits`; with inference="client" as for
+                             `RolloutHost`: `module` and connectors as well
+
+    It is called from any number of threads, an episode from one at a time. Each transition stands in the rollout once,
+    whatever becomes of connections; the rollout counts those of episodes that were cut off as lost. A rollout waits for
+    as long as its `step_timeout` and `reset_timeout` say: give it None for both.
+
+    Raises EnvError, once the rollout has said goodbye, for each call that wants an action.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        observation_space: gym.Space[Any],
+        action_space: gym.Space[Any],
+        episodes: int = 1,
+        inference: Literal["server", "client"] = "server",
+        timeout: float | None = None,
+        retry_s: float | None = 60.0,
+        **options: Any,
+    ) -> None:
+        if inference not in ("server", "client"):
+            raise ValueError(f"inference is {inference!r}, expected 'server' or 'client'")
+        if episodes < 1:
+            raise ValueError(f"episodes is {episodes}, expected at least 1")
+        for name, space in (("observation_space", observation_space), ("action_space", action_space)):
+            check_columnar(space, name)
+        self.observation_space, self.action_space, self.timeout = observation_space, action_space, timeout
+        self._lanes = [EpisodeLane(observation_space, action_space) for _ in range(episodes)]
+        kind: type[EnvHost | RolloutHost] = EnvHost if inference == "server" else RolloutHost
+        self._host = kind(self._lanes, **options)
+        self._free = list(self._lanes)
+        self._episodes: dict[EpisodeId, _Episode] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(
+            target=self._serve, args=(address, retry_s), name="rollflow external environments", daemon=True
+        )
+        with closing_on_error(self._host.close):
+            self._thread.start()
+
+    def start_episode(self, episode_id: EpisodeId | None = None) -> EpisodeId:
+        """Begin an episode; its id. Raises EnvError for an id that is there, and where too many are being played."""
+        with self._lock:
+            made = next(self._numbers) if episode_id is None else episode_id
+            if made in self._episodes:
+                raise EnvError(f"episode {made!r} has been started already, expected end_episode before")
+            if not self._free:
+                raise EnvError(
+                    f"{len(self._lanes)} episodes are being played, expected fewer, or "
+                    f"ExternalEnv(episodes={len(self._lanes) + 1} or more)"
+                )
+            self._episodes[made] = _Episode(self._free.pop(0))
+            return made
+
+    def get_action(self, episode_id: EpisodeId, observation: Tree) -> Any:
+        """The action for an observation, any[...]: an item of the action space.
+
+        Raises EnvError for an unknown episode, for an observation outside of the space, and once the rollout has ended;
+        TimeoutError where no action comes in time: the episode then can't go on.
+        """
+        return self._ask(episode_id, observation, {})
+
+    def log_action(self, episode_id: EpisodeId, observation: Tree, action: Any) -> None:
+        """Log an action that was chosen elsewhere for an observation, any[...], in the place of `get_action`.
+
+        The rollout records it with NaN as its log-probability, since no policy of its own chose it. Raises EnvError as
+        `get_action` does, and for an action outside of the space.
+        """
+        like = self.action_space.sample()
+        item = map_tree(lambda leaf, given: np.asarray(given, np.asarray(leaf).dtype), like, action)
+        flat = item[()] if isinstance(item, np.ndarray) and not item.ndim else item
+        if not self.action_space.contains(flat):
+            raise EnvError(f"episode {episode_id!r}: action {action!r} is not in {self.action_space}")
+        self._ask(episode_id, observation, {TAKEN_ACTION: item})
+
+    def log_returns(self, episode_id: EpisodeId, reward: float, info: dict[str, Any] | None = None) -> None:
+        """Add to the reward of the action before; the info goes with the next observation."""
+        episode = self._episode(episode_id)
+        if not episode.has_action:
+            raise EnvError(f"episode {episode_id!r}: a reward, but no action came before, expected get_action first")
+        if not math.isfinite(reward):
+            raise EnvError(f"episode {episode_id!r}: reward is {reward!r}, expected a finite number")
+        episode.reward += float(reward)
+        episode.infos |= info or {}
+
+    def end_episode(self, episode_id: EpisodeId, observation: Tree, *, truncated: bool = False) -> None:
+        """End an episode with its last observation, any[...].
+
+        truncated    True: it was cut off, and might have gone on
+
+        An episode without an action leaves nothing. Raises EnvError as `get_action` does.
+        """
+        episode = self._episode(episode_id)
+        self._check(episode_id, observation)
+        if episode.has_action:
+            ended = not truncated, truncated
+            episode.lane.finish(Logged(_copied(observation), episode.reward, episode.infos, ended))
+        with self._lock:
+            del self._episodes[episode_id]
+            self._free.append(episode.lane)
+
+    def close(self) -> None:
+        """Say goodbye, once the rollout has what was logged, or after 10 s; episodes that are open end as truncated."""
+        until = monotonic() + _LINGER_S
+        if not all([lane.wait_until_sent(until) for lane in self._lanes if self._thread.is_alive()]):
+            logger.warning("the rollout has not taken all that was logged")
+        self._host.stop()
+        self._thread.join()
+        self._end(EnvError("this external environment is closed"))
+        self._host.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Inside
+
+    def _ask(self, episode_id: EpisodeId, observation: Tree, taken: dict[str, Any]) -> Any:
+        episode = self._episode(episode_id)
+        self._check(episode_id, observation)
+        if episode.is_asking:
+            raise EnvError(f"episode {episode_id!r} waits for an action already, expected one call at a time")
+        logged = Logged(_copied(observation), episode.reward, episode.infos)
+        episode.reward, episode.infos, episode.is_asking = 0.0, dict(taken), True
+        action = episode.lane.ask(logged, self.timeout)  # where it raises, the episode can't go on
+        episode.is_asking, episode.has_action = False, True
+        return action
+
+    def _episode(self, episode_id: EpisodeId) -> _Episode:
+        episode = self._episodes.get(episode_id)
+        if episode is None:
+            raise EnvError(f"there is no episode {episode_id!r}, expected one that start_episode gave, and not ended")
+        return episode
+
+    def _check(self, episode_id: EpisodeId, observation: Tree) -> None:
+        if (text := misfit_of(self.observation_space, observation)) is not None:
+            raise EnvError(f"episode {episode_id!r}: {text}")
+
+    def _serve(self, address: str, retry_s: float | None) -> None:
+        try:
+            error: Exception = EnvError(f"the rollout has ended: {self._host.connect(address, retry_s=retry_s)}")
+        except Exception as raised:
+            error = EnvError(f"the rollout is gone: {raised}")
+        self._end(error)
+
+    def _end(self, error: Exception) -> None:
+        for lane in self._lanes:
+            lane.end(error)
+
+
+def _copied(observation: Tree) -> Tree:
+    """A copy of an observation: programs reuse theirs."""
+    return map_tree(np.array, observation)

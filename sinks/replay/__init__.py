@@ -1,0 +1,1 @@
+"""Replay: fragments kept in memory, sampled again and again at a controlled rate."""

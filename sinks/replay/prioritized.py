@@ -1,0 +1,99 @@
+"""Prioritized: a sampler that draws steps in proportion to their priorities."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks.replay.chunk_table import Ints
+from rollflow.sinks.replay.row_index import RowIndex
+from rollflow.sinks.replay.samplers import Draw, Sampler
+from rollflow.sinks.replay.sum_tree import SumTree
+from rollflow.stream.data.errors import ReplayError
+
+
+class Prioritized(Sampler):
+    """Draws steps with probability (|value| + epsilon)**alpha over the sum of all, with replacement.
+
+        alpha      0: uniform; 1: fully in proportion
+        beta       exponent of the importance weights, which may be set at any time
+        epsilon    keeps steps with the value 0 in play, above 0
+
+    New steps get the largest priority so far. A batch's `weights`, f32[B], are (number of steps · probability)**-beta
+    over the largest in the batch. Raises ValueError for numbers outside these bounds.
+    """
+
+    def __init__(self, alpha: float = 0.6, beta: float = 0.4, epsilon: float = 1e-6) -> None:
+        if not 0 <= alpha <= 1 or not 0 <= beta <= 1:
+            raise ValueError(f"alpha is {alpha} and beta is {beta}, expected 0 … 1")
+        if not epsilon > 0:
+            raise ValueError(f"epsilon is {epsilon}, expected above 0: steps with the value 0 would never be drawn")
+        self.alpha, self.beta, self.epsilon = alpha, beta, epsilon
+        self._largest = 1.0
+        self._tree: SumTree | None = None
+
+    @property
+    def has_priorities(self) -> bool:
+        return True
+
+    def begin(self, rows: RowIndex) -> None:
+        """Make the tree. Raises ReplayError for a sampler that another replay has."""
+        if self._tree is not None:
+            raise ReplayError("this Prioritized sampler belongs to another replay: expected one for each replay")
+        self._tree = SumTree(rows.num_rows)
+
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        tree = self._sums
+        places = tree.draw(count, generator)
+        weights = (tree.values[places] * (rows.num_live / tree.total)) ** -self.beta
+        weights /= weights.max()
+        positions = rows.positions(places)
+        return Draw(positions, positions, weights.astype(np.float32))
+
+    def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
+        if len(positions):
+            tree = self._sums
+            begin, stop = int(positions[0]), int(positions[-1]) + 1
+            if stop - begin == len(positions) and begin // rows.num_rows == (stop - 1) // rows.num_rows:
+                tree.set_range(begin % rows.num_rows, (stop - 1) % rows.num_rows + 1, self._largest)
+            else:
+                tree.set(positions % rows.num_rows, self._largest)
+
+    def note_removed(self, rows: RowIndex, positions: Ints) -> None:
+        if len(positions):
+            self._sums.set(positions % rows.num_rows, 0.0)
+
+    def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
+        """Set the priorities of the steps `ids`, i64[B], from values f[B], such as TD errors.
+
+        Steps that have gone are passed over. Raises ReplayError for values that are not finite.
+        """
+        magnitudes = np.abs(np.asarray(values, np.float64)) + self.epsilon
+        if not np.isfinite(magnitudes).all():
+            bad = int(np.argmin(np.isfinite(magnitudes)))
+            raise ReplayError(
+                f"update_priorities: value {bad} is {np.asarray(values)[bad]}, expected finite numbers: with it no "
+                "step could be drawn any more"
+            )
+        priorities = magnitudes**self.alpha
+        kept = rows.is_kept(ids)
+        if kept.any():
+            self._sums.set(ids[kept] % rows.num_rows, priorities[kept])
+            self._largest = max(self._largest, float(priorities[kept].max()))
+
+    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
+        return self._sums.values[positions % rows.num_rows]
+
+    @property
+    def _sums(self) -> SumTree:
+        assert self._tree is not None
+        return self._tree
+
+    def get_state(self) -> dict[str, Any]:
+        values = None if self._tree is None else self._tree.values.copy()
+        return {"largest": self._largest, "beta": self.beta, "values": values}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._largest, self.beta = state["largest"], state["beta"]
+        if state["values"] is not None:
+            self._sums.set(np.arange(len(state["values"])), state["values"])

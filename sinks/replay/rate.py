@@ -1,0 +1,144 @@
+"""Rate control: how many steps are sampled for each one that is inserted.
+
+With I steps inserted, D removed and S sampled, a ratio r, a minimum m and an error buffer b, let the balance be
+I·r - S.
+
+    n steps may be sampled     if I - D ≥ m and the balance stays at least m·r - b
+    n steps may be inserted    if I + n - D ≤ m or the balance stays at most m·r + b
+
+An insert that begins below the minimum is always let through: nothing can be sampled until the minimum is reached.
+The two conditions leave always one side free if 2·b ≥ (steps of a sample) + (steps of an insert)·r.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollflow.stream.data.errors import ReplayError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesPerInsert:
+    """Ratio of sampled to inserted steps that a replay keeps to.
+
+        ratio           steps sampled for each step inserted, above 0
+        min_size        steps that must be there before the first sample, from 1 on
+        error_buffer    sampled steps by which either side may be ahead; None: as few as the first insert and sample
+                        allow
+
+    Raises ValueError for numbers outside these bounds, and for an error buffer that would hold up both sides.
+    """
+
+    ratio: float
+    min_size: int = 1
+    error_buffer: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio < float("inf"):
+            raise ValueError(f"ratio is {self.ratio}, expected above 0: steps sampled for each step inserted")
+        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int) or self.min_size < 1:
+            raise ValueError(f"min_size is {self.min_size!r}, expected a whole number from 1 on")
+        self.check(1, 1)
+
+    def needed(self, inserts: int, samples: int) -> float:
+        """The smallest error buffer with which inserts and samples of these sizes never hold up each other."""
+        return max((samples + inserts * self.ratio) / 2, inserts * self.ratio)
+
+    def check(self, inserts: int, samples: int) -> None:
+        """Raise ReplayError where inserts and samples of up to these sizes, in steps, could hold up each other."""
+        needed = self.needed(inserts, samples)
+        if self.error_buffer is not None and not needed <= self.error_buffer < float("inf"):
+            raise ReplayError(
+                f"error_buffer is {self.error_buffer:g}, but inserts of {inserts} steps and samples of {samples} at a "
+                f"ratio of {self.ratio:g} need at least {needed:g}: with less, neither side might be let through; "
+                f"raise error_buffer to {needed:g}, or make inserts and samples smaller"
+            ).see("replay")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayReport:
+    """What a replay has counted, in steps. `str(report)` is a sentence.
+
+    inserted, removed, sampled    steps so far
+    ratio, wanted                 steps sampled for each inserted beyond `min_size`; what was asked for, or None
+    waiting                       "insert" or "sample", the side that the rate holds back now; None: neither
+    insert_wait_s, sample_wait_s  seconds for which each side was held back
+    """
+
+    inserted: int
+    removed: int
+    sampled: int
+    ratio: float
+    wanted: float | None
+    waiting: str | None
+    insert_wait_s: float
+    sample_wait_s: float
+
+    def __str__(self) -> str:
+        asked = "" if self.wanted is None else f", {self.wanted:g} asked for"
+        holds = {"insert": "inserts wait for samples", "sample": "samples wait for inserts", None: "nobody waits"}
+        return (
+            f"{self.inserted:,} steps inserted, {self.removed:,} removed, {self.sampled:,} sampled: "
+            f"{self.ratio:.2f} samples per insert{asked}; {holds[self.waiting]} "
+            f"(inserts waited {self.insert_wait_s:.1f} s, samples {self.sample_wait_s:.1f} s)"
+        )
+
+
+class RateLimiter:
+    """Counts inserts and samples, and says which may go on.
+
+    rate    None: inserts always may, samples from the first step on
+
+    sampled                  number of steps sampled
+    most_inserts             steps of the largest insert so far
+    most_samples             steps of the largest sample so far
+    """
+
+    def __init__(self, rate: SamplesPerInsert | None) -> None:
+        self.rate = rate
+        self.sampled = 0
+        self.most_inserts, self.most_samples = 1, 1
+
+    def check(self, *, inserts: int = 0, samples: int = 0) -> None:
+        """Take note of a size. Raises ReplayError where such inserts and samples could hold up each other."""
+        most_inserts, most_samples = max(self.most_inserts, inserts), max(self.most_samples, samples)
+        if self.rate is not None:
+            self.rate.check(most_inserts, most_samples)
+        self.most_inserts, self.most_samples = most_inserts, most_samples
+
+    def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
+        """True if so many steps may be inserted."""
+        rate = self.rate
+        if rate is None or inserted - removed < rate.min_size:
+            return True
+        return (inserted + steps) * rate.ratio - self.sampled <= rate.min_size * rate.ratio + self._buffer
+
+    def admits_sample(self, steps: int, inserted: int, removed: int) -> bool:
+        """True if so many steps may be sampled."""
+        rate = self.rate
+        if rate is None:
+            return inserted > removed
+        if inserted - removed < rate.min_size:
+            return False
+        return inserted * rate.ratio - self.sampled - steps >= rate.min_size * rate.ratio - self._buffer
+
+    def reached(self, inserted: int) -> float:
+        """Steps sampled for each one inserted beyond the minimum; 0 before any."""
+        beyond = inserted - (0 if self.rate is None else self.rate.min_size)
+        return self.sampled / beyond if beyond > 0 else 0.0
+
+    @property
+    def _buffer(self) -> float:
+        """The error buffer: the one asked for, or the smallest that suits all sizes so far."""
+        assert self.rate is not None
+        if self.rate.error_buffer is not None:
+            return self.rate.error_buffer
+        return self.rate.needed(self.most_inserts, self.most_samples)
+
+    def get_state(self) -> dict[str, Any]:
+        """The counts."""
+        return {"sampled": self.sampled, "most_inserts": self.most_inserts, "most_samples": self.most_samples}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take the counts of `get_state`."""
+        self.sampled, self.most_inserts = state["sampled"], state["most_inserts"]
+        self.most_samples = state["most_samples"]

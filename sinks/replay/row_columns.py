@@ -1,0 +1,140 @@
+"""Row columns: the memory of a replay, one array per column leaf, in RAM or in a file mapped into memory."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks.replay.chunk_table import Ints
+from rollflow.stream.data.blocks import BlockLayout, PrivateBlock
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
+from rollflow.stream.fragments.fragment import Fragment
+
+
+class RowColumns:
+    """Columns with a row for each step, and further rows of observations alone.
+
+    items       name -> tree of arrays any[...] that one item is like
+    num_rows    rows of every column
+    spare       further rows of `obs`
+    path        file to map into memory, which is made anew; None: in RAM
+
+    trees       name -> tree of arrays any[num_rows, ...]
+    """
+
+    def __init__(
+        self, items: Mapping[str, Tree], num_rows: int, spare: int, path: str | os.PathLike[str] | None
+    ) -> None:
+        self.num_rows = num_rows
+        sizes = {name: (item, num_rows + (spare if name == Columns.OBS else 0)) for name, item in items.items()}
+        layout = BlockLayout(sizes)
+        size = max(layout.size, 1)
+        block = PrivateBlock(size).array() if path is None else np.asarray(np.memmap(path, np.uint8, "w+", 0, (size,)))
+        self.trees = {name: column.tree for name, column in layout.columns(block).items()}
+        self._leaves = {name: leaves_of(tree) for name, tree in self.trees.items()}
+        self._kinds = {name: kind_of(tree) for name, tree in self.trees.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all columns."""
+        return sum(leaf.nbytes for leaves in self._leaves.values() for leaf in leaves)
+
+    def check(self, columns: Mapping[str, Tree]) -> None:
+        """Raise ReplayError where a fragment's columns, any[rows, N, ...], are of other names or kinds than these."""
+        for name in self._kinds.keys() | columns.keys():
+            own, tree = self._kinds.get(name), columns.get(name)
+            other = None if tree is None else map_tree(_kind_of_item, tree)
+            if own != other:
+                raise ReplayError(
+                    f"column '{name}': the replay holds {own}, the fragment has {other}; expected fragments of one "
+                    "kind: one replay for each kind of environment and module"
+                ).see("replay")
+
+    def write(self, begin: int, order: Ints, columns: Mapping[str, Tree]) -> None:
+        """Write rows from position `begin` on: those of a fragment's columns, any[rows, N, ...], that `order` names.
+
+        order    i64[R]: row * N + slot
+        """
+        for name, leaves in self._leaves.items():
+            for leaf, source in zip(leaves, leaves_of(columns[name]), strict=True):
+                _scatter(leaf, begin, self.num_rows, source.reshape(-1, *source.shape[2:]), order)
+
+    def put(self, name: str, rows: Ints, values: Tree) -> None:
+        """Write a tree of arrays any[R, ...] to rows, i64[R]."""
+        for leaf, value in zip(self._leaves[name], leaves_of(values), strict=True):
+            leaf[rows] = value
+
+    def read(self, name: str, rows: NDArray[Any]) -> Tree:
+        """The items in rows, whole numbers of any shape: a tree of new arrays any[*rows.shape, ...]."""
+        tree = self.trees[name]
+        if type(tree) is np.ndarray:
+            return tree.take(rows, axis=0, mode="clip")
+        return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), tree)
+
+    def get_state(self, used: int) -> dict[str, Any]:
+        """The first `used` rows of each column, and all spare ones: name -> [tree, tree of spare rows]."""
+        rows = self.num_rows
+        return {
+            name: [map_tree(lambda leaf: leaf[:used].copy(), tree), map_tree(lambda leaf: leaf[rows:].copy(), tree)]
+            for name, tree in self.trees.items()
+        }
+
+    def set_state(self, state: Mapping[str, Sequence[Tree]]) -> None:
+        """Take what `get_state` gave."""
+        for name, (used, spare) in state.items():
+            for leaf, first, last in zip(self._leaves[name], leaves_of(used), leaves_of(spare), strict=True):
+                leaf[: len(first)] = first
+                leaf[self.num_rows :] = last
+
+
+def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tree]:
+    """The fragment's columns that a replay keeps: name -> tree of arrays any[H + rows, N, ...].
+
+    extra    names of the extra model outputs to be kept; None: all of them
+
+    A stateful module's `state_out` becomes `state_in`: the state before each step, zeros at an episode's first.
+    """
+    kept = fragment.extra_columns if extra is None else [*extra, Columns.POLICY_VERSION]
+    names = (Columns.OBS, Columns.ACTIONS, Columns.REWARDS, Columns.TERMINATEDS, Columns.TRUNCATEDS, *kept)
+    if missing := [name for name in names if name not in fragment.columns]:
+        raise ReplayError(
+            f"the fragment has no output {missing[0]!r}, which the replay is to keep; its outputs: "
+            f"{', '.join(fragment.extra_columns)}"
+        )
+    columns = {name: fragment.columns[name].tree for name in names}
+    if Columns.STATE_OUT in columns:
+        columns[Columns.STATE_IN] = map_tree(lambda leaf: _shifted(leaf, fragment), columns.pop(Columns.STATE_OUT))
+    return columns
+
+
+def items_of(columns: Mapping[str, Tree]) -> dict[str, Tree]:
+    """What one item of each column is like."""
+    return {name: map_tree(lambda leaf: leaf[0, 0], tree) for name, tree in columns.items()}
+
+
+def _kind_of_item(leaf: NDArray[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    return leaf.dtype, leaf.shape[2:]
+
+
+def _shifted(states: NDArray[Any], fragment: Fragment) -> NDArray[Any]:
+    """The state before each step, any[H + T, N, ...], from the one after it."""
+    moved = np.zeros_like(states)
+    moved[1:] = states[:-1]
+    chunks = fragment.chunks
+    begins = chunks.t_started == 0
+    moved[chunks.start[begins], chunks.slot[begins]] = 0
+    return moved
+
+
+def _scatter(leaf: NDArray[Any], begin: int, num_rows: int, source: NDArray[Any], order: Ints) -> None:
+    """Write the items of `source` that `order` names, round the end of the ring."""
+    row = begin % num_rows
+    before = min(len(order), num_rows - row)
+    # Indices are valid, but for rows of observations alone: the other columns have nothing there.
+    source.take(order[:before], axis=0, out=leaf[row : row + before], mode="clip")
+    if before < len(order):
+        source.take(order[before:], axis=0, out=leaf[: len(order) - before], mode="clip")

@@ -1,0 +1,339 @@
+"""Row index: which rows of a replay hold which steps, and how rows of one episode follow each other.
+
+Rows form a ring. A *position* counts every row ever written; it stands in row `position % num_rows`. Positions from
+`begin` to `end` are kept. A chunk of n steps takes n positions in a row:
+
+    row            a step's observation, action, reward, …
+    after a step   the row of the next observation, `following[row]`: the next step's row, wherever it stands
+
+An episode's last observation has a row of its own behind its last step. The observation after a chunk whose episode
+goes on is in a *spare* row, behind the ring, until the episode's next chunk comes. So every observation stands once.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks.replay.chunk_table import ChunkTable, Ints
+from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.fragments.fragment_records import ChunkIndex, FragmentLayout
+
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where the rows of one fragment go.
+
+    begin           position of the first row; the others follow it
+    source          i64[R]  which of the fragment's rows comes there: row * N + slot
+    inserted        i64[I]  positions of the steps that may be sampled
+    removed         i64[D]  positions of the steps that had to make room
+    ended, rows     i64[E], i64[E]  chunks whose observation after the last step goes to these rows by itself
+    """
+
+    begin: int
+    source: Ints
+    inserted: Ints
+    removed: Ints
+    ended: Ints
+    rows: Ints
+
+
+@dataclass(slots=True, eq=False)
+class OpenEpisodes:
+    """The episode that each of N slots of a lane is in.
+
+    number    i64[N]  of the episode in its slot
+    steps     i64[N]  so far
+    chunk     i64[N]  number of its newest chunk, or -1
+    layout    that all fragments of the lane share; None: not known, after a checkpoint
+    """
+
+    number: Ints
+    steps: Ints
+    chunk: Ints
+    layout: FragmentLayout | None = None
+
+    @classmethod
+    def none(cls, layout: FragmentLayout) -> "OpenEpisodes":
+        """None of the slots has an episode."""
+        slots = layout.num_slots
+        return cls(np.zeros(slots, np.int64), np.zeros(slots, np.int64), np.full(slots, -1), layout)
+
+
+class RowIndex:
+    """Index over a ring of `num_rows` rows.
+
+    history    steps of an episode before a step that are needed to sample it; without them it is removed
+
+    is_live      bool[num_rows]  whether the row's step may be sampled
+    is_step      bool[num_rows + spare]  whether the row is a step, and not only an observation
+    following    i32[num_rows + spare]  row of the observation after the row's step
+    num_live     number of steps that may be sampled
+    inserted, removed    number of steps that came, and of those that are gone
+    """
+
+    def __init__(self, num_rows: int, history: int = 0) -> None:
+        self.num_rows, self.history = num_rows, history
+        self.num_spare = min(num_rows, max(64, num_rows // 64))
+        total = num_rows + self.num_spare
+        self.begin = self.end = self.num_live = self.inserted = self.removed = 0
+        self.is_live = np.zeros(num_rows, np.bool_)
+        self.is_step = np.zeros(total, np.bool_)
+        self.following = np.zeros(total, np.int32)
+        self.chunks = ChunkTable()
+        self._chunk = np.zeros(num_rows, np.int64)
+        self._free = list(range(total - 1, num_rows - 1, -1))  # spare rows
+        self._open: dict[str, OpenEpisodes] = {}
+
+    # Reading
+
+    def rows(self, positions: Ints) -> Ints:
+        """The rows of positions that are kept."""
+        # Faster than the remainder, since only two rounds of the ring come into question.
+        rows = positions - (self.begin - self.begin % self.num_rows)
+        rows -= self.num_rows * (rows >= self.num_rows)
+        return rows
+
+    def positions(self, rows: Ints) -> Ints:
+        """The positions that are kept in rows of the ring."""
+        return self.begin + (rows - self.begin) % self.num_rows
+
+    def chunk_of(self, positions: Ints) -> Ints:
+        """The numbers of the chunks that positions are in."""
+        numbers: Ints = self._chunk[self.rows(positions)]
+        return numbers
+
+    def is_kept(self, positions: Ints) -> Bools:
+        """Which positions hold a step that may be sampled."""
+        there = (positions >= self.begin) & (positions < self.end)
+        return there & self.is_live[positions % self.num_rows]
+
+    def forward(self, positions: Ints, length: int) -> Ints:
+        """The `length` steps from each position on, i64[B, length]; -1 behind the last step of the episode so far."""
+        chunks, steps = self.chunks, np.arange(length)
+        found = np.full((len(positions), length), -1)
+        which = np.arange(len(positions))
+        at, chunk, filled = positions, self.chunk_of(positions), np.zeros(len(positions), np.int64)
+        while len(which):
+            left = chunks.read("stop", chunk) - at
+            columns = steps - filled[:, None]
+            inside = (columns >= 0) & (columns < left[:, None])
+            found[which] = np.where(inside, at[:, None] + columns, found[which])
+            filled = filled + left
+            chunk = chunks.read("after", chunk)
+            goes_on = (filled < length) & (chunk >= 0)
+            which, chunk, filled = which[goes_on], chunk[goes_on], filled[goes_on]
+            at = chunks.read("first", chunk)
+        return found
+
+    def ahead(self, positions: Ints, steps: Ints | None = None) -> tuple[Ints, Ints]:
+        """Go `steps` on in each episode, or to its newest step: (positions i64[B], steps gone i64[B])."""
+        chunks, chunk = self.chunks, self.chunk_of(positions)
+        at, gone = positions.copy(), np.zeros(len(positions), np.int64)
+        wanted = np.full(len(positions), np.iinfo(np.int64).max) if steps is None else steps
+        which = np.arange(len(positions))
+        while len(which):
+            moved = np.minimum(wanted[which] - gone[which], chunks.read("stop", chunk) - 1 - at[which])
+            at[which] += moved
+            gone[which] += moved
+            chunk = chunks.read("after", chunk)
+            goes_on = (gone[which] < wanted[which]) & (chunk >= 0)
+            which, chunk = which[goes_on], chunk[goes_on]
+            at[which] = chunks.read("first", chunk)
+            gone[which] += 1
+        return at, gone
+
+    def back(self, positions: Ints, steps: int) -> tuple[Ints, Ints]:
+        """Go up to `steps` back in each episode, as far as it is kept: (positions i64[B], steps gone i64[B])."""
+        chunks, chunk = self.chunks, self.chunk_of(positions)
+        at, gone = positions.copy(), np.zeros(len(positions), np.int64)
+        which = np.arange(len(positions))
+        while len(which):
+            first = np.maximum(chunks.read("first", chunk), self.begin)
+            moved = np.minimum(steps - gone[which], at[which] - first)
+            at[which] -= moved
+            gone[which] += moved
+            chunk = chunks.read("before", chunk)
+            goes_on = (gone[which] < steps) & (chunk >= chunks.begin)
+            which, chunk = which[goes_on], chunk[goes_on]
+            at[which] = chunks.read("stop", chunk) - 1
+            gone[which] += 1
+        return at, gone
+
+    def episode_step(self, positions: Ints) -> Ints:
+        """The number of steps in the episode before each position, i64[B]."""
+        chunk = self.chunk_of(positions)
+        steps: Ints = self.chunks.read("t_started", chunk) + positions - self.chunks.read("first", chunk)
+        return steps
+
+    # Writing
+
+    def place(self, lane: str, layout: FragmentLayout, chunks: ChunkIndex) -> Placement:
+        """Find room for the chunks of a lane's fragment, and forget the oldest rows for that.
+
+        lane    name of the lane; of several lanes with one name, which two rollouts with one seed have, episodes are
+                not joined
+
+        Raises ReplayError where the fragment is larger than the ring.
+        """
+        lengths, has_ended = chunks.stop - chunks.start, chunks.terminated | chunks.truncated
+        opened, num_slots = self._opened(lane, layout), layout.num_slots
+        joins = self._joined(opened, chunks)
+        before = np.where(joins, opened.chunk[chunks.slot], -1)
+        freed = self._spare_behind(before[joins])
+        alone = has_ended.copy()  # chunks whose last observation has a row of its own
+        going_on = np.flatnonzero(~has_ended)
+        alone[going_on[len(self._free) + len(freed) :]] = True
+        sizes = lengths + alone
+        total = int(sizes.sum())
+        if total > self.num_rows:
+            raise ReplayError(
+                f"a fragment takes {total} rows, but the replay has {self.num_rows}: expected a capacity of several "
+                "fragments; raise capacity, or lower fragment_length"
+            ).see("replay")
+        self._release(before[joins], freed)
+        removed = self._evict(self.end + total - self.num_rows)
+        begin, self.end = self.end, self.end + total
+        firsts = begin + np.cumsum(sizes) - sizes
+        numbers = self.chunks.add(len(lengths))
+        of = np.repeat(np.arange(len(lengths)), sizes)
+        positions = np.arange(begin, self.end)
+        step = positions - firsts[of]
+        is_step = step < lengths[of]
+        rows = positions % self.num_rows
+        self._chunk[rows] = numbers[of]
+        self.is_step[rows] = is_step
+        self.following[rows] = np.where(is_step, (positions + 1) % self.num_rows, rows)
+        self._record(numbers, chunks, firsts, lengths, has_ended, before)
+        spare = going_on[~alone[going_on]]
+        spare_rows = np.array([self._free.pop() for _ in range(len(spare))], np.int64)
+        self.following[(firsts + lengths - 1)[spare] % self.num_rows] = spare_rows
+        opened.number[chunks.slot] = chunks.number
+        opened.steps[chunks.slot] = chunks.t_started + lengths
+        opened.chunk[chunks.slot] = np.where(has_ended, -1, numbers)
+        self._open.pop(lane, None)
+        if opened.chunk.max() >= 0:
+            self._open[lane] = opened
+        is_live = is_step
+        if self.history:
+            needed = np.minimum(chunks.t_started[of] + step, self.history)
+            is_live = is_step & (self.back(np.where(is_step, positions, firsts[of]), self.history)[1] >= needed)
+        self.is_live[rows] = is_live
+        live = positions[is_live]
+        self.num_live += len(live)
+        self.inserted += int(lengths.sum())
+        self.removed += int(lengths.sum()) - len(live)
+        ended = np.flatnonzero(alone)
+        return Placement(
+            begin=begin,
+            source=(chunks.start[of] + step) * num_slots + chunks.slot[of],
+            inserted=live,
+            removed=removed,
+            ended=np.concatenate([ended, spare]),
+            rows=np.concatenate([(firsts + lengths)[ended] % self.num_rows, spare_rows]),
+        )
+
+    def remove(self, positions: Ints) -> None:
+        """Take steps that are kept out of what is sampled; their rows stay until the ring comes round."""
+        self.is_live[positions % self.num_rows] = False
+        self.num_live -= len(positions)
+        self.removed += len(positions)
+
+    def _opened(self, lane: str, layout: FragmentLayout) -> OpenEpisodes:
+        """The episodes that the slots of a lane are in."""
+        opened = self._open.get(lane)
+        if opened is not None and opened.layout is None and len(opened.number) == layout.num_slots:
+            opened.layout = layout
+        if opened is None or opened.layout is not layout:
+            opened = OpenEpisodes.none(layout)
+        return opened
+
+    def _joined(self, opened: OpenEpisodes, chunks: ChunkIndex) -> Bools:
+        """Which chunks go on where a chunk that is kept stopped."""
+        slot = chunks.slot
+        is_next = (opened.number[slot] == chunks.number) & (opened.steps[slot] == chunks.t_started)
+        joined: Bools = is_next & (chunks.t_started > 0) & (opened.chunk[slot] >= self.chunks.begin)
+        return joined
+
+    def _spare_behind(self, before: Ints) -> list[int]:
+        """The spare rows behind chunks."""
+        behind = self.following[(self.chunks.read("stop", before) - 1) % self.num_rows]
+        spare: list[int] = behind[behind >= self.num_rows].tolist()
+        return spare
+
+    def _release(self, before: Ints, spare: list[int]) -> None:
+        """Free the spare rows behind chunks that now go on."""
+        last = (self.chunks.read("stop", before) - 1) % self.num_rows
+        self.following[last] = last
+        self._free += spare
+
+    def _record(
+        self, numbers: Ints, chunks: ChunkIndex, firsts: Ints, lengths: Ints, has_ended: Bools, before: Ints
+    ) -> None:
+        table = self.chunks
+        joins = before >= table.begin  # older ones have just been forgotten
+        before = np.where(joins, before, -1)
+        is_whole = chunks.t_started == 0
+        is_whole[joins] = table.read("is_whole", before[joins])
+        fields = {"first": firsts, "stop": firsts + lengths, "t_started": chunks.t_started, "before": before}
+        for name, values in (fields | {"after": -1, "has_ended": has_ended, "is_whole": is_whole}).items():
+            table.write(name, numbers, values)
+        table.write("after", before[joins], numbers[joins])
+        last = (table.read("stop", before[joins]) - 1) % self.num_rows
+        self.following[last] = firsts[joins] % self.num_rows
+
+    def _evict(self, begin: int) -> Ints:
+        """Forget positions below `begin`; the positions of live steps that are gone, i64[D]."""
+        if begin <= self.begin:
+            return np.empty(0, np.int64)
+        gone = np.arange(self.begin, begin)
+        rows = gone % self.num_rows
+        after = self.following[rows[self.is_step[rows]]].astype(np.int64)
+        self._free += after[after >= self.num_rows].tolist()
+        removed = [gone[self.is_live[rows]]]
+        self.is_live[rows] = self.is_step[rows] = False
+        self.begin = begin
+        self.chunks.forget(int(self._chunk[begin % self.num_rows]) if begin < self.end else self.chunks.end)
+        for _ in range(self.history):  # steps that have lost what came before them
+            after = after[after < self.num_rows]
+            after = after[self.is_step[after]]
+            removed.append(self.positions(after[self.is_live[after]]))
+            self.is_live[after] = False
+            after = self.following[after].astype(np.int64)
+        positions = np.concatenate(removed)
+        self.num_live -= len(positions)
+        self.removed += len(positions)
+        return positions
+
+    # Checkpoints
+
+    def get_state(self) -> dict[str, Any]:
+        """The whole index, as plain values and arrays."""
+        numbers = ("begin", "end", "num_live", "inserted", "removed")
+        return {
+            "counts": {name: getattr(self, name) for name in numbers},
+            "is_live": self.is_live.copy(),
+            "is_step": self.is_step.copy(),
+            "following": self.following.copy(),
+            "chunk": self._chunk.copy(),
+            "free": list(self._free),
+            "chunks": self.chunks.get_state(),
+            "open": {
+                lane: [opened.number.copy(), opened.steps.copy(), opened.chunk.copy()]
+                for lane, opened in self._open.items()
+            },
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take what `get_state` gave, of an index of the same size."""
+        for name, count in state["counts"].items():
+            setattr(self, name, count)
+        self.is_live[:], self.is_step[:] = state["is_live"], state["is_step"]
+        self.following[:], self._chunk[:] = state["following"], state["chunk"]
+        self._free = list(state["free"])
+        self.chunks.set_state(state["chunks"])
+        self._open = {lane: OpenEpisodes(*(each.copy() for each in fields)) for lane, fields in state["open"].items()}

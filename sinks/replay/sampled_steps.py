@@ -1,0 +1,121 @@
+"""Sampled steps: where the rows of a batch stand in a replay, and what stands around them."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks.replay.chunk_table import Ints
+from rollflow.sinks.replay.row_columns import RowColumns
+from rollflow.sinks.replay.row_index import RowIndex
+from rollflow.sinks.replay.samplers import Draw
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.tree import Tree, map_tree
+
+IDS, AGE, WEIGHTS = "ids", "age", "weights"
+
+
+class SampledSteps:
+    """Steps of one batch, which a piece gets as `episodes`; it may read whatever the replay holds about them.
+
+    rows          index of the replay
+    columns       memory of the replay
+    frames        newest observations in each item of `obs`; 1: the observation itself
+    generator     for what a piece draws
+
+    positions     i64[B] or i64[B, L] of the steps; for padding, the position of the row's first step
+    is_padding    bool[B, L]; None: there is none
+    """
+
+    def __init__(
+        self, rows: RowIndex, columns: RowColumns, draw: Draw, frames: int, generator: np.random.Generator
+    ) -> None:
+        self.rows, self.columns, self.generator = rows, columns, generator
+        self.is_padding: NDArray[np.bool_] | None = None
+        self.positions = draw.positions
+        self._draw, self._frames = draw, frames
+        if draw.positions.ndim == 2:
+            self.is_padding = draw.positions < 0
+            self.positions = np.where(self.is_padding, draw.positions[:, :1], draw.positions)
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def read(self, name: str, positions: Ints) -> Tree:
+        """A column at positions of any shape: a tree of new arrays any[*positions.shape, ...]."""
+        return self.columns.read(name, self.rows.rows(positions))
+
+    def observations(self, positions: Ints) -> Tree:
+        """The observations before the steps at positions, with their frames."""
+        if self._frames == 1:
+            return self.read(Columns.OBS, positions)
+        at, there = self._frames_before(positions)
+
+        def stacked(leaf: NDArray[Any]) -> NDArray[Any]:
+            leaf[~there] = 0
+            return leaf
+
+        return map_tree(stacked, self.read(Columns.OBS, at))
+
+    def next_observations(self, positions: Ints) -> Tree:
+        """The observations after the steps at positions, with their frames."""
+        following = self.rows.following[self.rows.rows(positions)]
+        if self._frames == 1:
+            return self.columns.read(Columns.OBS, following)
+        at, there = self._frames_before(positions)
+        at = np.concatenate([self.rows.rows(at[..., 1:]), following[..., None]], axis=-1)
+        there = np.concatenate([there[..., 1:], np.ones((*positions.shape, 1), np.bool_)], axis=-1)
+
+        def stacked(leaf: NDArray[Any]) -> NDArray[Any]:
+            leaf[~there] = 0
+            return leaf
+
+        return map_tree(stacked, self.columns.read(Columns.OBS, at))
+
+    def goes_on(self, positions: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """One step on in each episode: (positions, whether the replay has that step); else the same position."""
+        following = self.rows.following[self.rows.rows(positions)].astype(np.int64)
+        is_step = self.rows.is_step[following]
+        return np.where(is_step, self.rows.positions(following), positions), is_step
+
+    def batch(self) -> dict[str, Any]:
+        """Every column of the steps, as arrays, with `new_obs`, `ids`, `age` and what the sampler adds."""
+        draw, at, rows = self._draw, self.positions, self.rows.rows(self.positions)
+        if self._frames == 1:
+            following = self.rows.following.take(rows)
+            seen = self.columns.read(Columns.OBS, rows), self.columns.read(Columns.OBS, following)
+        else:
+            seen = self.observations(at), self.next_observations(at)
+        batch = {Columns.OBS: seen[0], Columns.NEXT_OBS: seen[1]}
+        for name in self.columns.trees:
+            if name == Columns.STATE_IN and self.is_padding is not None:
+                batch[name] = self.columns.read(name, rows[:, 0])
+            elif name != Columns.OBS:
+                batch[name] = self.columns.read(name, rows)
+        batch[AGE] = self.rows.end - at
+        if self.is_padding is not None:
+            self._pad(batch)
+        batch[IDS] = draw.ids.copy()
+        if draw.weights is not None:
+            batch[WEIGHTS] = draw.weights
+        return batch
+
+    def _pad(self, batch: dict[str, Any]) -> None:
+        """Make padding zeros, and say where it is."""
+        padding = self.is_padding
+        assert padding is not None
+        for name, tree in batch.items():
+            if name != Columns.STATE_IN:
+                map_tree(lambda leaf: leaf.__setitem__(padding, 0), tree)
+        batch[Columns.SEQ_LENS] = (~padding).sum(1)
+        batch[Columns.LOSS_MASK] = ~padding if self._draw.trained is None else self._draw.trained
+
+    def _frames_before(self, positions: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+        """Positions of the newest observations up to each step, oldest first, i64[..., frames], and which exist."""
+        flat = positions.reshape(-1)
+        found = [self.rows.back(flat, steps) for steps in range(self._frames - 1, 0, -1)]
+        at = np.stack([*(each for each, _ in found), flat], axis=-1)
+        wanted = np.arange(self._frames - 1, -1, -1)
+        there = np.stack([*(gone for _, gone in found), np.zeros(len(flat), np.int64)], axis=-1) == wanted
+        shape = (*positions.shape, self._frames)
+        return at.reshape(shape), there.reshape(shape)

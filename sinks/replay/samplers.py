@@ -1,0 +1,284 @@
+"""Samplers: which of a replay's steps go into a batch."""
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.nodes.connectors.checked import checked_count
+from rollflow.sinks.replay.chunk_table import Ints
+from rollflow.sinks.replay.row_index import Bools, RowIndex
+from rollflow.stream.data.errors import ReplayError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """Steps that were drawn.
+
+    positions    i64[B], or i64[B, L] for rows of L steps in time order, -1 behind the last of a row
+    ids          i64[B]  the step that each row was drawn for, whose priority may be updated
+    weights      f32[B]  importance weights; None: all rows count alike
+    trained      bool[B, L]  the steps to be trained on; None: all of them
+    """
+
+    positions: Ints
+    ids: Ints
+    weights: NDArray[np.float32] | None = None
+    trained: Bools | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps to be trained on."""
+        return int(self.positions.size if self.trained is None else np.count_nonzero(self.trained))
+
+
+class Sampler(abc.ABC):
+    """Base of samplers; a subclass overrides `draw`, and whatever else it needs."""
+
+    @property
+    def steps(self) -> int:
+        """Steps to be trained on in one row of a batch, at most; 1 where that is not known before."""
+        return 1
+
+    @property
+    def has_priorities(self) -> bool:
+        """True if steps have priorities, which may be updated."""
+        return False
+
+    @abc.abstractmethod
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        """Draw `count` rows of a batch from a replay that has steps. Called in one thread at a time."""
+
+    def begin(self, rows: RowIndex) -> None:
+        """Called once, before the first insert."""
+        return None
+
+    def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
+        """Called with the positions of new steps, in ascending order, without gaps but for ends of episodes."""
+        return None
+
+    def note_removed(self, rows: RowIndex, positions: Ints) -> None:
+        """Called with the positions of steps that may no longer be sampled, after these have gone."""
+        return None
+
+    def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
+        """Set the priorities of steps that are still there. Raises ReplayError for a sampler without priorities."""
+        raise ReplayError(
+            f"{type(self).__name__} has no priorities to be updated; expected Replay(sampler=Prioritized())"
+        ).see("replay")
+
+    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
+        """The priorities f64[n] of steps. Raises ReplayError for a sampler without priorities."""
+        raise ReplayError(
+            f"{type(self).__name__} has no priorities to remove by; expected Replay(sampler=Prioritized())"
+        ).see("replay")
+
+    def get_state(self) -> dict[str, Any]:
+        """What a checkpoint needs, as plain values and arrays."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take the state of `get_state`."""
+        return None
+
+
+class Uniform(Sampler):
+    """Draws each step with the same probability, with replacement."""
+
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        positions = _uniform(rows, count, generator)
+        return Draw(positions, positions)
+
+
+class Newest(Sampler):
+    """Takes the newest steps, newest first, each once. A replay with fewer steps gives all that it has."""
+
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        window = count
+        while True:
+            window = min(2 * window, rows.end - rows.begin)
+            positions = np.arange(rows.end - window, rows.end)
+            positions = positions[rows.is_live[rows.rows(positions)]][::-1][:count]
+            if len(positions) == count or window == rows.end - rows.begin:
+                return Draw(positions, positions)
+
+
+class Mixture(Sampler):
+    """Fills shares of each batch by several samplers of single steps.
+
+        parts    (sampler, share) for each; shares add up to 1
+
+    Shares are rounded to whole rows, the largest remainders up. Raises ValueError for other shares.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Sampler, float]]) -> None:
+        self.parts = [(sampler, float(share)) for sampler, share in parts]
+        shares = [share for _, share in self.parts]
+        if not shares or min(shares) <= 0 or not np.isclose(sum(shares), 1.0):
+            raise ValueError(f"shares are {shares}, expected numbers above 0 that add up to 1")
+
+    @property
+    def has_priorities(self) -> bool:
+        return any(sampler.has_priorities for sampler, _ in self.parts)
+
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        draws = [
+            sampler.draw(rows, size, generator)
+            for (sampler, _), size in zip(self.parts, counts_of([share for _, share in self.parts], count), strict=True)
+            if size
+        ]
+        if any(each.positions.ndim != 1 for each in draws):
+            raise ReplayError("a Mixture takes samplers of single steps; expected Sequences(..., of=Mixture(...))")
+        weights = None
+        if any(each.weights is not None for each in draws):
+            weights = np.concatenate(
+                [np.ones(len(each.ids), np.float32) if each.weights is None else each.weights for each in draws]
+            )
+        positions = np.concatenate([each.positions for each in draws])
+        return Draw(positions, positions, weights)
+
+    def begin(self, rows: RowIndex) -> None:
+        for sampler, _ in self.parts:
+            sampler.begin(rows)
+
+    def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
+        for sampler, _ in self.parts:
+            sampler.note_inserted(rows, positions)
+
+    def note_removed(self, rows: RowIndex, positions: Ints) -> None:
+        for sampler, _ in self.parts:
+            sampler.note_removed(rows, positions)
+
+    def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
+        """Set the priorities for every part that has some. Raises ReplayError where none has."""
+        able = [sampler for sampler, _ in self.parts if sampler.has_priorities]
+        if not able:
+            super().update_priorities(rows, ids, values)
+        for sampler in able:
+            sampler.update_priorities(rows, ids, values)
+
+    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
+        """The priorities of the first part that has some. Raises ReplayError where none has."""
+        able = [sampler for sampler, _ in self.parts if sampler.has_priorities]
+        return able[0].priorities(rows, positions) if able else super().priorities(rows, positions)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"parts": [sampler.get_state() for sampler, _ in self.parts]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        for (sampler, _), each in zip(self.parts, state["parts"], strict=True):
+            sampler.set_state(each)
+
+
+class Sequences(Sampler):
+    """Draws rows of consecutive steps of one episode.
+
+        length     steps to be trained on, from 1 on; fewer where the episode ends, or has not gone on yet
+        burn_in    steps before those, for a recurrent module's state; fewer where the episode begins, or its older
+                   steps are gone
+        of         sampler of the step with which the steps to be trained on begin
+
+    A row has the steps one after the other, padded behind to burn_in + length. `loss_mask` is True at the steps to be
+    trained on. A stateful module's `state_in` is the state stored for the row's first step.
+    """
+
+    def __init__(self, length: int, burn_in: int = 0, *, of: Sampler | None = None) -> None:
+        self.length, self.burn_in = checked_count("length", length, 1), checked_count("burn_in", burn_in, 0)
+        self.of = Uniform() if of is None else of
+
+    @property
+    def steps(self) -> int:
+        return self.length
+
+    @property
+    def has_priorities(self) -> bool:
+        return self.of.has_priorities
+
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        drawn = self.of.draw(rows, count, generator)
+        if drawn.positions.ndim != 1:
+            raise ReplayError(f"Sequences(of={type(self.of).__name__}(...)): expected a sampler of single steps")
+        starts, before = rows.back(drawn.positions, self.burn_in)
+        positions = rows.forward(starts, self.burn_in + self.length)
+        place = np.arange(self.burn_in + self.length)
+        there = (positions >= 0) & (place < before[:, None] + self.length)
+        positions = np.where(there, positions, -1)
+        return Draw(positions, drawn.ids, drawn.weights, there & (place >= before[:, None]))
+
+    def begin(self, rows: RowIndex) -> None:
+        self.of.begin(rows)
+
+    def note_inserted(self, rows: RowIndex, positions: Ints) -> None:
+        self.of.note_inserted(rows, positions)
+
+    def note_removed(self, rows: RowIndex, positions: Ints) -> None:
+        self.of.note_removed(rows, positions)
+
+    def update_priorities(self, rows: RowIndex, ids: Ints, values: NDArray[Any]) -> None:
+        self.of.update_priorities(rows, ids, values)
+
+    def priorities(self, rows: RowIndex, positions: Ints) -> NDArray[np.float64]:
+        return self.of.priorities(rows, positions)
+
+    def get_state(self) -> dict[str, Any]:
+        return self.of.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.of.set_state(state)
+
+
+class Episodes(Sampler):
+    """Draws whole episodes that have ended, each with the same probability, padded behind to the longest drawn."""
+
+    def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
+        chunks, last = rows.chunks, rows.chunks.numbers()
+        is_there = chunks.read("stop", last) > rows.begin  # else only the last observation is left
+        last = last[chunks.read("has_ended", last) & chunks.read("is_whole", last) & is_there]
+        lengths = self._lengths(rows, last)
+        newest = chunks.read("stop", last) - 1
+        firsts, _ = rows.back(newest, int(lengths.max(initial=1)) - 1)
+        kept = np.flatnonzero(rows.episode_step(firsts) == 0)
+        if not len(kept):
+            raise ReplayError(
+                "no episode that has ended is there as a whole: expected a larger min_size, or a larger capacity"
+            ).see("replay")
+        chosen = kept[generator.integers(len(kept), size=count)]
+        positions = rows.forward(firsts[chosen], int(lengths[chosen].max()))
+        return Draw(positions, positions[:, 0], None, positions >= 0)
+
+    @staticmethod
+    def _lengths(rows: RowIndex, last: Ints) -> Ints:
+        """The lengths of the episodes that end with the chunks `last`."""
+        chunks = rows.chunks
+        lengths: Ints = chunks.read("t_started", last) + chunks.read("stop", last) - chunks.read("first", last)
+        return lengths
+
+
+def counts_of(shares: Sequence[float], count: int) -> list[int]:
+    """`count` cut into whole numbers by shares, the largest remainders rounded up."""
+    exact = np.array(shares) * count
+    counts = np.floor(exact + 1e-9).astype(int)
+    counts[np.argsort(counts - exact, kind="stable")[: count - int(counts.sum())]] += 1
+    return [int(each) for each in counts]
+
+
+def _uniform(rows: RowIndex, count: int, generator: np.random.Generator) -> Ints:
+    """Positions of live steps, i64[count], each with the same probability."""
+    span = rows.end - rows.begin
+    if rows.num_live == span:
+        return generator.integers(rows.begin, rows.end, size=count)
+    if rows.num_live < span // 4:
+        kept = np.arange(rows.begin, rows.end)
+        kept = kept[rows.is_live[rows.rows(kept)]]
+        return kept[generator.integers(len(kept), size=count)]
+    found: list[Ints] = []
+    missing = count
+    while missing:
+        drawn = generator.integers(rows.begin, rows.end, size=missing * span // rows.num_live + 16)
+        drawn = drawn[rows.is_live.take(rows.rows(drawn))][:missing]
+        missing -= len(drawn)
+        found.append(drawn)
+    return found[0] if len(found) == 1 else np.concatenate(found)

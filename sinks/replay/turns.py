@@ -1,0 +1,71 @@
+"""Turns of a replay's two sides, inserts and samples: who waits for the other, and for how long."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Literal
+
+import anyio
+
+Side = Literal["insert", "sample"]
+
+
+class Turns:
+    """Lets threads, or tasks of one event loop, wait until their side may go on.
+
+    lock       held while anything is changed, or looked at
+    waited     side -> seconds for which it has waited
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self.waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}
+        self._waiting: list[Side] = []
+        self._changed: anyio.Event | None = None  # where a graph runs
+
+    @property
+    def waiting(self) -> Side | None:
+        """The side that waits now; None: neither does."""
+        return self._waiting[0] if self._waiting else None
+
+    def enter_loop(self) -> None:
+        """Let tasks of the event loop wait, from now on."""
+        self._changed = anyio.Event()
+
+    def notify(self) -> None:
+        """Have those that wait look again. The lock is held; where tasks wait, in their loop's thread."""
+        self.lock.notify_all()
+        if self._changed is not None:
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    def wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> bool:
+        """Wait, with the lock held, until a side may go on; False: not within `wait_s` seconds. None: any time."""
+        if admits():
+            return True
+        if wait_s == 0.0:
+            return False
+        with self._counted(side):
+            return self.lock.wait_for(admits, wait_s)
+
+    async def wait_in_loop(self, side: Side, admits: Callable[[], bool]) -> None:
+        """Wait in a task, without the lock, until a side may go on."""
+        while True:
+            with self.lock:
+                if admits():
+                    return
+                changed = self._changed
+            assert changed is not None
+            with self._counted(side):
+                await changed.wait()
+
+    @contextmanager
+    def _counted(self, side: Side) -> Iterator[None]:
+        began = monotonic()
+        self._waiting.append(side)
+        try:
+            yield
+        finally:
+            self._waiting.remove(side)
+            self.waited[side] += monotonic() - began

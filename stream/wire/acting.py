@@ -1,0 +1,207 @@
+"""Connections between a client that wants actions and a server of policies, and their memories across connections.
+
+A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a lost
+connection it sends those without an answer again. The server keeps its answers until the client says that it has them:
+a request that it has taken before is not acted on again, but answered as it was. So every request is acted on once by a
+server that remembers the client, and answered once.
+"""
+
+from collections.abc import Sequence
+
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.wire.codec.acting import Act, Acted, Release
+from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
+from rollflow.stream.wire.codec.limits import Limits
+from rollflow.stream.wire.codec.message import Message
+from rollflow.stream.wire.codec.messages import Settings
+from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
+from rollflow.stream.wire.ends import Acceptor, Initiator
+from rollflow.stream.wire.session import TakenRequest
+
+
+class ClientSession:
+    """A client's memory of its requests.
+
+    token     16 random bytes that identify the session
+    number    of the last request
+    window    requests from the oldest without an answer on that may be asked; 0: no server has said so yet
+    """
+
+    def __init__(self, token: bytes) -> None:
+        self.token = token
+        self.number = self.window = 0
+        self._under_way: dict[int, Act] = {}
+
+    @property
+    def under_way(self) -> Sequence[Act]:
+        """The requests without an answer, in their order."""
+        return list(self._under_way.values())
+
+    @property
+    def done(self) -> int:
+        """Number of the last request such that it and all before are answered, or given up."""
+        return next(iter(self._under_way), self.number + 1) - 1
+
+    @property
+    def may_ask(self) -> bool:
+        """True if another request is within the window."""
+        return self.number < self.done + self.window
+
+    def ask(self, act: Act) -> None:
+        """Record that a request is under way. Raises WireError if it is not the next one, or beyond the window."""
+        if act.number != self.number + 1 or not self.may_ask:
+            last = self.done + self.window
+            raise WireError(f"act {act.number}, expected {self.number + 1}, and at most {last}", "number")
+        self.number = act.number
+        self._under_way[act.number] = act
+
+    def drop(self, number: int) -> bool:
+        """Forget a request that was answered, or is given up; False: it is not under way."""
+        return self._under_way.pop(number, None) is not None
+
+
+class ClientConnection(Initiator):
+    """A client's end, with a Hello of role "client". Constructed as an `Initiator`.
+
+    session    the client's memory, the same for one connection after another
+
+    Events: Welcome, Settings, Acted, each request's once, and at the end Goodbye or ConnectionBroken. Requests without
+    an answer are sent again as soon as the Welcome has come.
+    """
+
+    roles = "client", "server"
+
+    def __init__(
+        self, hello: Hello, session: ClientSession, *, secret: bytes | None, limits: Limits, now: float
+    ) -> None:
+        super().__init__(hello, secret=secret, limits=limits, now=now)
+        self._session = session
+
+    def ask(self, act: Act) -> None:
+        """Send a request, whose arrays must not change until it is answered; or have the next connection send it.
+
+        Raises WireError for a request that can't be made now, or is larger than the server takes; it is then not under
+        way. A WireError with the code "undelivered" says that the connection is broken: the next one sends it.
+        """
+        buffers = encoded(act, self._peer_max_frame, self.peer)
+        self._session.ask(act)
+        if self.phase is ConnectionPhase.RUNNING:
+            self._queue(buffers)
+
+    def _begin(self, welcome: Welcome) -> None:
+        if welcome.session != self._session.token:
+            raise WireError("welcome.session is not the one in the hello", "session")
+        if welcome.credits < 1:
+            raise WireError("welcome.credits is 0, expected the requests that may be under way", "session")
+        self._session.window = welcome.credits
+        for act in self._session.under_way:
+            self._send(act)
+
+    def _take_running(self, message: Message) -> list[Event]:
+        if isinstance(message, Settings):
+            return [message]
+        if isinstance(message, Acted):
+            if message.number > self._session.number:
+                raise WireError(f"acted {message.number}, expected at most {self._session.number}", "number")
+            return [message] if self._session.drop(message.number) else []
+        raise WireError(f"{message.kind} to a client, expected acted or settings", "order")
+
+
+class ServerSession:
+    """A server's memory of one client.
+
+    token     16 random bytes of the client that identify the session
+    window    requests from the oldest without an answer on that the client may ask
+    """
+
+    def __init__(self, token: bytes, window: int) -> None:
+        self.token, self.window = token, window
+        self.is_welcomed = False
+        self._done = 0
+        self._under_way: set[int] = set()
+        self._answers: dict[int, Acted] = {}
+
+    @property
+    def num_under_way(self) -> int:
+        """Requests that are taken and not answered."""
+        return len(self._under_way)
+
+    def take(self, act: Act) -> TakenRequest:
+        """Take a request; return the reaction to it. Raises WireError if it is beyond the window."""
+        number = act.number
+        if act.done >= number:
+            raise WireError(f"act.done is {act.done}, expected less than {number}, its number", "number")
+        if act.done > self._done:
+            self._done = act.done
+            for answered in [each for each in self._answers if each <= act.done]:
+                del self._answers[answered]
+        if number in self._answers:
+            return TakenRequest.AGAIN
+        if number <= self._done or number in self._under_way:
+            return TakenRequest.KNOWN
+        if number > self._done + self.window:
+            most = self._done + self.window
+            raise WireError(f"act {number}, expected at most {most}: {self.window} beyond what is done", "credit")
+        self._under_way.add(number)
+        return TakenRequest.NEW
+
+    def answer_to(self, number: int) -> Acted:
+        """The kept answer to a request."""
+        return self._answers[number]
+
+    def keep(self, acted: Acted) -> None:
+        """Keep the answer to a request until the client has it; of one that it has given up, nothing."""
+        self._under_way.remove(acted.number)
+        if acted.number > self._done:
+            self._answers[acted.number] = acted
+
+
+class ServerConnection(Acceptor):
+    """A server's end. Constructed as an `Acceptor`.
+
+    Events:
+
+        Hello                       the client has proved itself: answer with `welcome` or `refuse`
+        Act                         each request once: answer with `answer`, in any order
+        Release                     sessions that are over
+        Goodbye, ConnectionBroken   the end
+    """
+
+    roles = "server", "client"
+
+    _session: ServerSession | None = None
+
+    def welcome(self, session: ServerSession) -> None:
+        """Welcome the client, with the session that its Hello names. Raises WireError if no Hello has come."""
+        grants = (LaneGrant(0, 1, 0, 0),)
+        self._welcome(session.token, resumed=session.is_welcomed, credits=session.window, lanes=grants)
+        self._session = session
+        session.is_welcomed = True
+
+    def answer(self, acted: Acted) -> None:
+        """Answer a request; a connection that does not run leaves the answer to the next one.
+
+        Raises WireError if the answer is larger than the client takes: it is then not answered. A WireError with the
+        code "undelivered" says that the connection is broken: the next one sends the answer.
+        """
+        assert self._session is not None
+        buffers = encoded(acted, self._peer_max_frame, self.peer)
+        self._session.keep(acted)
+        if self.phase is ConnectionPhase.RUNNING:
+            self._queue(buffers)
+
+    def _check(self, hello: Hello) -> None:
+        if hello.role != "client":
+            raise WireError(f"hello.role is {hello.role!r}, expected 'client': this is a server of policies", "role")
+
+    def _take_running(self, message: Message) -> list[Event]:
+        if self._session is None:
+            return []  # after a goodbye in the handshake
+        if isinstance(message, Act):
+            taken = self._session.take(message)
+            if taken is TakenRequest.AGAIN:
+                self._send(self._session.answer_to(message.number))
+            return [message] if taken is TakenRequest.NEW else []
+        if isinstance(message, Release):
+            return [message]
+        raise WireError(f"{message.kind} from a client, expected act or release", "order")

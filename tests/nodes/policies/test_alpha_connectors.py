@@ -1,0 +1,139 @@
+"""Policies with Alpha pipelines: saved with their learnt state, and loaded where their connectors are registered."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_policies import ACTIONS, BOX
+
+from rollflow.nodes import DefaultModelConfig, Rollout
+from rollflow.nodes.connectors.alpha import (
+    ActionConnectorPipeline,
+    AgentConnector,
+    AgentConnectorPipeline,
+    ClipRewardAgentConnector,
+    ConnectorContext,
+    EnvSamplingAgentConnector,
+    MeanStdObservationFilterAgentConnector,
+    default_action_connectors,
+    default_agent_connectors,
+    get_connector,
+    register_lambda_action_connector,
+    register_lambda_agent_connector,
+    registry,
+)
+from rollflow.nodes.policies.plain_values import from_plain, to_plain
+from rollflow.policy import Policy
+from rollflow.stream import PolicyError
+
+Halved = register_lambda_agent_connector("HalvedForPolicies", lambda data: {**data, "new_obs": data["new_obs"] / 2})
+Flipped = register_lambda_action_connector(
+    "FlippedForPolicies", lambda actions, states, fetches: (1 - actions, states, fetches)
+)
+CONTEXT = ConnectorContext(observation_space=BOX, action_space=ACTIONS["box"])
+
+
+def trained(path: Path, *, lstm: bool = False) -> Policy:
+    """Save the policy of a rollout with Alpha pipelines on both sides, whose filter has learnt."""
+    with Rollout(
+        "CartPole-v1",
+        num_envs=2,
+        fragment_length=16,
+        num_fragments=2,
+        seed=0,
+        model_config=DefaultModelConfig(fcnet_hiddens=(8,), use_lstm=lstm, lstm_cell_size=6),
+        env_to_module_connector=lambda env: AgentConnectorPipeline(
+            None, [Halved(), MeanStdObservationFilterAgentConnector(None), ClipRewardAgentConnector(None, limit=1.0)]
+        ),
+        module_to_env_connector=lambda env: ActionConnectorPipeline(None, [Flipped()]),
+    ) as rollout:
+        for _ in rollout.fragments():
+            pass
+        rollout.save_policy(path)
+        return rollout.policy()
+
+
+@pytest.mark.parametrize("lstm", [False, True])
+def test_a_loaded_policy_acts_as_the_one_that_was_saved(lstm: bool, tmp_path: Path) -> None:
+    policy = trained(tmp_path / "a", lstm=lstm)
+    loaded = Policy.load(tmp_path / "a")
+    rng = np.random.default_rng(0)
+    for step in range(12):
+        observations = rng.normal(size=(3, 4)).astype(np.float32)
+        if step == 6:
+            for each in (policy, loaded):
+                each.reset(1)
+        for each in (policy, loaded):
+            each.act_batch(observations)
+        for name in ("action_dist_inputs", "actions", "actions_for_env"):
+            np.testing.assert_array_equal(policy.outputs[name], loaded.outputs[name])
+        np.testing.assert_array_equal(loaded.outputs["actions_for_env"], 1 - loaded.outputs["actions"])
+    loaded.save(tmp_path / "b")
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_filters_learn_only_where_they_are_asked_to(learns: bool, tmp_path: Path) -> None:
+    trained(tmp_path / "p")
+    loaded = Policy.load(tmp_path / "p", learns=learns)
+    before = str(loaded.env_to_module.get_state())
+    for value in range(4):
+        loaded.act(np.full(4, value / 4, np.float32))
+    assert (str(loaded.env_to_module.get_state()) != before) is learns
+
+
+def test_a_connector_that_is_not_registered_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path / "p")
+    monkeypatch.delitem(registry._CONNECTORS, "HalvedForPolicies")
+    with pytest.raises(PolicyError, match=r"no connector is registered by the name 'HalvedForPolicies'"):
+        Policy.load(tmp_path / "p")
+
+
+def test_a_connector_without_a_name_is_refused_where_it_is_saved(tmp_path: Path) -> None:
+    class Own(AgentConnector):
+        """Connector of a user, who forgot to_state."""
+
+        def transform(self, ac_data: Any) -> Any:
+            return ac_data
+
+    with (
+        Rollout(
+            "CartPole-v1", env_to_module_connector=lambda env: AgentConnectorPipeline(None, [Own()]), fragment_length=2
+        ) as rollout,
+        pytest.raises(ValueError, match="Own has no to_state"),
+    ):
+        rollout.save_policy(tmp_path / "p")
+    assert not (tmp_path / "p").exists()
+
+
+# Every connector
+
+RECIPES: dict[str, Any] = {
+    "AgentConnectorPipeline": lambda: default_agent_connectors(CONTEXT),
+    "ActionConnectorPipeline": lambda: default_action_connectors(CONTEXT),
+    "ClipRewardAgentConnector": lambda: ClipRewardAgentConnector(CONTEXT, limit=2.0),
+    "EnvSamplingAgentConnector": lambda: EnvSamplingAgentConnector(CONTEXT),
+}
+
+
+def registered() -> list[str]:
+    """The names of rollflow's own connectors, which `get_connector` finds."""
+    get_connector("ClipRewardAgentConnector", CONTEXT, None)
+    own = (cls for cls in registry._CONNECTORS.values() if cls.__module__.startswith("rollflow."))
+    return sorted({cls.__name__ for cls in own} - {"LambdaAgentConnector", "LambdaActionConnector"})
+
+
+@pytest.mark.parametrize("name", registered())
+def test_every_connector_of_rollflow_comes_back_as_it_was(name: str) -> None:
+    cls = registry._CONNECTORS[name]
+    connector = RECIPES.get(name, lambda: cls(CONTEXT))()
+    arrays: dict[str, Any] = {}
+    plain = to_plain(connector, "piece", arrays)
+    assert plain["$connector"]["name"] == name
+    again = from_plain(plain, "piece", dict(arrays))
+    assert type(again) is type(connector)
+    second: dict[str, Any] = {}
+    assert to_plain(again, "piece", second) == plain
+    assert second.keys() == arrays.keys()

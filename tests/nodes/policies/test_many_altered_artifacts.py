@@ -1,0 +1,300 @@
+"""Ten thousand altered policies: each is refused in words, or does what it did; nothing of theirs is run."""
+
+import json
+import random
+import resource
+import shutil
+import struct
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from altered_policies import FORBIDDEN, HOSTILE, change_arrays, no_change, places_of, sign, write_zip
+from drawn_policies import logged_rollout
+
+from rollflow.policy import OnnxPolicy, Policy
+from rollflow.stream import PolicyError
+
+SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6, "use_lstm": True}
+MOST_MEMORY = 2 << 30  # bytes that loading may ask for beyond what the program has
+COUNT, PARTS = 10_000, 10
+ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors", "programs.safetensors")
+FILES = ("policy.json", "programs.json", "policy.onnx", *ARRAYS)
+FORBIDDEN_EVENTS = ("os.", "subprocess.", "socket.connect", "pickle.find_class", "ctypes.dlopen", "shutil.")
+NEEDED = {"rollflow", "torch", "numpy", *sys.stdlib_module_names}
+HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk")
+
+
+class Watch:
+    """Keeps what is done by programs that are run, while it watches: an audit hook can't be taken away again."""
+
+    def __init__(self) -> None:
+        self.watches, self.seen = False, list[str]()
+        self._modules: set[str] = set()
+        sys.addaudithook(self._hear)
+
+    def __enter__(self) -> None:
+        self.watches, self._modules = True, set(sys.modules)
+
+    def __exit__(self, *_: object) -> None:
+        self.watches = False
+        new = {name.split(".")[0] for name in set(sys.modules) - self._modules}
+        self.seen += [f"import {name}" for name in new - NEEDED | new & {"antigravity"}]
+
+    def _hear(self, event: str, args: tuple[Any, ...]) -> None:
+        if not self.watches:
+            return
+        writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+        if writes or (event.startswith(FORBIDDEN_EVENTS) and event not in HARMLESS):
+            self.seen.append(f"{event} {args}")
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two policies `p` and `q`, which have programs of all kinds, and their zips."""
+    folder = tmp_path_factory.mktemp("saved")
+    for seed, name in enumerate("pq"):
+        _, rollout = logged_rollout("box", "discrete", "all", slots=1, seed=seed, model_config=SMALL)
+        policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+        policy.trained_on = {"policy_version": seed, "returns": np.arange(3.0)}
+        policy.save(folder / name, program=True, onnx=True)
+        Policy.load(folder / name).save(folder / f"{name}.zip")
+        OnnxPolicy.load(folder / name)
+    return folder
+
+
+@pytest.fixture
+def bounded_memory() -> Iterator[None]:
+    """A limit of the memory that the program may ask for."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_MEMORY, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# Ways to alter a copy; each returns the path that is to be loaded
+
+
+def flip_bits(copy: Path, saved: Path, rng: random.Random) -> Path:
+    path = copy / rng.choice(FILES)
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 1, 1, 8, 100])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    return copy
+
+
+def cut_off(copy: Path, saved: Path, rng: random.Random) -> Path:
+    path = copy / rng.choice(FILES)
+    data = path.read_bytes()
+    path.write_bytes(data[: rng.randrange(len(data))] if rng.random() < 0.7 else data + rng.randbytes(50))
+    return copy
+
+
+def swap_files(copy: Path, saved: Path, rng: random.Random) -> Path:
+    name = rng.choice(FILES)
+    source = saved / "q" / name if rng.random() < 0.5 else copy / rng.choice(FILES)
+    (copy / name).write_bytes(source.read_bytes())
+    return copy
+
+
+def swap_tensors(copy: Path, saved: Path, rng: random.Random) -> Path:
+    """Arrays under each other's names, of other kinds, missing and new, with checksums that fit."""
+
+    def change(arrays: dict[str, Any]) -> None:
+        names = sorted(arrays)
+        one = rng.choice(names) if names else "x"
+        other = rng.choice(names) if names else "y"
+        kind = rng.randrange(6)
+        if kind == 0 and names:
+            arrays[one], arrays[other] = arrays[other], arrays[one]
+        elif kind == 1:
+            arrays.pop(one, None)
+        elif kind == 2 and names:
+            arrays[f"{one}.new"] = arrays[one]
+        elif kind == 3 and names:
+            dtype = rng.choice([np.float16, np.float64, np.int64, np.bool_, np.uint8])
+            arrays[one] = np.nan_to_num(arrays[one]).astype(dtype)
+        elif kind == 4 and names:
+            arrays[one] = arrays[one].reshape(-1)[: rng.randrange(4)]
+        elif names:
+            arrays[one] = np.full_like(arrays[one], rng.choice([0, 1, 100]))
+
+    change_arrays(copy, rng.choice(ARRAYS), change)
+    return copy
+
+
+def break_header(copy: Path, saved: Path, rng: random.Random) -> Path:
+    """The header of a safetensors file says what is not so, with checksums that fit."""
+    path = copy / rng.choice(ARRAYS)
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    kind = rng.randrange(4)
+    if kind == 0:
+        size_said = rng.choice([0, 1, size - 1, 1 << 40, (1 << 64) - 1])
+        path.write_bytes(struct.pack("<Q", size_said) + data[8:])
+    else:
+        name = rng.choice(sorted(header)) if header else "x"
+        if kind == 1:
+            header[name] = rng.choice(HOSTILE)
+        elif isinstance(header.get(name), dict):
+            field = rng.choice(["dtype", "shape", "data_offsets"])
+            header[name][field] = rng.choice([*HOSTILE, [1 << 40], [-1, 5], "F64", [0, 1 << 62], [1 << 20, 1 << 20]])
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + size :])
+    sign(copy, no_change)
+    return copy
+
+
+def change_manifest(copy: Path, saved: Path, rng: random.Random) -> Path:
+    def change(manifest: dict[str, Any]) -> None:
+        files = manifest.pop("files")
+        mutate(manifest, rng)
+        manifest["files"] = files
+
+    sign(copy, change)
+    return copy
+
+
+def change_file_list(copy: Path, saved: Path, rng: random.Random) -> Path:
+    """Checksums, sizes and names of files that are not theirs, in a manifest whose digest fits."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        entries = manifest["files"]
+        if rng.random() < 0.3:
+            entries[rng.choice(["../p/module.safetensors", "/etc/passwd", "policy.json", "x"])] = {
+                "bytes": 1 << 40,
+                "sha256": "",
+            }
+        mutate(entries, rng)
+
+    sign(copy, change)
+    return copy
+
+
+def change_program(copy: Path, saved: Path, rng: random.Random) -> Path:
+    """Programs with other operations and arguments, with checksums that fit; the class is said to be another's."""
+    path = copy / "programs.json"
+    programs = json.loads(path.read_text())
+    mutate(programs, rng)
+    path.write_text(json.dumps(programs))
+    sign(copy, lambda manifest: manifest["module"].__setitem__("name", "own:Net"))
+    return copy
+
+
+def change_onnx(copy: Path, saved: Path, rng: random.Random) -> Path:
+    """Bits of the ONNX program, with checksums that fit."""
+    path = copy / "policy.onnx"
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.choice([1, 3])):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    path.write_bytes(data)
+    sign(copy, no_change)
+    return copy
+
+
+def hostile_json(copy: Path, saved: Path, rng: random.Random) -> Path:
+    depth = rng.randrange(1, 100_000)
+    texts = [
+        "[" * depth,
+        '{"a":' * depth,
+        '{"a": 1' + ', "a": 1' * 50 + "}",
+        "1" * depth,
+        '{"digest": "' + "0" * 64 + '"}',
+    ]
+    texts += ["NaN", '{"kind": Infinity}', "\ufeff{}", "{}" * 3, '"\\ud800"', "null", "1e999999", "-" * 9]
+    (copy / rng.choice(["policy.json", "programs.json"])).write_text(rng.choice(texts))
+    return copy
+
+
+def strange_zip(copy: Path, saved: Path, rng: random.Random) -> Path:
+    """Zips that are altered, compressed, or have files of other names, or the same twice."""
+    data = (saved / "p.zip").read_bytes()
+    path = copy / "p.zip"
+    kind = rng.randrange(5)
+    if kind == 0:
+        altered = bytearray(data)
+        altered[rng.randrange(len(data) - 700, len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(altered)
+    elif kind == 1:
+        path.write_bytes(data[: rng.randrange(len(data))])
+    elif kind == 2:
+        entries = {name: (copy / name).read_bytes() for name in FILES}
+        entries[rng.choice(FILES)] = bytes(rng.choice([1 << 20, 4 << 20]))
+        write_zip(path, entries, rng.choice([zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2]))
+    else:
+        entries = {name: (copy / name).read_bytes() for name in FILES}
+        names = [
+            "../evil",
+            "/tmp/evil",
+            "..\\evil",
+            "a/policy.json",
+            "policy.json/",
+            "evil.py",
+            "x\x00y",
+            "p\u202ef.json",
+        ]
+        write_zip(path, entries | {rng.choice(names): b"evil"})
+    return path
+
+
+def mutate(value: Any, rng: random.Random) -> None:
+    """Take away something within a JSON value, or put something hostile into its place."""
+    for _ in range(rng.choice([1, 1, 2])):
+        places = list(places_of(value))
+        if not places:
+            return
+        container, key = rng.choice(places)
+        if rng.random() < 0.2:
+            del container[key]
+        else:
+            names = [
+                *FORBIDDEN,
+                "antigravity:fly",
+                "aten.from_file.default",
+                "aten.full.default",
+                "aten.set_.source_Tensor",
+            ]
+            container[key] = rng.choice([*HOSTILE, *names])
+
+
+WAYS: list[Callable[[Path, Path, random.Random], Path]] = [
+    *(flip_bits, cut_off, swap_files, swap_tensors, break_header, change_manifest),
+    *(change_file_list, change_program, change_onnx, hostile_json, strange_zip),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_an_altered_policy_is_refused_or_does_what_it_did(
+    part: int, saved: Path, tmp_path: Path, watch: Watch, bounded_memory: None
+) -> None:
+    rng = random.Random(part)
+    copy, refused = tmp_path / "p", 0
+    for number in range(COUNT // PARTS):
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(saved / "p", copy)
+        way = WAYS[number % len(WAYS)]
+        path = way(copy, saved, rng)
+        load = OnnxPolicy.load if way is change_onnx else Policy.load
+        with watch:
+            try:
+                load(path)
+            except PolicyError as error:
+                refused += 1
+                assert str(error), way.__name__
+        assert not watch.seen, (way.__name__, number)
+    assert refused > COUNT // PARTS * 0.8
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["p"]

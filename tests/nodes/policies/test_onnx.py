@@ -1,0 +1,286 @@
+"""ONNX programs of whole policies: in onnxruntime they do what the policies do, and no torch is needed."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
+from own_policy_parts import Gated
+
+from rollflow.nodes import ConnectorV2, FrameStacking, MeanStdFilter, OneHotObservations, RandomModule
+from rollflow.nodes.policies.artifact_files import checksums, manifest_bytes, read_files
+from rollflow.policy import OnnxPolicy, Policy
+from rollflow.stream import PolicyError
+from rollflow.stream.data.tree import leaves_of, stack_trees
+
+SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}
+CASES = [
+    ("box", "none", False, "discrete"),
+    ("box", "all", True, "box"),
+    ("box", "frames", False, "several"),
+    ("box", "previous", True, "dict"),
+    ("masked", "filter", True, "discrete"),
+    ("nested", "previous", False, "several"),
+    ("nested", "none", False, "dict"),
+    ("image", "frames", False, "discrete"),
+    ("discrete", "one_hot", True, "box"),
+]
+
+
+def policy_of(space: str, pieces: str, lstm: bool, actions: str = "discrete", **options: Any) -> Policy:
+    """Policy taken from a rollout over random environments."""
+    _, rollout = logged_rollout(space, actions, pieces, slots=1, seed=1, model_config=SMALL | {"use_lstm": lstm})
+    return Policy(rollout.module, rollout.env_to_module, rollout.module_to_env, **options)
+
+
+def assert_plays_the_same(policy: Policy, program: OnnxPolicy, space: str) -> None:
+    """Act with both in sessions that come, end and change their company, and compare what comes out."""
+    rng = np.random.default_rng(4)
+    compared, apart = 0, 0
+    for _ in range(25):
+        ids = rng.permutation(4)[: rng.integers(1, 5)].tolist()
+        for session in ids:
+            if rng.random() < 0.2:
+                policy.reset(session)
+                program.reset(session)
+        observations = stack_trees([drawn_item(OBSERVATIONS[space], rng) for _ in ids])
+        rewards = rng.normal(size=len(ids)).astype(np.float32)
+        expected = policy.act_batch(observations, rewards, ids)
+        actions = program.act_batch(observations, rewards, ids)
+        logits = policy.outputs["action_dist_inputs"]
+        np.testing.assert_allclose(program.outputs["action_dist_inputs"], logits, 1e-5, 1e-5)
+        for one, other in zip(leaves_of(actions), leaves_of(expected), strict=True):
+            assert one.dtype == other.dtype
+            if one.dtype.kind == "f":
+                np.testing.assert_allclose(one, other, 1e-5, 1e-5)
+            else:
+                compared, apart = compared + one.size, apart + int((one != other).sum())
+    assert apart <= compared // 50  # two actions that are as likely but for rounding
+
+
+@pytest.mark.parametrize(("space", "pieces", "lstm", "actions"), CASES)
+def test_an_onnx_program_plays_as_the_policy_does(
+    space: str, pieces: str, lstm: bool, actions: str, tmp_path: Path
+) -> None:
+    policy = policy_of(space, pieces, lstm, actions)
+    policy.save(tmp_path / "p", onnx=True)
+    assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), space)
+
+
+def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None:
+    def made(*spaces: Any) -> Gated:
+        return Gated(*spaces, model_config=SMALL | {"use_lstm": True})
+
+    _, rollout = logged_rollout("box", "discrete", "all", slots=1, seed=1, module=made)
+    policy = Policy(rollout.module, rollout.env_to_module, rollout.module_to_env)
+    policy.save(tmp_path / "p", program=True)
+    Policy.load(tmp_path / "p").export_onnx(tmp_path / "p.onnx")
+    assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p.onnx"), "box")
+
+
+WITHOUT_TORCH = """
+import sys
+
+import numpy as np
+
+from rollflow.policy import OnnxPolicy
+
+policy = OnnxPolicy.load("p.zip")
+for step, observation in enumerate(np.load("observations.npy")):
+    print(int(policy.act(observation, float(step))))
+assert not [name for name in sys.modules if name.split(".")[0] in ("torch", "onnx", "onnxscript", "cloudpickle")]
+"""
+
+
+def test_it_acts_in_a_process_without_torch(tmp_path: Path) -> None:
+    policy = policy_of("box", "previous", True)
+    policy.save(tmp_path / "p.zip", onnx=True)
+    observations = np.random.default_rng(1).normal(size=(9, 3)).astype(np.float32)
+    np.save(tmp_path / "observations.npy", observations)
+    expected = [int(policy.act(observation, float(step))) for step, observation in enumerate(observations)]
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    assert not ran.returncode, ran.stderr
+    assert [int(line) for line in ran.stdout.split()] == expected
+
+
+def test_onnxruntime_alone_runs_it_by_the_names_of_its_inputs(tmp_path: Path) -> None:
+    policy = policy_of("box", "all", True)
+    policy.export_onnx(tmp_path / "p.onnx")
+    session = onnxruntime.InferenceSession(str(tmp_path / "p.onnx"), providers=["CPUExecutionProvider"])
+    inputs = {each.name: each.shape[1:] for each in session.get_inputs()}
+    assert inputs == {"obs": [3], "begins": [], "memory.0": [1, 3], "memory.1": [6], "memory.2": [6]}
+    memory = {name: np.full((1, *inputs[name]), np.nan, np.float32) for name in inputs if "memory" in name}
+    rng = np.random.default_rng(0)
+    for step in range(6):
+        observation = rng.normal(size=3).astype(np.float32)
+        given = {"obs": observation[None], "begins": np.array([step == 0]), **memory}
+        names = [each.name for each in session.get_outputs()]
+        made = dict(zip(names, session.run(None, given), strict=True))
+        memory = {name: made[f"next_{name}"] for name in memory}
+        assert int(made["actions"][0]) == int(policy.act(observation))
+
+
+def test_a_program_is_checked_and_says_nothing_of_where_it_was_made(tmp_path: Path) -> None:
+    policy_of("nested", "all", False).export_onnx(tmp_path / "p.onnx")
+    model = onnx.load(tmp_path / "p.onnx")
+    onnx.checker.check_model(model)
+    assert [each.key for each in model.metadata_props] == ["rollflow"]
+    assert b".py" not in (tmp_path / "p.onnx").read_bytes()
+
+
+def test_it_is_saved_again_as_the_same_bytes_until_the_weights_change(tmp_path: Path) -> None:
+    policy = policy_of("box", "filter", False)
+    policy.save(tmp_path / "a.zip", onnx=True, program=True)
+    loaded = Policy.load(tmp_path / "a.zip")
+    loaded.save(tmp_path / "b.zip")
+    assert (tmp_path / "a.zip").read_bytes() == (tmp_path / "b.zip").read_bytes()
+    loaded.publish({name: value * 3 + 0.1 for name, value in policy.module.state_dict().items()})
+    loaded.save(tmp_path / "c.zip")
+    assert_plays_the_same(loaded, OnnxPolicy.load(tmp_path / "c.zip"), "box")
+    loaded.save(tmp_path / "d", onnx=False)
+    assert not (tmp_path / "d" / "policy.onnx").exists()
+    with pytest.raises(PolicyError, match=r"has no policy.onnx, expected a policy saved with onnx=True"):
+        OnnxPolicy.load(tmp_path / "d")
+
+
+# What has no ONNX program
+
+
+class Own(ConnectorV2):
+    """Piece of a user."""
+
+    def __call__(self, *, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return batch
+
+
+SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
+REFUSED = [
+    (lambda: Policy(RandomModule, [Own()], **SPACES), r"'Own' \(Own\) has no tensor form, .*expected none but Add"),
+    (lambda: policy_of("box", "listed", False), "has no tensor form"),
+    (lambda: policy_of("box", "none", False, explore=True), "samples its actions.*expected explore=False"),
+    (lambda: Policy(RandomModule, [MeanStdFilter()], **SPACES, learns=True), "'MeanStdFilter' learns while it acts"),
+    (
+        lambda: Policy(RandomModule, [FrameStacking(num_frames=2), OneHotObservations()], **SPACES),
+        "'OneHotObservations' rewrites observations behind FrameStacking",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "text"), REFUSED)
+def test_what_has_no_tensor_form_is_named(make: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=text):
+        make().export_onnx(tmp_path / "p.onnx")
+    assert not (tmp_path / "p.onnx").exists()
+
+
+# What is not as it should be
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a policy that looks back to rewards and has an ONNX program."""
+    folder = tmp_path_factory.mktemp("saved") / "p"
+    policy_of("box", "previous", False).save(folder, onnx=True)
+    return folder
+
+
+ZEROS = np.zeros(3, np.float32)
+WRONG = [
+    ({"observation": np.zeros(4, np.float32)}, r"'obs' is float32\[1, 4\], expected float32\[1, 3\]"),
+    ({"observation": np.zeros(3, np.complex64)}, "'obs' is complex64"),
+    ({"observation": {"a": ZEROS}}, "'obs'"),
+    ({"observation": np.full(3, np.nan, np.float32)}, "'obs' is not finite"),
+    ({"observation": [ZEROS, [1]]}, "'obs' is no array"),
+    ({"observation": ZEROS}, "looks back to rewards"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), WRONG)
+def test_what_does_not_fit_is_named_and_changes_nothing(saved: Path, arguments: dict[str, Any], text: str) -> None:
+    policy, other = OnnxPolicy.load(saved), OnnxPolicy.load(saved)
+    for each in (policy, other):
+        each.act(ZEROS)
+    with pytest.raises(PolicyError, match=text):
+        policy.act(**arguments)
+    for each in (policy, other):
+        each.act(ZEROS + 1, 0.5)
+    np.testing.assert_array_equal(policy.outputs["action_dist_inputs"], other.outputs["action_dist_inputs"])
+
+
+def test_sessions_come_once_and_are_forgotten(saved: Path) -> None:
+    policy = OnnxPolicy.load(saved)
+    with pytest.raises(PolicyError, match="each once"):
+        policy.act_batch(np.zeros((2, 3), np.float32), sessions=["a", "a"])
+    policy.act(ZEROS, session="a")
+    assert policy.sessions == ("a",)
+    policy.forget("a")
+    assert policy.sessions == ()
+
+
+def sign(folder: Path, model: bytes) -> None:
+    """Put another ONNX program into a policy, and make the checksums fit."""
+    manifest, files = read_files(folder)
+    files["policy.onnx"] = model
+    (folder / "policy.onnx").write_bytes(model)
+    (folder / "policy.json").write_bytes(manifest_bytes({**manifest, "files": checksums(files)}))
+
+
+def test_a_program_with_other_weights_is_found_by_the_examples(tmp_path: Path) -> None:
+    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
+    model = onnx.load(tmp_path / "p" / "policy.onnx")
+    weights = next(each for each in model.graph.initializer if each.dims and each.data_type == onnx.TensorProto.FLOAT)
+    weights.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weights) + 0.5, weights.name))
+    sign(tmp_path / "p", model.SerializeToString())
+    with pytest.raises(PolicyError, match="the ONNX program does not do what the policy does: in actions"):
+        OnnxPolicy.load(tmp_path / "p")
+
+
+def test_a_program_of_another_policy_is_found_by_its_spaces(tmp_path: Path) -> None:
+    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
+    policy_of("discrete", "none", False).export_onnx(tmp_path / "q.onnx")
+    sign(tmp_path / "p", (tmp_path / "q.onnx").read_bytes())
+    with pytest.raises(PolicyError, match="different observation_spaces"):
+        OnnxPolicy.load(tmp_path / "p")
+
+
+def test_weights_in_other_files_are_not_read(tmp_path: Path) -> None:
+    policy_of("box", "none", False).save(tmp_path / "p", onnx=True)
+    model = onnx.load(tmp_path / "p" / "policy.onnx")
+    (tmp_path / "secret").write_bytes(bytes(4096))
+    for tensor in model.graph.initializer:
+        if tensor.raw_data:
+            onnx.external_data_helper.set_external_data(tensor, "../secret")
+            tensor.ClearField("raw_data")
+    sign(tmp_path / "p", model.SerializeToString())
+    with pytest.raises(PolicyError, match="takes weights from other files"):
+        OnnxPolicy.load(tmp_path / "p")
+
+
+@pytest.mark.parametrize("data", [b"", b"\x08", b"a program", bytes(1000)])
+def test_what_is_no_program_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p.onnx").write_bytes(data)
+    with pytest.raises(PolicyError, match="ONNX program"):
+        OnnxPolicy.load(tmp_path / "p.onnx")
+    with pytest.raises(PolicyError, match="there is no file"):
+        OnnxPolicy.load(tmp_path / "q.onnx")
+
+
+def test_a_program_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Identity", ["obs"], ["actions"])],
+        "other",
+        [onnx.helper.make_tensor_value_info("obs", onnx.TensorProto.FLOAT, ["batch", 3])],
+        [onnx.helper.make_tensor_value_info("actions", onnx.TensorProto.FLOAT, ["batch", 3])],
+    )
+    model = onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)])
+    with pytest.raises(PolicyError, match="says nothing of its spaces"):
+        OnnxPolicy(model.SerializeToString())
+    onnx.helper.set_model_props(model, {"rollflow": '{"format": 2}'})
+    with pytest.raises(PolicyError, match="expected format 1"):
+        OnnxPolicy(model.SerializeToString())

@@ -1,0 +1,302 @@
+"""Policies that act by programs, without the classes of their modules."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn_policies import ACTIONS, BOX, OBSERVATIONS, drawn_item, logged_rollout
+from own_policy_parts import Bare, Choosy, Frozen, Gated, OwnModule, Unnamed
+
+from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes, read_files
+from rollflow.nodes.policies.program_module import ProgramModule
+from rollflow.policy import Policy
+from rollflow.stream import ModuleError, PolicyError
+from rollflow.stream.data.tree import leaves_of, stack_trees
+
+SMALL = {"fcnet_hiddens": (8,), "lstm_cell_size": 6}
+SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
+CASES = [("box", "all", False), ("box", "previous", True), ("masked", "filter", True), ("nested", "none", False)]
+CASES += [("image", "frames", False), ("discrete", "one_hot", True)]
+
+
+def policy_of(space: str, pieces: str, lstm: bool, *, actions: str = "discrete", explore: bool = False) -> Policy:
+    """Policy with a module of a user's class."""
+
+    def made(*spaces: Any) -> Gated:
+        return Gated(*spaces, model_config=SMALL | {"use_lstm": lstm})
+
+    _, rollout = logged_rollout(space, actions, pieces, slots=1, seed=1, module=made)
+    return Policy(rollout.module, rollout.env_to_module, rollout.module_to_env, explore=explore)
+
+
+def own(cls: Any, outputs: int = 4) -> Policy:
+    """Policy with a module of a class that takes a number of outputs."""
+    return Policy(cls(BOX, ACTIONS["discrete"], model_config={"outputs": outputs}), **SPACES)
+
+
+def assert_same(left: Policy, right: Policy, space: str, sizes: list[int]) -> None:
+    """Act with both policies in batches of these sizes, and compare all outputs."""
+    rng = np.random.default_rng(3)
+    for size in sizes:
+        observations = stack_trees([drawn_item(OBSERVATIONS[space], rng) for _ in range(size)])
+        rewards = rng.normal(size=size).astype(np.float32)
+        for policy in (left, right):
+            policy.act_batch(observations, rewards)
+        assert left.outputs.keys() == right.outputs.keys()
+        for name, column in left.outputs.items():
+            for one, other in zip(leaves_of(column), leaves_of(right.outputs[name]), strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+@pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
+def test_a_program_acts_as_the_class_did(space: str, pieces: str, lstm: bool, tmp_path: Path) -> None:
+    policy = policy_of(space, pieces, lstm)
+    policy.save(tmp_path / "p", program=True)
+    loaded = Policy.load(tmp_path / "p")
+    assert isinstance(loaded.module, ProgramModule)
+    assert_same(policy, loaded, space, [1, 3, 17, 3, 1])
+    assert isinstance(Policy.load(tmp_path / "p", allow=["own_policy_parts"]).module, Gated)
+
+
+@pytest.mark.parametrize("actions", ["box", "several", "dict"])
+def test_a_program_chooses_in_every_space_of_actions(actions: str, tmp_path: Path) -> None:
+    policy = policy_of("box", "none", False, actions=actions, explore=True)
+    policy.save(tmp_path / "p", program=True)
+    loaded = Policy.load(tmp_path / "p", explore=False)
+    still = Policy(policy.module, policy.env_to_module, policy.module_to_env)
+    assert_same(still, loaded, "box", [2, 5])
+
+
+@pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
+def test_programs_are_saved_again_as_the_same_bytes(space: str, pieces: str, lstm: bool, tmp_path: Path) -> None:
+    policy_of(space, pieces, lstm).save(tmp_path / "a.zip", program=True)
+    Policy.load(tmp_path / "a.zip").save(tmp_path / "b.zip")
+    Policy.load(tmp_path / "b.zip", allow=["own_policy_parts"]).save(tmp_path / "c.zip")
+    assert len({(tmp_path / f"{name}.zip").read_bytes() for name in "abc"}) == 1
+
+
+OWN_NETS = '''
+import torch
+from rollflow.nodes import RLModule
+
+
+class Net(RLModule):
+    """Recurrent network, over observations with a mask."""
+
+    def setup(self):
+        self.cell = torch.nn.GRUCell(2, 8)
+        self.head = torch.nn.Linear(8, 4)
+
+    def get_initial_state(self):
+        return {"h": torch.full((8,), 0.25)}
+
+    def _forward(self, batch, **kwargs):
+        observations = batch["obs"]
+        h = self.cell(observations["place"][:, 0], batch["state_in"]["h"])
+        logits = torch.where(observations["action_mask"] == 0, -torch.inf, self.head(h)[:, None])
+        return {"action_dist_inputs": logits, "state_out": {"h": h}}
+'''
+MAKE = """
+import numpy as np
+import own_nets
+from gymnasium import spaces
+from rollflow.nodes import MeanStdFilter
+from rollflow.policy import Policy
+
+space = spaces.Dict({"action_mask": spaces.MultiBinary(4), "place": spaces.Box(-1.0, 1.0, (2,), np.float32)})
+policy = Policy(
+    own_nets.Net, [MeanStdFilter()], observation_space=space, action_space=spaces.Discrete(4), learns=True, seed=0
+)
+for _ in range(20):
+    policy.act({**space.sample(), "action_mask": np.ones(4, np.int8)})
+policy.save("p", program=True)
+"""
+ACT = """
+import numpy as np
+from rollflow.policy import Policy
+
+policy = Policy.load("p")
+rng = np.random.default_rng(0)
+chosen = []
+for _ in range(30):
+    mask = rng.integers(0, 2, 4).astype(np.int8)
+    mask[rng.integers(4)] = 1
+    action = int(policy.act({"action_mask": mask, "place": rng.uniform(-1, 1, 2).astype(np.float32)}))
+    assert mask[action]
+    chosen.append(action)
+print(chosen, type(policy.module).__name__)
+"""
+
+
+def ran(script: str, folder: Path) -> str:
+    """The output of a program in a folder."""
+    done = subprocess.run([sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, timeout=250)
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_program_acts_when_the_class_is_deleted(tmp_path: Path) -> None:
+    """Of a recurrent policy over observations with masks, in a fresh process in an empty folder."""
+    training, robot = tmp_path / "training", tmp_path / "robot"
+    training.mkdir()
+    robot.mkdir()
+    (training / "own_nets.py").write_text(OWN_NETS)
+    ran(MAKE, training)
+    by_class = ran(ACT.replace('load("p")', 'load("p", allow=["own_nets"])'), training)
+    (training / "own_nets.py").unlink()
+    (training / "p").rename(robot / "p")
+    by_program = ran(ACT, robot)
+    assert by_class.endswith("] Net")
+    assert by_program == by_class.replace("] Net", "] ProgramModule")
+    assert len(set(by_class.split("]")[0].strip("[").split(", "))) > 1
+
+
+def test_weights_are_published_to_a_program(tmp_path: Path) -> None:
+    policy = policy_of("box", "all", True)
+    policy.save(tmp_path / "p", program=True)
+    loaded = Policy.load(tmp_path / "p")
+    weights = {name: value + 0.25 for name, value in policy.module.state_dict().items()}
+    policy.publish(weights)
+    loaded.publish(weights)
+    assert_same(policy, loaded, "box", [4, 4])
+    loaded.save(tmp_path / "q")
+    assert_same(Policy.load(tmp_path / "q"), Policy.load(tmp_path / "q", allow=["own_policy_parts"]), "box", [4, 4])
+
+
+def test_a_program_does_not_train(tmp_path: Path) -> None:
+    own(Unnamed).save(tmp_path / "p", program=True)
+    with pytest.raises(ModuleError, match=r"own_policy_parts:Unnamed is here as a program that acts"):
+        Policy.load(tmp_path / "p").module.forward_train({"obs": torch.zeros(2, 3)})
+
+
+def test_a_rollout_saves_programs(tmp_path: Path) -> None:
+    def made(*spaces: Any) -> Gated:
+        return Gated(*spaces, model_config=SMALL)
+
+    _, rollout = logged_rollout("box", "discrete", "filter", slots=1, seed=1, module=made)
+    with rollout:
+        rollout.save_policy(tmp_path / "p", program=True)
+    assert isinstance(Policy.load(tmp_path / "p").module, ProgramModule)
+
+
+def test_a_class_that_nobody_can_import_is_saved_with_a_program_alone(tmp_path: Path) -> None:
+    class Local(OwnModule):
+        """Module of a function."""
+
+    with pytest.raises(PolicyError, match="can't be imported by another program"):
+        own(Local).save(tmp_path / "p")
+    for cls in (Local, Bare):
+        policy = own(cls) if cls is Local else Policy(Bare(), **SPACES)
+        policy.save(tmp_path / "p", program=True)
+        loaded = Policy.load(tmp_path / "p", allow=["own_policy_parts", "tests"])
+        assert isinstance(loaded.module, ProgramModule)
+        assert_same(policy, loaded, "box", [1, 4])
+        loaded.save(tmp_path / "q")
+        assert (tmp_path / "p" / "policy.json").read_bytes() == (tmp_path / "q" / "policy.json").read_bytes()
+
+
+# What has no program
+
+
+@pytest.mark.parametrize(("cls", "text"), [(Choosy, "Choosy.forward_exploration has no program"), (Frozen, "differs")])
+def test_a_module_that_torch_can_not_follow_is_refused(cls: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=text):
+        own(cls).save(tmp_path / "p", program=True)
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_distribution_of_its_own_is_refused(tmp_path: Path) -> None:
+    policy = own(Unnamed)
+    policy.module._distribution_made = None
+    other = distribution_for(ACTIONS["several"])
+    policy.module.get_inference_action_dist_cls = lambda: other
+    with pytest.raises(PolicyError, match=r"get_inference_action_dist_cls\(\) gives .*expected that of its action"):
+        policy.save(tmp_path / "p", program=True)
+
+
+def test_without_a_program_the_class_is_needed(tmp_path: Path) -> None:
+    own(Unnamed).save(tmp_path / "p")
+    with pytest.raises(PolicyError, match=r"'own_policy_parts:Unnamed' is not allowed"):
+        Policy.load(tmp_path / "p")
+
+
+# On purpose
+
+
+def change_programs(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the program of forward_inference, and make the checksums fit, as somebody who means harm would."""
+    programs = json.loads((folder / "programs.json").read_text())
+    change(programs["forward_inference"])
+    (folder / "programs.json").write_text(json.dumps(programs))
+    manifest, files = read_files_of(folder)
+    manifest["files"] = checksums(files)
+    (folder / "policy.json").write_bytes(manifest_bytes(manifest))
+
+
+def read_files_of(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The manifest and the other files, whatever the checksums say."""
+    manifest = json.loads((folder / "policy.json").read_text())
+    del manifest["digest"]
+    return manifest, {name: (folder / name).read_bytes() for name in manifest["files"]}
+
+
+FORBIDDEN = ["os.system", "aten.from_file.default", "aten.relu_.default", "aten.__class__.x", "aten.set_.source_Tensor"]
+FORBIDDEN += ["__import__", "attrgetter", "prim.device.default", "aten.relu.no", "aten._cholesky_solve_helper.default"]
+
+
+@pytest.mark.parametrize("name", [*FORBIDDEN, 3, None])
+def test_an_operation_that_is_not_torchs_is_refused(name: Any, tmp_path: Path) -> None:
+    own(Unnamed).save(tmp_path / "p", program=True)
+    change_programs(tmp_path / "p", lambda program: program["operations"][0].__setitem__(0, name))
+    with pytest.raises(PolicyError, match="there is no operation"):
+        Policy.load(tmp_path / "p")
+
+
+HUGE = ["aten.full.default", [[1 << 20, 1 << 20], 0.0], {}]
+MANY = ["aten.repeat.default", [{"value": 0}, [1 << 18, 1 << 12]], {}]
+HOSTILE: list[Any] = [HUGE, MANY, ["aten.linear.default", [{"value": 99}], {}], ["aten.linear.default", [], {}], []]
+HOSTILE += [["getitem", [{"value": 0}, "x"], {}], ["aten.relu.default", [{"dtype": "load"}], {}], "x", None]
+HOSTILE += [["mul", [1 << 29, 1 << 29], {}], ["aten.relu.default", [{"value": True}], {}]]
+
+
+@pytest.mark.parametrize("operation", HOSTILE, ids=range(len(HOSTILE)))
+def test_an_operation_that_can_not_be_done_is_refused(operation: Any, tmp_path: Path) -> None:
+    own(Unnamed).save(tmp_path / "p", program=True)
+    change_programs(tmp_path / "p", lambda program: program["operations"].insert(0, operation))
+    with pytest.raises(PolicyError, match="programs: "):
+        Policy.load(tmp_path / "p")
+
+
+def test_a_program_that_does_something_else_is_found_by_the_examples(tmp_path: Path) -> None:
+    own(Unnamed).save(tmp_path / "p", program=True)
+    change_programs(tmp_path / "p", lambda program: program["weights"].reverse())
+    with pytest.raises(PolicyError, match=r"programs: forward_inference can't be run"):
+        Policy.load(tmp_path / "p")
+
+    own(Unnamed).save(tmp_path / "p", program=True)
+    twice = ["aten.add.Tensor", [{"value": 3}, {"value": 3}], {}]
+
+    def double(program: dict[str, Any]) -> None:
+        program["operations"].append(twice)
+        program["output"]["action_dist_inputs"] += 1
+
+    change_programs(tmp_path / "p", double)
+    with pytest.raises(PolicyError, match="module is the first part that differs"):
+        Policy.load(tmp_path / "p")
+
+
+def test_nothing_of_a_program_is_pickled_or_says_where_it_was_made(tmp_path: Path) -> None:
+    policy_of("box", "all", True).save(tmp_path / "p", program=True)
+    _, files = read_files(tmp_path / "p")
+    constants = arrays_of(files["programs.safetensors"], "programs.safetensors")
+    assert array_bytes(constants) == files["programs.safetensors"]
+    for text in (b"/", b"cpu", b"cuda", b"own_policy_parts"):
+        assert text not in files["programs.json"].replace(b"$constant/", b"")

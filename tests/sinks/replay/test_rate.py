@@ -1,0 +1,281 @@
+"""A replay keeps to its ratio, and neither side is held back for ever."""
+
+import random
+import threading
+from typing import Any
+
+import anyio
+import pytest
+from anyio import wait_all_tasks_blocked
+from anyio.lowlevel import checkpoint
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedModule, numbered_envs
+from property_examples import examples
+from replayed import Played
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import AfterSamples, Replay, SamplesPerInsert, Sequences
+from rollflow.sinks.replay.rate import RateLimiter
+from rollflow.stream import Graph, ReplayError
+
+pytestmark = pytest.mark.anyio
+
+
+class Counted:
+    """A rate limiter with its counts, and the bounds that these must keep."""
+
+    def __init__(self, rate: SamplesPerInsert, capacity: int) -> None:
+        self.limiter, self.rate, self.capacity = RateLimiter(rate), rate, capacity
+        self.inserted = self.removed = 0
+
+    def insert(self, steps: int) -> bool:
+        self.limiter.check(inserts=steps)
+        if not self.limiter.admits_insert(steps, self.inserted, self.removed):
+            return False
+        self.inserted += steps
+        self.removed = max(self.removed, self.inserted - self.capacity)
+        return True
+
+    def sample(self, steps: int) -> bool:
+        self.limiter.check(samples=steps)
+        if not self.limiter.admits_sample(steps, self.inserted, self.removed):
+            return False
+        self.limiter.sampled += steps
+        return True
+
+    def check(self) -> None:
+        rate, buffer = self.rate, self.rate.error_buffer
+        assert buffer is not None
+        beyond = self.inserted * rate.ratio - self.limiter.sampled - rate.min_size * rate.ratio
+        assert beyond <= buffer + 1e-6
+        assert self.limiter.sampled == 0 or beyond >= -buffer - 1e-6
+
+
+@st.composite
+def rates(draw: Any) -> tuple[SamplesPerInsert, int, int]:
+    """A rate, and the largest insert and sample, with an error buffer that is just enough, or more."""
+    ratio = draw(st.sampled_from([0.05, 0.3, 1.0, 2.5, 8.0, 100.0]))
+    inserts, samples = draw(st.integers(1, 500)), draw(st.integers(1, 500))
+    least = SamplesPerInsert(ratio).needed(inserts, samples)
+    return (
+        SamplesPerInsert(ratio, draw(st.integers(1, 1000)), least * draw(st.sampled_from([1, 1.5]))),
+        inserts,
+        samples,
+    )
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(drawn=rates(), seed=st.integers(0, 1000), bias=st.sampled_from([0.02, 0.5, 0.98]))
+def test_one_side_may_always_go_on_and_the_ratio_keeps_its_bounds(
+    drawn: tuple[SamplesPerInsert, int, int], seed: int, bias: float
+) -> None:
+    rate, inserts, samples = drawn
+    draws = random.Random(seed)
+    counted = Counted(rate, capacity=1000 + inserts)
+    for _ in range(2500):
+        size_in, size_out = draws.randint(1, inserts), draws.randint(1, samples)
+        first = draws.random() < bias
+        done = counted.insert(size_in) if first else counted.sample(size_out)
+        if not done:
+            # The other side was stalled; it is never held back at the same time.
+            assert counted.sample(samples) if first else counted.insert(inserts)
+        counted.check()
+
+
+def test_the_ratio_keeps_its_bounds_over_a_million_operations_while_either_side_stalls() -> None:
+    draws = random.Random(0)
+    counted = Counted(SamplesPerInsert(8.0, min_size=1000, error_buffer=512.0), capacity=20_000)
+    done = 0
+    while done < 1_000_000:
+        stalled = draws.choice(["insert", "sample", None])
+        for _ in range(draws.randint(1, 400)):
+            moved = stalled != "insert" and counted.insert(64)
+            moved = (stalled != "sample" and counted.sample(256)) or moved
+            done += 2
+            if not moved:
+                break
+        counted.check()
+    assert counted.limiter.reached(counted.inserted) == pytest.approx(8.0, abs=1e-3)
+
+
+@given(
+    ratio=st.sampled_from([0.5, 1.0, 4.0]),
+    inserts=st.integers(1, 60),
+    samples=st.integers(1, 60),
+    min_size=st.integers(1, 200),
+)
+def test_no_size_within_the_buffer_stands_still_and_smaller_buffers_are_refused(
+    ratio: float, inserts: int, samples: int, min_size: int
+) -> None:
+    needed = SamplesPerInsert(ratio).needed(inserts, samples)
+    counted = Counted(SamplesPerInsert(ratio, min_size, needed), capacity=10_000)
+    for _ in range(200):
+        assert counted.insert(inserts) or counted.sample(samples)
+        counted.check()
+    if needed - 1 >= SamplesPerInsert(ratio).needed(1, 1):
+        tight = RateLimiter(SamplesPerInsert(ratio, min_size, needed - 1))
+        with pytest.raises(ReplayError, match=f"need at least {needed:g}.*raise error_buffer to {needed:g}"):
+            tight.check(inserts=inserts, samples=samples)
+
+
+def test_a_buffer_that_is_too_small_would_stand_still() -> None:
+    """Worked by hand: ratio 1, minimum 10, inserts of 10, samples of 10, a buffer of 4."""
+    limiter = RateLimiter(SamplesPerInsert(1.0, 10, 4.0))
+    # Ten are there: 10 - 0 - 10 = 0 is below 10 - 4, and 20 - 0 = 20 is above 10 + 4.
+    assert not limiter.admits_sample(10, 10, 0)
+    assert not limiter.admits_insert(10, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: SamplesPerInsert(0.0), "ratio is 0.0, expected above 0"),
+        (lambda: SamplesPerInsert(1.0, 0), "min_size is 0, expected a whole number from 1 on"),
+        (lambda: SamplesPerInsert(4.0, 10, 1.0), "error_buffer is 1, but inserts of 1 steps and samples of 1 .* 4"),
+        (lambda: Replay(10, rate=SamplesPerInsert(1.0, 11)), "min_size is 11, but the capacity is 10"),
+        (
+            lambda: Replay(1000, rate=SamplesPerInsert(1.0, 10, 64.0), batch_size=256),
+            "samples of 256 at a ratio of 1 need at least 128.5",
+        ),
+        (
+            lambda: Replay(1000, rate=SamplesPerInsert(1.0, 10, 200.0), batch_size=64, sampler=Sequences(10)),
+            "samples of 640",
+        ),
+        (
+            lambda: Replay(1000, rate=SamplesPerInsert(2.5), remover=AfterSamples(2)),
+            r"before they have been sampled 2.5 times, as the rate asks; expected AfterSamples\(3\) at least",
+        ),
+    ],
+)
+def test_ranges_that_could_stand_still_are_refused_with_the_remedy(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+def test_a_fragment_too_large_for_the_buffer_is_refused_before_it_is_taken() -> None:
+    played = Played(4, 1, fragment_length=16, lengths=(100, 100))
+    replay = Replay(1000, rate=SamplesPerInsert(4.0, 10, 100.0), batch_size=8)
+    with pytest.raises(ReplayError, match="inserts of 64 steps and samples of 8 at a ratio of 4 need at least 256"):
+        replay.insert(played.fragments[0])
+    assert len(replay) == 0
+
+
+def test_a_minimum_that_last_observations_leave_no_room_for_is_refused() -> None:
+    played = Played(2, 20, lengths=(1, 1), fragment_length=4)
+    replay = Replay(40, rate=SamplesPerInsert(1.0, min_size=30), batch_size=2)
+    with pytest.raises(ReplayError, match="min_size is 30, but all 40 rows are taken with 20 steps"):
+        for fragment in played.fragments:
+            replay.insert(fragment)
+
+
+def test_in_a_plain_loop_batches_come_as_the_ratio_asks() -> None:
+    played = Played(4, 40, lengths=(100, 100), fragment_length=4)
+    replay = Replay(500, rate=SamplesPerInsert(2.0, min_size=64), batch_size=8, seed=0)
+    batches = 0
+    for fragment in played.fragments:
+        replay.insert(fragment)
+        batches += sum(1 for _ in replay.batches())
+    report = replay.report()
+    assert (report.inserted, report.sampled) == (640, 8 * batches)
+    assert abs((640 - 64) * 2 - report.sampled) <= 32  # the smallest error buffer for such inserts and samples
+    assert "2.0" in str(report)
+    with pytest.raises(ReplayError, match="the rate holds this sample back"):
+        for _ in range(100):
+            replay.sample()
+
+
+@pytest.mark.parametrize("remover", [None, AfterSamples(3)])
+def test_threads_wait_for_each_other_and_all_is_done(remover: Any) -> None:
+    played = Played(4, 60, lengths=(3, 9), fragment_length=4)
+    replay = Replay(200, rate=SamplesPerInsert(2.0, min_size=32), batch_size=8, remover=remover, seed=0)
+    total, sampled = sum(fragment.num_steps for fragment in played.fragments), 0
+
+    def insert() -> None:
+        for fragment in played.fragments:
+            replay.insert(fragment, wait_s=None)
+
+    thread = threading.Thread(target=insert)
+    thread.start()
+    while sampled < (total - 32) * 2 - 32:  # then all inserts are let through
+        sampled += len(replay.sample(wait_s=None)["ids"])
+    thread.join(30)
+    assert not thread.is_alive()
+    assert replay.report().inserted == total
+    assert replay.report().waiting is None
+    with pytest.raises(ReplayError, match="the rate holds this sample back"):
+        while True:
+            replay.sample(wait_s=0.01)
+
+
+def in_graph(replay: Replay, envs: int = 4, **options: Any) -> tuple[Rollout, Graph]:
+    _, makers = numbered_envs(envs)
+    rollout = Rollout(makers, module=NumberedModule(), fragment_length=6, seed=0, **options)
+    graph = Graph("replaying")
+    graph.add(rollout=rollout, replay=replay)
+    graph.connect("rollout.fragments", "replay")
+    graph.output("batches", "replay")
+    return rollout, graph
+
+
+async def test_a_graph_ends_with_the_ratio_that_was_asked_for() -> None:
+    replay = Replay(2000, rate=SamplesPerInsert(2.0, min_size=100), batch_size=32, seed=0)
+    rollout, graph = in_graph(replay, num_fragments=30)
+    async with graph.run() as run:
+        batches = [batch async for batch in run["batches"]]
+    report = replay.report()
+    assert report.inserted == rollout.num_steps - sum(rollout.lost.values())
+    assert report.sampled == 32 * len(batches)
+    assert abs((report.inserted - 100) * 2.0 - report.sampled) <= 32 + 24
+
+
+async def test_a_stalled_reader_stops_the_environments_within_the_buffer() -> None:
+    rate = SamplesPerInsert(1.0, min_size=50, error_buffer=60.0)
+    replay = Replay(5000, rate=rate, batch_size=16, seed=0)
+    rollout, graph = in_graph(replay)
+    async with graph.run() as run:
+        seen = []
+        for _ in range(3):
+            await wait_all_tasks_blocked()
+            seen.append(rollout.num_steps)
+            assert replay.report().waiting == "insert"
+            assert replay.report().inserted * 1.0 - replay.report().sampled <= 50 + 60
+        assert seen[0] == seen[1] == seen[2]
+        for _ in range(8):  # the reader goes on, and so do the environments
+            await run["batches"].receive()
+        await wait_all_tasks_blocked()
+        assert rollout.num_steps > seen[0]
+        assert replay.report().insert_wait_s > 0
+
+
+async def test_a_reader_waits_for_environments_that_stall() -> None:
+    replay = Replay(5000, rate=SamplesPerInsert(1.0, min_size=50), batch_size=16, seed=0)
+    rollout, graph = in_graph(replay, num_fragments=4)
+    async with graph.run() as run:
+        taken = []
+        with anyio.move_on_after(30):
+            async for batch in run["batches"]:
+                taken.append(batch)
+                await checkpoint()
+    assert rollout.num_steps == 96
+    assert len(taken) == (96 - 50 + 20) // 16
+
+
+async def test_an_error_in_a_replay_ends_the_run_by_name() -> None:
+    replay = Replay(10, batch_size=16)
+    _, graph = in_graph(replay)
+    with pytest.raises(ReplayError, match="expected a capacity of several fragments") as raised:
+        async with graph.run() as run:
+            async for _ in run["batches"]:
+                pass
+    assert "in node 'replay'" in raised.value.__notes__
+
+
+async def test_without_a_rate_batches_come_until_the_rollout_ends() -> None:
+    replay = Replay(500, batch_size=16, seed=0)
+    rollout, graph = in_graph(replay, num_fragments=5)
+    async with graph.run() as run:
+        with anyio.fail_after(60):
+            sizes = [len(batch["ids"]) async for batch in run["batches"]]
+    assert set(sizes) == {16}
+    assert replay.report().inserted == rollout.num_steps

@@ -1,0 +1,394 @@
+"""What is sampled from a replay is what was inserted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numbered_module import NumberedModule, numbered_envs
+from property_examples import examples
+from replayed import Played, rows_of
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import (
+    AfterSamples,
+    Draw,
+    Episodes,
+    LowestPriority,
+    Mixture,
+    Newest,
+    Prioritized,
+    Replay,
+    Sampler,
+    Sequences,
+    Storage,
+    Uniform,
+)
+from rollflow.stream import ReplayError
+
+MODES = [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
+
+SINGLE: list[Callable[[], Sampler]] = [
+    Uniform,
+    Newest,
+    Prioritized,
+    lambda: Mixture([(Uniform(), 0.5), (Newest(), 0.2), (Prioritized(), 0.3)]),
+]
+
+
+@st.composite
+def plays(draw: Any) -> Played:
+    lanes = draw(st.integers(1, 2))
+    return Played(
+        slots=lanes * draw(st.integers(1, 3)),
+        fragments=draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 99)),
+        lanes=lanes,
+        fragment_length=draw(st.integers(1, 7)),
+        nested=draw(st.booleans()),
+        lengths=draw(st.sampled_from([(1, 1), (1, 4), (5, 12)])),
+        autoreset_mode=draw(st.sampled_from(MODES)),
+    )
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    played=plays(),
+    make=st.sampled_from(SINGLE),
+    room=st.integers(0, 30),
+    frames=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
+def test_every_single_step_that_is_sampled_was_made_so(
+    played: Played, make: Callable[[], Sampler], room: int, frames: int, seed: int
+) -> None:
+    largest = max(2 * fragment.num_steps for fragment in played.fragments)
+    replay = Replay(largest + room, sampler=make(), storage=Storage(frames=frames), seed=seed)
+    for fragment in played.fragments:
+        replay.insert(fragment)
+        if len(replay):
+            batch = replay.sample(16)
+            for row in rows_of(batch):
+                played.check_row(row, frames)
+            if make is Prioritized:
+                replay.update_priorities(batch["ids"], torch.rand(len(batch["ids"])))
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(played=plays(), frames=st.integers(1, 4))
+def test_with_room_for_all_every_step_is_there_once(played: Played, frames: int) -> None:
+    replay = Replay(1000, sampler=Newest(), storage=Storage(frames=frames))
+    for fragment in played.fragments:
+        replay.insert(fragment)
+    made = {played.check_row(row, frames) for row in rows_of(replay.sample(1000))}
+    emitted = sum(fragment.num_steps for fragment in played.fragments)
+    assert len(made) == len(replay) == emitted
+    assert replay.report().inserted == emitted
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(played=plays(), room=st.integers(0, 20))
+def test_the_newest_rows_are_kept_when_the_ring_is_full(played: Played, room: int) -> None:
+    capacity = max(2 * fragment.num_steps for fragment in played.fragments) + room
+    replay, everything = Replay(capacity, sampler=Newest()), Replay(1000, sampler=Newest())
+    for fragment in played.fragments:
+        replay.insert(fragment)
+        everything.insert(fragment)
+        kept, made = replay.sample(1000), everything.sample(1000)
+        assert len(kept["rewards"]) == len(replay) <= capacity
+        # Both give the newest first: what is kept is the beginning of all.
+        assert torch.equal(kept["seen"], made["seen"][: len(replay)])
+        ended = torch.count_nonzero(kept["terminateds"] | kept["truncateds"])
+        assert len(replay) == len(everything) or len(replay) + ended >= capacity - 1
+    report = replay.report()
+    assert report.inserted - report.removed == len(replay)
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(
+    played=plays(),
+    length=st.integers(1, 6),
+    burn_in=st.integers(0, 4),
+    room=st.integers(0, 30),
+    of=st.sampled_from([Uniform, Prioritized]),
+)
+def test_sequences_are_consecutive_steps_of_one_episode(
+    played: Played, length: int, burn_in: int, room: int, of: Callable[[], Sampler]
+) -> None:
+    capacity = max(2 * fragment.num_steps for fragment in played.fragments) + room
+    replay = Replay(capacity, sampler=Sequences(length, burn_in, of=of()), seed=0)
+    everything = Replay(1000, sampler=Newest())
+    for fragment in played.fragments:
+        replay.insert(fragment)
+        everything.insert(fragment)
+        if not len(replay):
+            continue
+        made = {tuple(seen) for seen in everything.sample(1000)["seen"].tolist()}
+        newest = {tuple(seen) for seen in everything.sample(len(replay))["seen"].tolist()}
+        batch = replay.sample(8)
+        assert batch["loss_mask"].shape == (8, length + burn_in)
+        for place, size in enumerate(batch["seq_lens"].tolist()):
+            row = {
+                name: {key: part[place, :size] for key, part in data.items()} if isinstance(data, dict) else data[place]
+                for name, data in batch.items()
+                if name not in ("ids", "weights", "seq_lens")
+            }
+            steps = [
+                played.check_row(each)
+                for each in rows_of({n: d if isinstance(d, dict) else d[:size] for n, d in row.items()})
+            ]
+            slot, episode, first = steps[0]
+            assert steps == [(slot, episode, first + k) for k in range(size)]
+            assert not batch["rewards"][place, size:].any()
+            trained = batch["loss_mask"][place].nonzero().flatten().tolist()
+            before = trained[0]
+            assert trained == list(range(before, min(before + length, size)))
+            # Fewer than asked for only where there are no more.
+            assert before == burn_in or first == 0 or (slot, episode, first - 1) not in newest
+            assert size == before + length or (slot, episode, first + size) not in made
+
+
+@settings(max_examples=examples(25), deadline=None)
+@given(played=plays(), room=st.integers(0, 40))
+def test_whole_episodes_begin_with_their_first_step_and_end_with_their_last(played: Played, room: int) -> None:
+    capacity = max(2 * fragment.num_steps for fragment in played.fragments) + room
+    replay, everything = Replay(capacity, sampler=Episodes(), seed=0), Replay(capacity, sampler=Newest())
+    for fragment in played.fragments:
+        replay.insert(fragment)
+        everything.insert(fragment)
+        kept = {tuple(step) for step in everything.sample(1000)["seen"].tolist()}
+        whole = {
+            (slot, episode)
+            for slot, episode, step in kept
+            if any(played.steps[slot, episode, step][2:]) and all((slot, episode, k) in kept for k in range(step))
+        }
+        if not whole:
+            with pytest.raises(ReplayError, match="no episode that has ended is there as a whole"):
+                replay.sample(4)
+            continue
+        batch = replay.sample(40 * len(whole))
+        drawn = set()
+        for place, size in enumerate(batch["seq_lens"].tolist()):
+            steps = [tuple(step) for step in batch["seen"][place, :size].tolist()]
+            slot, episode, _ = steps[0]
+            assert steps == [(slot, episode, k) for k in range(size)]
+            assert batch["terminateds"][place, size - 1] or batch["truncateds"][place, size - 1]
+            drawn.add((slot, episode))
+        assert drawn <= whole
+        assert len(drawn) > len(whole) / 2
+
+
+def test_a_truncated_step_is_followed_by_the_episodes_last_observation() -> None:
+    played = Played(2, 8, lengths=(3, 3), autoreset_mode=gym.vector.AutoresetMode.SAME_STEP)
+    replay = Replay(200, sampler=Newest())
+    for fragment in played.fragments:
+        replay.insert(fragment)
+    batch = replay.sample(64)
+    truncated = batch["truncateds"]
+    assert truncated.any()
+    assert batch["new_obs"][truncated][:, 2].tolist() == [3] * int(truncated.sum())
+
+
+@pytest.mark.parametrize("make", [*SINGLE, lambda: Sequences(3, 2, of=Prioritized()), Episodes])
+def test_a_replay_that_is_restored_goes_on_exactly(make: Callable[[], Sampler], tmp_path: Path) -> None:
+    played = Played(3, 12, nested=True)
+    first = Replay(60, sampler=make(), storage=Storage(frames=2), seed=5)
+    second = Replay(60, sampler=make(), storage=Storage(frames=2), seed=6)
+    for fragment in played.fragments[:6]:
+        first.insert(fragment)
+    batch = first.sample(8)
+    if first.sampler.has_priorities:
+        first.update_priorities(batch["ids"], np.arange(8.0))
+    first.save(tmp_path / "replay")
+    second.load(tmp_path / "replay")
+    for fragment in played.fragments[6:]:
+        for replay in (first, second):
+            replay.insert(fragment)
+        ours, theirs = first.sample(8), second.sample(8)
+        assert list(ours) == list(theirs)
+        for name in ours.keys() - {"obs", "new_obs"}:
+            assert torch.equal(ours[name], theirs[name]), name
+        assert torch.equal(ours["new_obs"]["at"], theirs["new_obs"]["at"])
+    assert first.report() == second.report()
+
+
+def test_a_checkpoint_that_was_cut_off_is_refused_and_the_older_one_stays(tmp_path: Path) -> None:
+    played = Played(2, 3)
+    replay = Replay(60, seed=0)
+    replay.insert(played.fragments[0])
+    replay.save(tmp_path / "replay")
+    data = (tmp_path / "replay").read_bytes()
+    (tmp_path / "cut").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ReplayError, match=r"cut: expected a replay's checkpoint"):
+        Replay(60).load(tmp_path / "cut")
+    with pytest.raises(ReplayError, match="capacity=60, expected 61"):
+        Replay(61).load(tmp_path / "replay")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "cut"] == ["replay"]
+
+
+def test_a_file_mapped_into_memory_gives_the_same_batches(tmp_path: Path) -> None:
+    played = Played(3, 10)
+    here, there = Replay(50, seed=1), Replay(50, seed=1, storage=Storage(path=tmp_path / "rows"))
+    for fragment in played.fragments:
+        here.insert(fragment)
+        there.insert(fragment)
+        ours, theirs = here.sample(32), there.sample(32)
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (tmp_path / "rows").stat().st_size >= there.nbytes
+
+
+class Pixels(gym.Env[Any, Any]):
+    """Observations are a Tuple of bytes and half floats, counting up."""
+
+    observation_space = gym.spaces.Tuple(
+        (gym.spaces.Box(0, 255, (3, 2), np.uint8), gym.spaces.Box(0, 1, (1,), np.float16))
+    )
+    action_space = gym.spaces.Discrete(2)
+
+    def reset(self, **kwargs: Any) -> Any:
+        self.count = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> Any:
+        self.count += 1
+        return self._seen(), 0.0, self.count % 5 == 0, False, {}
+
+    def _seen(self) -> Any:
+        return np.full((3, 2), self.count, np.uint8), np.full(1, self.count / 8, np.float16)
+
+
+class TwoLogits(NumberedModule):
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"action_dist_inputs": torch.zeros(len(batch["obs"][0]), 2)}
+
+
+def test_bytes_and_half_floats_of_a_tuple_stay_what_they_are_and_stand_once() -> None:
+    replay = Replay(400, seed=0)
+    with Rollout(Pixels, module=TwoLogits(), num_envs=3, fragment_length=20, num_fragments=4, seed=0) as rollout:
+        for fragment in rollout.fragments():
+            replay.insert(fragment)
+    batch = replay.sample(64)
+    pixels, half = batch["obs"]
+    assert (pixels.dtype, half.dtype) == (torch.uint8, torch.float16)
+    assert torch.equal(pixels[:, 0, 0].half() / 8, half[:, 0])
+    assert torch.equal(batch["new_obs"][0], pixels + 1)
+    assert replay.nbytes < 400 * (6 + 2 + 8 + 4 + 1 + 1 + 8 + 8 + 4) + 64 * 8 + 1
+
+
+def test_the_lowest_priorities_go_first() -> None:
+    played = Played(2, 6, lengths=(100, 100), fragment_length=5)
+    replay = Replay(20, sampler=Prioritized(alpha=1.0), remover=LowestPriority(), seed=0)
+    for fragment in played.fragments[:2]:
+        replay.insert(fragment)
+    everything = np.arange(20)
+    replay.update_priorities(everything, 0.1 + everything % 10)  # the steps with the ids 0, 10, 1, 11 are the lowest
+    replay.insert(played.fragments[2])  # ten steps with the highest priority so far
+    assert len(replay) == 20
+    batch = replay.sample(2000)
+    assert set(batch["ids"].tolist()) == {id_ for id_ in range(20) if id_ % 10 >= 5} | set(range(20, 30))
+    for row in rows_of(batch)[:100]:
+        played.check_row(row)
+
+
+def test_steps_leave_after_so_many_samples() -> None:
+    played = Played(2, 6, lengths=(100, 100), fragment_length=5)
+    replay = Replay(100, sampler=Newest(), remover=AfterSamples(2))
+    replay.insert(played.fragments[0])
+    assert len(replay.sample(4)["ids"]) == 4
+    assert len(replay) == 10
+    assert replay.sample(4)["ids"].tolist() == [9, 8, 7, 6]
+    assert len(replay) == 6
+    assert replay.sample(4)["ids"].tolist() == [5, 4, 3, 2]
+
+
+class Every(Sampler):
+    """A sampler of one's own: steps in turn."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def draw(self, rows: Any, count: int, generator: np.random.Generator) -> Draw:
+        kept = np.arange(rows.begin, rows.end)
+        kept = kept[rows.is_kept(kept)]
+        chosen = kept[(self.next + np.arange(count)) % len(kept)]
+        self.next += count
+        return Draw(chosen, chosen)
+
+
+def test_a_sampler_of_ones_own_needs_one_method() -> None:
+    played = Played(2, 1, lengths=(100, 100), fragment_length=5)
+    replay = Replay(100, sampler=Every())
+    replay.insert(played.fragments[0])
+    assert replay.sample(4)["ids"].tolist() == [0, 1, 2, 3]
+    assert replay.sample(7)["ids"].tolist() == [4, 5, 6, 7, 8, 9, 0]
+    assert replay.sample(1)["age"].tolist() == [9]
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: Replay(0), "capacity is 0"),
+        (lambda: Replay(10, storage=Storage(frames=0)), "frames is 0"),
+        (lambda: Replay(10, remover=LowestPriority()), "LowestPriority needs priorities, and Uniform has none"),
+        (lambda: Mixture([(Uniform(), 0.5)]), r"shares are \[0.5\], expected numbers above 0 that add up to 1"),
+        (lambda: Prioritized(alpha=2), "alpha is 2"),
+        (lambda: Sequences(0), "length is 0"),
+    ],
+)
+def test_arguments_out_of_bounds_are_refused(make: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+def test_fragments_that_do_not_fit_are_refused_and_nothing_is_lost() -> None:
+    played, other = Played(2, 3), Played(2, 1, nested=True)
+    replay = Replay(40, seed=0)
+    with pytest.raises(ReplayError, match="the replay has no steps"):
+        replay.sample(4)
+    replay.insert(played.fragments[0])
+    there = len(replay)
+    with pytest.raises(ReplayError, match="column 'obs': the replay holds"):
+        replay.insert(other.fragments[0])
+    large = Played(8, 1, fragment_length=16)
+    with pytest.raises(ReplayError, match="but the replay has 40: expected a capacity of several fragments"):
+        replay.insert(large.fragments[0])
+    with pytest.raises(ReplayError, match="Uniform has no priorities to be updated"):
+        replay.update_priorities([0], [1.0])
+    with pytest.raises(ReplayError, match="takes fragments of one agent, got dict"):
+        replay.insert({})  # type: ignore[arg-type]
+    replay.insert(played.fragments[1])
+    for row in rows_of(replay.sample(16)):
+        played.check_row(row)
+    assert len(replay) == there + played.fragments[1].num_steps
+
+
+def test_rollouts_with_one_seed_are_not_joined() -> None:
+    one, other = Played(2, 4, lengths=(9, 12)), Played(2, 4, lengths=(9, 12))
+    replay = Replay(100, sampler=Sequences(12), seed=0)
+    for ours, theirs in zip(one.fragments, other.fragments, strict=True):
+        replay.insert(ours)
+        replay.insert(theirs)
+    chunks = [len(chunk) for fragment in one.fragments + other.fragments for chunk in fragment.episodes()]
+    assert replay.sample(200)["seq_lens"].max() <= max(chunks)
+    alone = Replay(100, sampler=Sequences(12), seed=0)
+    for fragment in one.fragments:
+        alone.insert(fragment)
+    assert alone.sample(200)["seq_lens"].max() >= 9
+
+
+def test_whole_episodes_of_a_rollout_are_taken_as_they_are() -> None:
+    played = Played(1, 1)
+    envs, makers = numbered_envs(3, lengths=(2, 6))
+    replay = Replay(300, sampler=Newest())
+    with Rollout(makers, module=NumberedModule(), fragment_length=5, num_fragments=8, seed=0) as rollout:
+        for fragment in rollout.fragments(complete_episodes=True):
+            replay.insert(fragment)
+    played.steps = {(env.slot, entry[0], entry[1]): tuple(entry[2:]) for env in envs for entry in env.log}
+    made = {played.check_row(row) for row in rows_of(replay.sample(300))}
+    ended = {(slot, episode) for (slot, episode, _), entry in played.steps.items() if any(entry[2:])}
+    assert made == {step for step in played.steps if step[:2] in ended}

@@ -1,0 +1,66 @@
+"""Ways to alter a saved policy, as accidents do and as somebody does who means harm."""
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollflow.nodes.policies.artifact_files import array_bytes, arrays_of, checksums, manifest_bytes
+
+FORBIDDEN = ["os:system", "subprocess:Popen", "builtins:eval", "rollflow.nodes.policies.policy:Policy", "__main__:x"]
+FORBIDDEN += ["rollflow.Rollout", "rollflow.EnvHost", "rollflow.DefaultModule", "numpy:load", "", "x"]
+HOSTILE: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    10**9,
+    10**30,
+    1e308,
+    "",
+    "nan",
+    "../../etc/passwd",
+    [],
+    {},
+    [[]],
+    {"$array": "x"},
+]
+HOSTILE += [{"$tuple": 3}, {"$float": "x"}, {"$function": "os:system"}, {"$space": {}}, {"$dict": [[[], 1]]}]
+
+
+def sign(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change a policy's manifest, and make the checksums and the digest fit, as somebody who means harm would."""
+    manifest = json.loads((folder / "policy.json").read_text())
+    del manifest["digest"]
+    manifest["files"] = checksums({name: (folder / name).read_bytes() for name in manifest["files"]})
+    changed = change(manifest)
+    (folder / "policy.json").write_bytes(manifest_bytes(manifest if changed is None else changed))
+
+
+def no_change(_: Any) -> None:
+    """Leave a manifest as it is."""
+
+
+def change_arrays(folder: Path, name: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the arrays of a file, and make the checksums fit."""
+    arrays = arrays_of((folder / name).read_bytes(), name)
+    change(arrays)
+    (folder / name).write_bytes(array_bytes(arrays))
+    sign(folder, no_change)
+
+
+def places_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """(container, key) of every value within a JSON value."""
+    for key, each in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        yield value, key
+        if isinstance(each, dict | list):
+            yield from places_of(each)
+
+
+def write_zip(path: Path, entries: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> Path:
+    """Write a zip of these files."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return path

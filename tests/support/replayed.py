@@ -1,0 +1,58 @@
+"""Fragments of numbered environments for a replay, and what must stand in a row that is sampled from it."""
+
+from typing import Any
+
+import numpy as np
+from numbered_module import NumberedModule, numbered_envs
+
+from rollflow.nodes import Rollout
+
+Step = tuple[int, int, int]  # slot, episode, step
+
+
+class Played:
+    """The fragments of one rollout of numbered environments, and all steps that it has made."""
+
+    def __init__(self, slots: int, fragments: int, seed: int = 0, **options: Any) -> None:
+        lengths, nested = options.pop("lengths", (1, 12)), options.pop("nested", False)
+        envs, makers = numbered_envs(slots, lengths=lengths, nested=nested)
+        options = {"num_fragments": fragments, "module": NumberedModule(), "fragment_length": 4} | options
+        with Rollout(makers, seed=seed, **options) as rollout:
+            self.fragments = list(rollout.fragments())
+        self.steps: dict[Step, tuple[int, float, bool, bool]] = {
+            (env.slot, episode, step): tuple(rest) for env in envs for episode, step, *rest in env.log
+        }
+
+    def check_row(self, row: dict[str, Any], frames: int = 1) -> Step:
+        """Hold one row of a batch against the step that its observation names; returns that step."""
+        obs, new_obs = numbers_of(row["obs"]), numbers_of(row["new_obs"])
+        slot, episode, step = (int(each) for each in (obs[-1] if frames > 1 else obs))
+        action, reward, terminated, truncated = self.steps[slot, episode, step]
+        assert (row["actions"], row["rewards"]) == (action, reward)
+        assert (row["terminateds"], row["truncateds"]) == (terminated, truncated)
+        assert row["seen"].tolist() == [slot, episode, step]
+        wanted = [[slot, episode, each] if each >= 0 else [0, 0, 0] for each in range(step + 1 - frames, step + 2)]
+        if frames > 1:
+            assert (obs.tolist(), new_obs.tolist()) == (wanted[:-1], wanted[1:])
+        else:
+            assert new_obs.tolist() == wanted[-1]
+        return slot, episode, step
+
+
+def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a batch of single steps, as arrays and numbers."""
+
+    def at(data: Any, place: int) -> Any:
+        return (
+            {name: part[place].numpy() for name, part in data.items()}
+            if isinstance(data, dict)
+            else data[place].numpy()
+        )
+
+    return [{name: at(data, place) for name, data in batch.items()} for place in range(len(batch["rewards"]))]
+
+
+def numbers_of(observation: Any) -> np.ndarray[Any, Any]:
+    """The numbers (slot, episode, step) of an observation, nested or not."""
+    numbers: np.ndarray[Any, Any] = observation["at"] if isinstance(observation, dict) else observation
+    return numbers

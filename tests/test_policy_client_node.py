@@ -1,0 +1,114 @@
+"""The client in JavaScript, against a real server: its sessions are its own, over connections that are cut."""
+
+import json
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from node_example import ROOT
+from node_example import folder as folder
+from remote_hosts import BrokenWire
+from served_policies import Echo, Sums, policy_of
+
+from rollflow.nodes import RLModule
+from rollflow.policy import Policy
+from rollflow.policy.serving import PolicyServer, Shelf
+from rollflow.stream.wire import parse_address
+
+SECRET = "correct horse battery staple"
+EXAMPLE = Path("examples", "policy_client_node")
+SUMS = """
+import { PolicyClient } from "./policy_client.js";
+const client = new PolicyClient(process.argv[1], { secret: process.argv[2], policy: "sums" });
+const sums = await Promise.all(Array.from({ length: 8 }, async (_, session) => {
+  const made = [];
+  for (let step = 1; step <= 100; step += 1) made.push((await client.act([step * (session + 1), 0], { session }))[0]);
+  return made;
+}));
+await client.reset(0);
+const [again] = await client.act([5, 0], { session: 0 });
+const echoed = await client.act([7, 0], { policy: "echo" });
+const refused = [];
+for (const wrong of [{ policy: "none" }, {}]) {
+  try { await client.act(wrong.policy ? [1, 2] : [1, 2, 3], wrong); } catch (error) { refused.push(error.message); }
+}
+console.log(JSON.stringify({ sums, again, echoed, refused }));
+await client.close();
+"""
+
+
+class Balances(RLModule):
+    """Pushes the cart to the side to which the pole falls."""
+
+    def setup(self) -> None:
+        self.gains = torch.nn.Parameter(torch.tensor([0.0, 0.1, 1.0, 0.3]))
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        push = batch["obs"] @ self.gains
+        return {"action_dist_inputs": torch.stack([-push, push], 1)}
+
+
+@pytest.fixture
+def client_folder(folder: Path) -> Path:
+    """The example's folder beside that of the host, where the package of msgpack is installed."""
+    beside = folder.parent / EXAMPLE.name
+    if not beside.exists():
+        shutil.copytree(ROOT / EXAMPLE, beside)
+    return beside
+
+
+def test_sessions_go_on_over_connections_that_are_cut(client_folder: Path) -> None:
+    shelf = Shelf()
+    shelf.put("sums", policy_of(Sums), "1")
+    shelf.put("echo", policy_of(Echo, 4.0), "1")
+    rng = random.Random(0)
+    with PolicyServer(shelf, "tcp://127.0.0.1:0", secret=SECRET) as server:
+        wire = BrokenWire(parse_address(server.address), lambda: rng.randrange(1, 20_000))
+        try:
+            command = ["node", "--input-type=module", "--eval", SUMS, wire.address, SECRET]
+            ran = subprocess.run(command, cwd=client_folder, capture_output=True, text=True, timeout=90)
+        finally:
+            wire.close()
+        while server.num_clients:  # it has said goodbye
+            pass
+    shelf.close()
+    assert ran.returncode == 0, ran.stderr
+    made = json.loads(ran.stdout)
+    steps = np.cumsum(np.arange(1, 101))
+    np.testing.assert_array_equal(made["sums"], [steps * session for session in range(1, 9)])
+    assert made["again"] == 5
+    assert made["echoed"] == [7, 4]
+    assert made["refused"] == [
+        "no policy 'none' is served",
+        "observation has 3 items or no numbers, expected <f4[2]",
+    ]
+    assert wire.cuts >= 3
+
+
+def test_it_plays_cartpole_by_a_policy_that_balances(client_folder: Path, tmp_path: Path) -> None:
+    box = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+    policy = Policy(
+        Balances(box, spaces.Discrete(2)), observation_space=box, action_space=spaces.Discrete(2), explore=False
+    )
+    (tmp_path / "key").write_text(f"{SECRET}\n")
+    shelf = Shelf()
+    shelf.put("pole", policy, "1")
+    with PolicyServer(shelf, f"unix:{tmp_path / 's'}", secret=SECRET) as server:
+        for secret, expected in (("key", 0), ("none", 1)):
+            command = ["node", "play.js", "--connect", server.address, "--episodes", "4"]
+            command += ["--secret-file", str(tmp_path / secret)] if secret == "key" else []
+            ran = subprocess.run(command, cwd=client_folder, capture_output=True, text=True, timeout=60)
+            assert (ran.returncode != 0) == bool(expected), ran.stderr
+            if secret == "key":
+                lengths = json.loads(ran.stdout)
+                assert len(lengths) == 4
+                assert min(lengths) >= 150  # a cart that nobody steers makes ten steps or so
+            else:
+                assert "refused (secret)" in ran.stderr
+    shelf.close()
