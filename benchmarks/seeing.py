@@ -1,4 +1,4 @@
-"""What it costs to be watched: rollouts with the stall doctor, beside the same ones without.
+"""Cost of being watched: rollouts with the stall doctor, beside the same ones without.
 
 Environment and module do nothing, so that what a step costs is rollflow's own; and CartPole with a small network.
 
@@ -6,12 +6,11 @@ Environment and module do nothing, so that what a step costs is rollflow's own; 
 """
 
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks.command import run
 from benchmarks.envs import NoopEnv
 from benchmarks.loop import FRAGMENT_LENGTH
-from benchmarks.pairs import Record, Sizes, paired
+from benchmarks.pairs import Record, Sizes, in_turns, record, steps_per_s
 from benchmarks.policies import Mlp, Noop
 from rollflow.nodes import Rollout
 
@@ -37,19 +36,22 @@ def _cartpole(slots: int) -> Callable[..., Rollout]:
 
 
 def _measured(workload: str, make: Callable[..., Rollout], slots: int, sizes: Sizes) -> Record:
-    options: Any = {"fragment_length": FRAGMENT_LENGTH, "seed": 0}
-    with make(stall_after=5.0, **options) as watched, make(stall_after=None, **options) as alone:
-        ours, others = iter(watched.fragments()), iter(alone.fragments())
+    """Each is opened for its own measurement alone: a watcher looks at nothing but what it watches."""
 
-        def of_ours() -> int:
-            next(ours)
-            return FRAGMENT_LENGTH * slots
+    def rate(stall_after: float | None) -> float:
+        with make(stall_after=stall_after, fragment_length=FRAGMENT_LENGTH, seed=0) as rollout:
+            fragments = iter(rollout.fragments())
 
-        def of_others() -> int:
-            next(others)
-            return FRAGMENT_LENGTH * slots
+            def fragment() -> int:
+                next(fragments)
+                return FRAGMENT_LENGTH * slots
 
-        return paired(workload, slots, of_ours, of_others, aim=AIM, sizes=sizes, beside_name="without the doctor")
+            fragment()
+            return steps_per_s(fragment, sizes.seconds)
+
+    pairs = in_turns(lambda: rate(5.0), lambda: rate(None), sizes.rounds + 1)
+    del pairs[0]  # to warm up
+    return record(workload, slots, pairs, aim=AIM, beside_name="without the doctor")
 
 
 if __name__ == "__main__":

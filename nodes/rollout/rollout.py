@@ -32,6 +32,7 @@ from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
 from rollflow.stream.data.errors import ModuleError, PolicyError
 from rollflow.stream.doctor.rules import OnStall, StallRules
+from rollflow.stream.doctor.waits import Sign
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.graph import Graph
@@ -347,7 +348,7 @@ class Rollout(RolloutLoop[Fragment]):
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
 
-    def _signs(self) -> Sequence[str]:
+    def _signs(self) -> Sequence[Sign]:
         (published, returns), version = self._checks, self.policy_version
         return *super()._signs(), *published.signs(version, self._learner_meter.items), *returns.signs(version)
 

@@ -11,7 +11,7 @@ from rollflow.stream.data.errors import StallError
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.doctor.waits import READER, Exit, Look, Wait
+from rollflow.stream.doctor.waits import READER, Exit, Look, Sign, Wait
 from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.meter import NodeMeter, clock
 
@@ -35,10 +35,10 @@ class RolloutDoctor:
 
     rules      when and how it speaks
     learner    meter of the learner pipeline
-    signs      gives silent faults, in words
+    signs      gives silent faults
     """
 
-    def __init__(self, rules: StallRules, learner: NodeMeter, signs: Callable[[], Sequence[str]]) -> None:
+    def __init__(self, rules: StallRules, learner: NodeMeter, signs: Callable[[], Sequence[Sign]]) -> None:
         self.rules = rules
         self._learner, self._signs = learner, signs
         self._drive: Watched | None = None

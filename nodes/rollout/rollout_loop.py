@@ -22,6 +22,7 @@ from rollflow.stream.data.errors import GraphError, RunError
 from rollflow.stream.data.loss_ledger import Ledger, cause_of
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
+from rollflow.stream.doctor.waits import Sign
 from rollflow.stream.graph.background import AtWork
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
@@ -294,8 +295,8 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """
         return self._doctor.diagnose()
 
-    def _signs(self) -> Sequence[str]:
-        """Silent faults, in words."""
+    def _signs(self) -> Sequence[Sign]:
+        """Silent faults."""
         return signs_of_lag(self.lag, self._rounds.handed_steps)
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollflow.nodes.stages.staleness import LagBound
+from rollflow.stream.doctor.waits import Sign
 
 _MOST_DROPPED = 0.9  # share of the transitions that are left out as too old
 _FRAGMENTS = 10  # that a share is told from
@@ -12,15 +13,16 @@ _EPISODES = 100
 _VERSIONS = 10  # over which returns are to have changed
 
 
-def signs_of_lag(lag: LagBound, handed_steps: int) -> Sequence[str]:
+def signs_of_lag(lag: LagBound, handed_steps: int) -> Sequence[Sign]:
     """A text where nearly all fragments are left out since they are too old."""
     made = lag.dropped_steps + handed_steps
     if lag.dropped_fragments < _FRAGMENTS or lag.dropped_steps < _MOST_DROPPED * made:
         return ()
-    return (
+    text = (
         f"{lag.dropped_steps / made:.0%} of {made:,} transitions were left out as too old: max_lag={lag.max_lag} with "
-        "this prefetch and this rate of publishing leaves hardly any; raise max_lag, or on_excess='pace'",
+        "this prefetch and this rate of publishing leaves hardly any; raise max_lag, or on_excess='pace'"
     )
+    return (Sign("lag", text),)
 
 
 class ReturnsCheck:
@@ -33,7 +35,7 @@ class ReturnsCheck:
         self._returns = returns
         self._since: tuple[float, int, int] | None = None  # return, version and count at the first look
 
-    def signs(self, version: int) -> Sequence[str]:
+    def signs(self, version: int) -> Sequence[Sign]:
         """A text where all returns that were looked at over many versions are one number.
 
         version    published last
@@ -49,10 +51,11 @@ class ReturnsCheck:
         _, first, counted = self._since
         if version < first + _VERSIONS or count < counted + _EPISODES:
             return ()
-        return (
+        text = (
             f"the returns of the last {count - counted + len(last):,} episodes are all {last[0]:g}, through "
-            f"{version - first} published versions: look at the rewards, and whether actions reach the environment",
+            f"{version - first} published versions: look at the rewards, and whether actions reach the environment"
         )
+        return (Sign("returns", text),)
 
 
 class PublishCheck:
@@ -65,7 +68,7 @@ class PublishCheck:
         self._module = module
         self._at_first = self._changes()
 
-    def signs(self, version: int, batches: int) -> Sequence[str]:
+    def signs(self, version: int, batches: int) -> Sequence[Sign]:
         """A text where the module has changed, and the rollout acts with the weights that it began with.
 
         version    published last; 0: none was
@@ -73,10 +76,11 @@ class PublishCheck:
         """
         if version or batches < _BATCHES or self._changes() == self._at_first:
             return ()
-        return (
+        text = (
             f"rollout.module was changed while {batches} batches were handed out, and none of its weights were "
-            "published: the rollout acts with those it began with; rollout.publish(rollout.module.state_dict())",
+            "published: the rollout acts with those it began with; rollout.publish(rollout.module.state_dict())"
         )
+        return (Sign("publish", text),)
 
     def _changes(self) -> int:
         if not hasattr(self._module, "parameters"):

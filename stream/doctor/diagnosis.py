@@ -31,7 +31,7 @@ class Diagnosis:
     is_closed   whether the way is closed: a deadlock
     stack       of the blocker's thread, innermost call first; empty: not known
     reader_s    seconds for which the reader has had each of its last items
-    notes       silent faults: what flows, and can't be right
+    notes       silent faults, in words: what flows, and can't be right
     """
 
     state: str
@@ -92,17 +92,16 @@ def diagnosed(look: Look | None, way: Way | None, waited_s: float, stood_s: floa
     """The diagnosis of a look, with the way from its consumer if one waits."""
     if look is None:
         return Diagnosis("not running")
+    notes = tuple(note.text for note in look.notes)
     if way is None:
         reader = look.waits.get(READER)
         if reader is not None and reader.kind == "works" and reader.calls:
             state = "reader works"
-            return Diagnosis(state, look.noun, 0.0, (), reader.age_s, reader_s=look.reader, notes=look.notes)
-        return Diagnosis("flows", look.noun, reader_s=look.reader, notes=look.notes)
+            return Diagnosis(state, look.noun, 0.0, (), reader.age_s, reader_s=look.reader, notes=notes)
+        return Diagnosis("flows", look.noun, reader_s=look.reader, notes=notes)
     blocker = way.blocker
     state = "stalled" if is_stalled else "reader works" if blocker.party == READER else "waits"
-    return Diagnosis(
-        state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.reader, look.notes
-    )
+    return Diagnosis(state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.reader, notes)
 
 
 def _listed(names: list[str]) -> str:

@@ -5,7 +5,7 @@ A look is passive: it reads counters and marks that the parties write for themse
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rollflow.stream.doctor.stacks import Frame
 
@@ -87,20 +87,27 @@ class Exit:
     waits: bool
 
 
+class Sign(NamedTuple):
+    """Silent fault: something that flows, and can't be right. Each kind is told once, however its text changes."""
+
+    kind: str
+    text: str
+
+
 @dataclass(frozen=True, slots=True)
 class Look:
     """All parties of a run at one time.
 
     noun     word for what leaves the graph
     reader   seconds for which the reader has had each of its last items; empty: not known
-    notes    silent faults: what flows, and can't be right
+    notes    silent faults
     """
 
     exits: tuple[Exit, ...]
     waits: Mapping[str, Wait]
     noun: str = "item"
     reader: tuple[float, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[Sign, ...] = ()
 
 
 class Probe(Protocol):

@@ -54,7 +54,7 @@ class StallWatch:
         self._since: float | None = None  # when a consumer began to wait, or the last item left after that
         self._last: float | None = None  # look
         self._told: _Told | None = None
-        self._notes: set[str] = set()
+        self._notes: set[str] = set()  # kinds that were told
 
     def look(self) -> tuple[list[str], Diagnosis | None]:
         """Look once: texts to be logged, and the diagnosis of a stall where one is told for the first time."""
@@ -66,8 +66,8 @@ class StallWatch:
         if look is None:
             return self.finish(), None
         self._follow(look, now)
-        texts = [f"{note}" for note in look.notes if note not in self._notes]
-        self._notes.update(look.notes)
+        texts = [note.text for note in look.notes if note.kind not in self._notes]
+        self._notes.update(note.kind for note in look.notes)
         found = self._stalled(look, now)
         if found is None:
             return texts + self._over("it goes on"), None

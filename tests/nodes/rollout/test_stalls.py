@@ -18,10 +18,11 @@ import held_envs
 import pytest
 from doctor_clock import Looking
 from held_envs import LONGEST_S, Held, await_held, let_go
+from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, RemoteEnvs, Rollout
+from rollflow.nodes import ConnectorV2, MultiAgentRollout, RandomModule, RemoteEnvs, Rollout
 from rollflow.stream import StallError
 from rollflow.stream.doctor.stacks import is_debugged_now
 
@@ -369,3 +370,47 @@ def test_a_debugger_that_holds_a_thread_is_seen() -> None:
     finally:
         goes.set()
         thread.join()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("place", ["inline", "threads", "processes"])
+async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_path: Path) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
+    options = OPTIONS | {"stall_after": 0.3, "on_stall": "raise"}
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **options, **ANYWHERE[place])
+    if place == "inline":  # the loop's own thread hangs: the error comes when the step does
+        threading.Timer(1.0, let_go, [tmp_path, 0]).start()
+    try:
+        with pytest.raises(StallError, match=r"env \(lane 0.*\) is in step\(\) since"):
+            async with rollout:
+                async for _ in rollout.fragments():
+                    pass
+    finally:
+        let_go(tmp_path, 0)
+    assert str(rollout.diagnose()) == "it is not running"
+
+
+class HeldAgents(NumberedAgents):
+    """Stands still in its third step."""
+
+    steps = 0
+    hangs, goes = threading.Event(), threading.Event()
+
+    def step(self, actions: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            self.hangs.set()
+            self.goes.wait(LONGEST_S)
+        return super().step(actions)
+
+
+@pytest.mark.parametrize("place", ["inline", "ahead", "threads"])
+def test_a_step_of_several_agents_that_hangs_is_named(place: str) -> None:
+    HeldAgents.hangs, HeldAgents.goes = threading.Event(), threading.Event()
+    rollout = MultiAgentRollout(lambda: HeldAgents(0, nested=0), module=RandomModule, **OPTIONS, **ANYWHERE[place])
+    with being_read(rollout, HeldAgents.goes.set):
+        assert HeldAgents.hangs.wait(LONGEST_S)
+        await_blocker(rollout, "env")
+        text = Looking(rollout._doctor).until_told(6.5)
+        assert re.search(PLACES[place] + r" is in step\(\) since 5\.", text), text
+        assert f"  at {line_of(HeldAgents.step, 'goes.wait')} in HeldAgents.step" in text

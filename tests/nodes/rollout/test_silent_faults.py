@@ -1,0 +1,91 @@
+"""Faults of rollouts that flow: the log names them, once, and says nothing of what is in order."""
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from doctor_clock import Looking
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import Rollout
+from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck, signs_of_lag
+
+
+class Trained(NumberedModule):
+    """Has a parameter to train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = torch.nn.Parameter(torch.zeros(2))
+
+
+def batches_while(train: Any) -> list[str]:
+    """What is said while twelve batches are trained on."""
+    texts: list[str] = []
+    options: Any = {"fragment_length": 4, "num_fragments": 12, "seed": 0, "stall_after": None}
+    with Rollout(lambda: NumberedEnv(0), module=Trained(), **options) as rollout:
+        looking = Looking(rollout._doctor)
+        for _ in rollout.batches():
+            train(rollout)
+            texts += looking.for_s(1.0)
+        assert len(rollout.diagnose().notes) == len(texts)
+    return texts
+
+
+def change(rollout: Rollout) -> None:
+    with torch.no_grad():
+        rollout.module.offset += 1.0
+
+
+def change_and_publish(rollout: Rollout) -> None:
+    change(rollout)
+    rollout.publish(rollout.module.state_dict())
+
+
+def test_a_module_that_is_trained_and_never_published_is_named_once() -> None:
+    [text] = batches_while(change)
+    assert text.startswith("rollout.module was changed while 1")
+    assert text.endswith("acts with those it began with; rollout.publish(rollout.module.state_dict())")
+
+
+@pytest.mark.parametrize("train", [change_and_publish, lambda rollout: None], ids=["published", "not trained"])
+def test_a_module_that_is_published_or_not_trained_is_in_order(train: Any) -> None:
+    assert batches_while(train) == []
+
+
+def test_a_module_without_parameters_is_never_named() -> None:
+    assert PublishCheck(object()).signs(0, 1000) == ()
+
+
+@pytest.mark.parametrize(
+    ("dropped", "steps", "handed", "is_named"),
+    [(10, 900, 100, True), (9, 900, 0, False), (10, 899, 101, False), (0, 0, 0, False)],
+)
+def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: int, handed: int, is_named: bool) -> None:
+    lag: Any = SimpleNamespace(dropped_fragments=dropped, dropped_steps=steps, max_lag=1)
+    signs = signs_of_lag(lag, handed)
+    assert bool(signs) == is_named
+    if is_named:
+        assert signs[0].text.startswith("90% of 1,000 transitions were left out as too old: max_lag=1 with")
+
+
+def test_returns_that_never_change_through_ten_versions_are_named() -> None:
+    returns: Any = SimpleNamespace(returns=deque([7.5] * 100, maxlen=100), count=100)
+    check = ReturnsCheck(returns)
+    assert check.signs(0) == ()
+    returns.count = 250
+    assert check.signs(9) == ()
+    [sign] = check.signs(10)
+    assert sign.text.startswith("the returns of the last 250 episodes are all 7.5, through 10 published versions")
+    returns.returns.append(8.0)
+    assert check.signs(20) == ()
+    returns.returns.extend([8.0] * 100)
+    returns.count = 500
+    assert check.signs(25) == ()  # counted anew
+
+
+def test_too_few_returns_say_nothing() -> None:
+    check = ReturnsCheck(SimpleNamespace(returns=deque([1.0] * 99), count=99))
+    assert [check.signs(version) for version in range(50)] == [()] * 50
