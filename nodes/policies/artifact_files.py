@@ -13,7 +13,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.errors import PolicyError, noted
 
 MANIFEST, CARD = "policy.json", "README.md"
 ARRAYS = ("module.safetensors", "state.safetensors", "examples.safetensors")
@@ -79,12 +79,13 @@ def write_files(path: Path, files: Mapping[str, bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     made = path.parent / f".{path.name}.{os.getpid()}.new"
     try:
-        if path.suffix == ".zip":
-            _write_zip(made, files)
-            os.replace(made, path)
-        else:
-            _write_folder(made, files)
-            _replace_folder(made, path)
+        with noted(f"while a policy was written to {path}; what was there stays"):
+            if path.suffix == ".zip":
+                _write_zip(made, files)
+                os.replace(made, path)
+            else:
+                _write_folder(made, files)
+                _replace_folder(made, path)
     finally:
         _remove(made)
 

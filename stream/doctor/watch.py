@@ -27,10 +27,11 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Told:
-    """A stall that was told: its way, when it began, and how often it was told."""
+    """A stall that was told: its way, when it began, since when the consumer waits, and how often it was told."""
 
     key: Any
     since: float
+    waits_since: float | None
     times: int = 0
     stood_s: float = 0.0
 
@@ -70,7 +71,8 @@ class StallWatch:
         self._notes.update(note.kind for note in look.notes)
         found = self._stalled(look, now)
         if found is None:
-            return texts + self._over("it goes on"), None
+            still = self._told is not None and self._since == self._told.waits_since  # another party holds it up now
+            return texts + ([] if still else self._over("it goes on")), None
         way, begun = found
         return self._tell(look, way, begun, now, texts)
 
@@ -155,7 +157,7 @@ class StallWatch:
         key = tuple((wait.party, wait.kind) for wait in way.waits)
         told, is_new = self._told, self._told is None or self._told.key != key
         if told is None or is_new:
-            told = self._told = _Told(key, since)
+            told = self._told = _Told(key, since, self._since)
         told.stood_s = now - told.since
         if not is_new and told.stood_s < _due(told.times):
             return texts, None

@@ -141,7 +141,7 @@ def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(opti
 def test_what_a_host_of_several_agents_can_not_do_is_said_in_a_line(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    env = ["--env", "pettingzoo.classic.tictactoe_v3:env"]
+    env = ["--env", "pettingzoo.classic.tictactoe.tictactoe:env"]
     assert main(["rollout-host", *env, "--connect", "unix:/x", *arguments]) == 1
     error = capsys.readouterr().err
     assert error.startswith("rollflow: ")

@@ -137,10 +137,9 @@ class Registry:
     def _check(self, hello: Hello) -> None:
         if hello.role != self._role:
             here, wanted = _WANTED[self._role]
+            is_for = f"; this host is for {_WANTED[hello.role][0]}" if hello.role in _WANTED else ""
             raise WireError(
-                f"hello.role is '{hello.role}', expected '{self._role}': here are {here}, for {wanted}; this host is "
-                f"for {_WANTED[hello.role][0]}",
-                "role",
+                f"hello.role is '{hello.role}', expected '{self._role}': here are {here}, for {wanted}{is_for}", "role"
             )
         if hello.busy:
             raise WireError(f"host {hello.name!r} is busy with another gateway, expected it to be free", "busy")

@@ -77,6 +77,16 @@ def test_it_is_told_again_after_one_five_and_thirty_minutes_and_once_when_it_is_
     assert len(times) >= 4
     probe.items = 1
     assert looking.once() == [f"it goes on: it stood still for {looking.spent:.1f} s"]
+
+
+def test_it_does_not_go_on_while_the_reader_still_waits_for_another_party() -> None:
+    probe = Told(*on_lane(STEP))
+    looking = Looking(probe)
+    looking.until_told(5.5)
+    probe.waits = on_lane(replace(STEP, mark=2))  # another step has begun, and nothing has left
+    assert looking.for_s(2.0) == []
+    probe.items += 1
+    assert looking.once() == [f"it goes on: it stood still for {looking.spent:.1f} s"]
     assert looking.for_s(3.0) == []
 
 

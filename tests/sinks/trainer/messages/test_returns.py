@@ -33,6 +33,7 @@ from rollflow.sinks.trainer.trainer_side.item_maker import StreamReturns
 from rollflow.sinks.trainer.trainer_side.rollout_peer import RolloutPeer
 from rollflow.stream import Graph
 from rollflow.stream.data.errors import GraphError, WireError
+from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.wire import Fragment, TrainerSession, decode, encode
 
 DRAWN = Drawn(3, 1, 4, 1, 9, False, 8, 1, True, 11)
@@ -111,7 +112,7 @@ def test_what_a_batch_could_not_be_made_of_is_counted_once_it_is() -> None:
 def feed_batches(rollout: Rollout, address: str) -> None:
     """Feed train batches of one agent, as `feed` does."""
     graph, _, sink = graph_over(rollout, address, sends="batches")
-    anyio.run(_run_graph, graph, sink, [])
+    anyio.run(_run_graph, graph, sink, [], StallRules(after=None))
 
 
 @pytest.mark.parametrize("made", [cartpoles, agents])
