@@ -57,17 +57,28 @@ def tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
     listens = args.listen is not None
     if listens and args.tls_cert is None:
         raise ValueError("--tls with --listen, expected --tls-cert as well")
-    for name in (args.tls_ca, args.tls_cert, args.tls_key):
+    for option in ("tls_ca", "tls_cert", "tls_key"):
+        name = getattr(args, option)
         if name is not None and not Path(name).is_file():
-            raise ValueError(f"there is no file {name}, expected a certificate or its key")
+            raise ValueError(f"--{option.replace('_', '-')} {name}: there is no such file")
     context = ssl.create_default_context(
         ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=args.tls_ca
     )
     if listens and args.tls_ca is not None:
         context.verify_mode = ssl.CERT_REQUIRED
     if args.tls_cert is not None:
-        context.load_cert_chain(args.tls_cert, args.tls_key)
+        load_certificate(context, args)
     return context
+
+
+def load_certificate(context: ssl.SSLContext, args: argparse.Namespace) -> None:
+    """Have a context use the certificate and key of the arguments. Raises ValueError where it can't."""
+    try:
+        context.load_cert_chain(args.tls_cert, args.tls_key)
+    except OSError as error:  # ssl.SSLError is one
+        raise ValueError(
+            f"--tls-cert {args.tls_cert} with --tls-key {args.tls_key}: {error}; expected PEM files that match"
+        ) from error
 
 
 def add_max_frame(parser: argparse.ArgumentParser) -> None:

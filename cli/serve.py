@@ -103,7 +103,7 @@ def _policy_server(shelf: Any, args: argparse.Namespace) -> Any:
     tls = None
     if args.tls_cert is not None:
         tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(args.tls_cert, args.tls_key)
+        arguments.load_certificate(tls, args)
     return PolicyServer(shelf, args.listen, secret=arguments.secret_of(args), tls=tls)
 
 

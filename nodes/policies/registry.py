@@ -90,8 +90,8 @@ def named(kind: str, name: Any, allow: Collection[str], where: str) -> Any:
         )
     if not any(module == each or module.startswith(f"{each}.") for each in allow):
         raise PolicyError(
-            f"{where}: {kind} {name!r} is not allowed to be imported; expected allow=[{module.split('.')[0]!r}] where "
-            f"you trust that package, or register_{kind}({name!r}, …)"
+            f"{where}: {kind} {name!r} is not allowed to be imported; expected allow=[{module.split('.')[0]!r}], or "
+            f"--allow {module.split('.')[0]}, where you trust that package, or register_{kind}({name!r}, …)"
         )
     thing: Any
     try:

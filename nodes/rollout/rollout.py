@@ -57,7 +57,7 @@ class Rollout(RolloutLoop[Fragment]):
                                        "rollouts"   each lane's whole rollout in a worker process, with connectors and
                                                     a copy of the module. For policies that run on CPUs
                                        "auto"       where it goes fastest, measured on copies of the module and of
-                                                    the pieces, for a second a place at most. `explain()` says why
+                                                    the pieces, for some seconds. `explain()` says why
     autoreset_mode           None      Of vector environments made here of plain ones, as gymnasium takes it; None:
                                        SAME_STEP. An id's vectorized form and ready vector environments have their own
     workers                  None      Worker processes; None: one for each core

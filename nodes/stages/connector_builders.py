@@ -12,7 +12,7 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
 from rollflow.nodes.connectors.pipelines.pieces import pieces_of
 from rollflow.nodes.modules.default_module import DefaultModule
-from rollflow.stream.data.errors import ConnectorError, ModuleError
+from rollflow.stream.data.errors import ConnectorError, ModuleError, noted, page_on
 
 
 def pieces_given(
@@ -112,7 +112,9 @@ def _made(module: Any, *spaces: gym.Space[Any]) -> Any:
         ) from None
     except ValueError:  # it has no signature
         pass
-    return module(*spaces)
+    observations, actions = spaces
+    with noted(f"where a module is made for observations in {observations}, actions in {actions}; {page_on('module')}"):
+        return module(*spaces)
 
 
 def _check_space(module: Any, space: gym.Space[Any]) -> None:

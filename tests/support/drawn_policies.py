@@ -32,11 +32,11 @@ ACTIONS = {
 
 
 def shifted(batch: dict[str, Any], episodes: Any) -> None:
-    """Connector piece in list form: write observations that depend on the episode's own length and data."""
+    """Connector piece in list form: write observations that depend on the episode's own time and data."""
     for episode in ConnectorV2.single_agent_episode_iterator(episodes):
         count = episode.custom_data["count"] = episode.custom_data.get("count", 0) + 1
         latest = episode.get_observations(-1)
-        episode.set_observations(new_data=(latest + np.float32(0.1) * (count + len(episode) % 2)), at_indices=-1)
+        episode.set_observations(new_data=(latest + np.float32(0.1) * (count + episode.t % 2)), at_indices=-1)
 
 
 PIECES: dict[str, Any] = {

@@ -65,11 +65,13 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
         self, input_observation_space: Space | None = None, input_action_space: Space | None = None, **kwargs: Any
     ) -> None:
         super().__init__(input_observation_space, input_action_space, **kwargs)
-        parameters = inspect.signature(self.preprocess).parameters
-        # RLlib's older form is `preprocess(observation)` alone.
-        self._takes_episode = "episode" in parameters or any(
-            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        kinds = [parameter.kind for parameter in inspect.signature(self.preprocess).parameters.values()]
+        # RLlib's older form is `preprocess(observation)` alone. Parameters may have other names than here.
+        places = sum(
+            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
         )
+        self._by_place = places > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
+        self._by_name = not self._by_place and len(kinds) > places
 
     @abc.abstractmethod
     def preprocess(self, observation: Any, episode: SingleAgentEpisode) -> Any:
@@ -78,7 +80,10 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
     def of_episode(self, episode: SingleAgentEpisode) -> Any:
         preprocess: Any = self.preprocess
         observation = episode.get_observations(-1)
-        made = preprocess(observation=observation, episode=episode) if self._takes_episode else preprocess(observation)
+        if self._by_place:
+            made = preprocess(observation, episode)
+        else:
+            made = preprocess(observation, episode=episode) if self._by_name else preprocess(observation)
         if made is None:
             raise ConnectorError(f"{self.name}: preprocess gave None, expected the observation: does it return it?")
         return made
@@ -106,7 +111,7 @@ class MultiAgentObservationPreprocessor(ConnectorV2):
             if not isinstance(episode, MultiAgentEpisode):
                 raise ConnectorError(f"{self.name}: episode '{episode.id_}' is of a single agent, expected several")
             observations = episode.get_observations(-1)
-            made = self.preprocess(observations=dict(observations), episode=episode)
+            made = self.preprocess(dict(observations), episode)
             without = [agent_id for agent_id in made if agent_id not in observations]
             if without:
                 there = ", ".join(map(str, observations)) or "none"

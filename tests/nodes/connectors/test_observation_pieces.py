@@ -76,6 +76,21 @@ def test_a_preprocessor_may_look_at_the_episode() -> None:
     assert episode.get_observations() == [5, 106]
 
 
+def test_a_preprocessors_parameters_may_have_other_names() -> None:
+    class Counts(ObservationPreprocessor):
+        def preprocess(self, obs: Any, ep: Any) -> Any:
+            return obs * 0 + len(ep)
+
+    class Named(ObservationPreprocessor):
+        def preprocess(self, obs: Any, **others: Any) -> Any:
+            return obs * 0 + len(others["episode"]) + 1
+
+    for piece, made in ((Counts(), 0), (Named(), 1)):
+        episode = SingleAgentEpisode(observations=[np.ones(3, np.float32)])
+        piece(rl_module=None, batch={}, episodes=[episode])
+        assert episode.get_observations(-1).tolist() == [made] * 3
+
+
 class WritesFloats(ConnectorV2):
     """Adds a hundred to the newest observation and to the action before it, by halves, as floats."""
 

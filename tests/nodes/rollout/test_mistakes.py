@@ -69,6 +69,18 @@ def test_a_device_that_there_is_not_is_named() -> None:
         Rollout("CartPole-v1", device="gpu0")
 
 
+def test_a_module_that_can_not_be_made_for_the_spaces_says_for_which() -> None:
+    class ForBoxes(RLModule):
+        def setup(self) -> None:
+            self.layer = torch.nn.Linear(4, self.action_space.shape[0])  # CartPole's has no axis
+
+    with pytest.raises(IndexError) as raised:
+        Rollout("CartPole-v1", module=ForBoxes)
+    [note] = raised.value.__notes__
+    assert note.startswith("where a module is made for observations in Box(")
+    assert note.endswith("actions in Discrete(2); see docs/how_to/modules.md#outputs")
+
+
 def unconnected(node: Any) -> str:
     """Return the error for a node behind a rollout whose outlet is connected to nothing."""
     graph = Graph("mine")
