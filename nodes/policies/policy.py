@@ -125,12 +125,15 @@ class Policy:
     ) -> Any:
         """The action for one observation, `any[...]`, of one environment.
 
-            observation    in the environment's space
+            observation    in the environment's space; for a Box of floats a list will do
             reward         for the session's action before; None: none is there
             info           dict that came with the observation; None: an empty one
 
         Returns an item of the action space. Raises as `act_batch` does.
         """
+        space = self.observation_space
+        if isinstance(observation, list) and isinstance(space, gym.spaces.Box) and space.dtype.kind == "f":
+            observation = np.array(observation, space.dtype)
         if isinstance(observation, np.ndarray):
             observations: Tree = observation[None]
         else:

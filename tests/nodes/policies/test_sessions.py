@@ -46,6 +46,14 @@ def test_each_session_has_an_episode_of_its_own() -> None:
     assert seen[1:] == [[("b/0", 0)], [("a/0", 1)], [("b/0", 1), ("c/0", 0), ("a/0", 2)]]
 
 
+def test_an_observation_may_be_a_list() -> None:
+    policy = Policy(DefaultModule, **SPACES)
+    observation = [0.5, -1.0, 2.0]
+    assert policy.act(observation) == policy.act(np.array(observation, np.float32))
+    with pytest.raises(ColumnError, match=r"got float32\[1, 2\], expected float32\[1, 3\]"):
+        policy.act([0.5, 1.0])
+
+
 def test_reset_begins_another_episode() -> None:
     policy, seen = counting()
     for _ in range(2):
