@@ -102,7 +102,7 @@ def graph_parts(graph: Graph) -> tuple[list[str], float]:
             continue
         side, out = (left, -24) if edge.feedback else (left + width, 24 + 12 * rounds)
         rounds += not edge.feedback
-        parts += [svg.line(f"M{side} {begin + 15}h{out}V{end + 15}H{side}", dashed=edge.feedback)]
+        parts += [svg.line(f"M{side} {begin + 23}h{out}V{end + 9}H{side}", dashed=edge.feedback)]  # out below, in above
         x, anchor = (side - 30, "end") if edge.feedback else (side + 18 + 12 * len(around), "start")
         for number, words in enumerate(label.split(", ", 1)):
             parts += [svg.text(x, end + 13 + svg.LINE * number, words, anchor=anchor)]
