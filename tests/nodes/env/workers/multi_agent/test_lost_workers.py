@@ -91,7 +91,9 @@ class Kills(ConnectorV2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(
+    "where", [place for place in PLACES if place != "rollouts"]
+)  # each copy there would count anew
 @given(
     calls=st.sets(st.integers(0, 60), min_size=1, max_size=4),
     lanes=st.integers(1, 3),
@@ -201,10 +203,11 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
         partial(DoomedAgents, slot, tmp_path, fate="raise", step=3, lives=100 * (slot == 1), nested=0)
         for slot in range(3)
     ]
-    with rollout_of(makers, lanes=3, workers=2, fragment_length=40, num_fragments=4, **options) as rollout:
+    count = 8 if "where" in options else 4  # with whole rollouts there each loss ends a fragment of the lane
+    with rollout_of(makers, lanes=3, workers=2, fragment_length=40, num_fragments=count, **options) as rollout:
         fragments = list(rollout.fragments())
         check_laws(rollout, fragments, tmp_path, 3)
-    assert [fragment.sequence for fragment in in_time(fragments) if fragment.lane != 1] == [0, 1, 2, 3] * 2
+    assert [fragment.sequence for fragment in in_time(fragments) if fragment.lane != 1] == [*range(count)] * 2
     cut_short = [fragment for fragment in fragments if fragment.lane == 1]
     assert len(cut_short) == (6 if "where" in options else 1)
     assert sum(fragment.num_rows for fragment in cut_short) == 3 * 6
