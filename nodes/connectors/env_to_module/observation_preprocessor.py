@@ -3,6 +3,7 @@
 import abc
 import inspect
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from gymnasium import spaces
@@ -65,13 +66,16 @@ class SingleAgentObservationPreprocessor(ObservationRewriter):
         self, input_observation_space: Space | None = None, input_action_space: Space | None = None, **kwargs: Any
     ) -> None:
         super().__init__(input_observation_space, input_action_space, **kwargs)
-        kinds = [parameter.kind for parameter in inspect.signature(self.preprocess).parameters.values()]
-        # RLlib's older form is `preprocess(observation)` alone. Parameters may have other names than here.
-        places = sum(
-            kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
+        parameters = inspect.signature(self.preprocess).parameters
+        kinds = {parameter.kind for parameter in parameters.values()}
+        # RLlib's older form is `preprocess(observation)` alone. The second parameter may have another name than here.
+        second = next(islice(parameters.values(), 1, None), None)
+        self._by_place = (
+            second is not None
+            and second.kind in (second.POSITIONAL_ONLY, second.POSITIONAL_OR_KEYWORD)
+            and (second.default is second.empty or second.name == "episode")
         )
-        self._by_place = places > 1 or inspect.Parameter.VAR_POSITIONAL in kinds
-        self._by_name = not self._by_place and len(kinds) > places
+        self._by_name = "episode" in parameters or inspect.Parameter.VAR_KEYWORD in kinds
 
     @abc.abstractmethod
     def preprocess(self, observation: Any, episode: SingleAgentEpisode) -> Any:

@@ -85,7 +85,11 @@ def test_a_preprocessors_parameters_may_have_other_names() -> None:
         def preprocess(self, obs: Any, **others: Any) -> Any:
             return obs * 0 + len(others["episode"]) + 1
 
-    for piece, made in ((Counts(), 0), (Named(), 1)):
+    class Older(ObservationPreprocessor):
+        def preprocess(self, obs: Any, scale: float = 3.0) -> Any:
+            return obs * scale
+
+    for piece, made in ((Counts(), 0), (Named(), 1), (Older(), 3)):
         episode = SingleAgentEpisode(observations=[np.ones(3, np.float32)])
         piece(rl_module=None, batch={}, episodes=[episode])
         assert episode.get_observations(-1).tolist() == [made] * 3
