@@ -96,8 +96,8 @@ class WorkerCarrier:
         link = self.links[lane.index]
         self.supervisor.wait_for(link.status)
         if link.status.phase is LanePhase.READY and (link.steps_while_draining or not self.supervisor.is_draining):
+            self.supervisor.watch(link.status)  # before the worker can get on: all that it makes counts
             link.step()
-            self.supervisor.watch(link.status)
             return None
         # The worker was lost while the lane was somewhere else: no step is under way.
         self.supervisor.lost_steps += link.lose_idle(link.status.reason)

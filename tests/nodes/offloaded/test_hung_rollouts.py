@@ -88,6 +88,29 @@ def test_one_that_stands_still_is(tmp_path: Path, forward: Forward, closing: Any
     assert (lane.fragment.num_rows, node.lost_steps) == (3, 1)
 
 
+def test_steps_that_are_made_while_a_turn_is_still_handed_over_count(
+    tmp_path: Path, forward: Forward, closing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = closing(rollouts_of(partial(Held, 0, tmp_path, steps=[8]), step_timeout=1.0))
+    [lane] = node.start()
+    node(lane)
+    come_back(node)
+    link = node.carrier.links[0]
+    hand_over = link.step
+
+    def hand_over_slowly() -> None:
+        hand_over()
+        await_held(tmp_path, 0)
+
+    monkeypatch.setattr(link, "step", hand_over_slowly)
+    node(lane)
+    forward(1.5)
+    assert list(node.completed()) == []
+    let_go(tmp_path, 0)
+    assert come_back(node) == [lane]
+    assert node.lost_steps == 0
+
+
 class Shared(Held):
     """One slot kills the process of both, the other hangs when it is made again."""
 
