@@ -22,6 +22,13 @@ from rollflow.stream.fragments.lane_columns import LaneMemory
 TAKEN_ACTION = "rollflow.taken_action"  # of an info: the action that the environment took, not the one it was given
 
 
+def actions_of(lane: Lane) -> Tree:
+    """The actions, `any[N, ...]`, that the lane's environments are stepped with."""
+    batch = lane.batch
+    actions = batch.get(Columns.ACTIONS_FOR_ENV)
+    return batch[Columns.ACTIONS] if actions is None else actions
+
+
 class Environments(LaneSource):
     """A node that steps vector environments, one per lane: takes a lane's actions, gives its observations.
 
@@ -146,11 +153,11 @@ class Environments(LaneSource):
                     "step one by one (env=lambda: gymnasium.make(…))"
                 )
 
-    def _actions_of(self, lane: Lane) -> Tree:
-        return actions_of(lane)
+    _actions_of = staticmethod(actions_of)
 
     def _record(self, lane: Lane, stepped: Stepped) -> None:
-        record_taken(lane, stepped.infos if isinstance(stepped, Stepped) else stepped[4])
+        if lane.layout.num_slots == 1:
+            record_taken(lane, stepped[4])  # gymnasium's tuple has no names
         lane.record_step(*stepped)
 
     def _make_lanes(self) -> None:
@@ -181,13 +188,6 @@ class Environments(LaneSource):
                 ).see("spaces")
 
 
-def actions_of(lane: Lane) -> Tree:
-    """The actions, `any[N, ...]`, that the lane's environments are stepped with."""
-    batch = lane.batch
-    actions = batch.get(Columns.ACTIONS_FOR_ENV)
-    return batch[Columns.ACTIONS] if actions is None else actions
-
-
 def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
     """Record the action that the environment of a lane with one slot took in the place of the module's.
 
@@ -195,7 +195,7 @@ def record_taken(lane: Lane, infos: Mapping[str, Any]) -> None:
 
     Raises EnvError where the environment's actions are not recorded as they are.
     """
-    if lane.layout.num_slots > 1 or not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.dicts[0]:
+    if not isinstance(infos, SlotInfos) or TAKEN_ACTION not in infos.dicts[0]:
         return
     if Columns.ACTIONS_FOR_ENV in lane.batch:
         raise EnvError(

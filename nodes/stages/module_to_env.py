@@ -79,7 +79,8 @@ def acted(
             return batch
         output = output.rows()
     batch = pipeline.run(module, output, episodes, explore, shared_data, metrics)
-    batch = pipeline.to_record(batch, shared_data)
+    if Columns.ACTIONS_FOR_ENV in batch:
+        batch = pipeline.to_record(batch, shared_data)
     if pipeline.columnar:
         return batch
     return {name: stack_trees(x) if isinstance(x, list) else x for name, x in batch.items()}

@@ -184,8 +184,6 @@ def refuse_unusable(logits: Any, shared_data: dict[str, Any], episodes: Episodes
 
 def slots_with_nan(actions: Tree) -> list[int]:
     """Slots whose action, in a tree of arrays or tensors any[N, ...], has a NaN."""
-    if type(actions) is torch.Tensor and not actions.is_floating_point():  # in every vector step, so it has to be quick
-        return []
     slots: set[int] = set()
     for leaf in leaves_of(actions):
         array = array_of(leaf) if isinstance(leaf, torch.Tensor) else np.asarray(leaf)

@@ -186,11 +186,11 @@ class ModuleToEnvPipeline(ConnectorPipelineV2):
         return batch
 
     def to_record(self, batch: Batch, shared_data: dict[str, Any]) -> Batch:
-        """The batch without `actions_for_env`, where the environments get `actions` and no piece may have changed that.
+        """The batch without its `actions_for_env`, where the environments get `actions` and no piece may change that.
 
         Every vector step of a rollout gives the same columns.
         """
-        if Columns.ACTIONS_FOR_ENV in batch and shared_data.get(PASSED_ON) and self._ends_in_bounds:
+        if shared_data.get(PASSED_ON) and self._ends_in_bounds:
             del batch[Columns.ACTIONS_FOR_ENV]
         return batch
 

@@ -47,10 +47,9 @@ def fused_tail(pieces: Sequence[ConnectorV2]) -> tuple[int, Fused] | None:
 def _observations_as_tensor(
     pieces: Sequence[Any], module: Any, batch: Batch, episodes: LaneEpisodes, explore: Any, shared_data: dict[str, Any]
 ) -> Batch | None:
-    add, *between, to_tensor = pieces
-    if batch or add.as_learner_connector or to_tensor.is_elsewhere:
+    if batch or pieces[0].as_learner_connector or pieces[-1].is_elsewhere:
         return None
-    if len(between) > 1 and is_stateful(module):
+    if len(pieces) > len(_INTO_MODULE) and is_stateful(module):
         return None
     observations = episodes.observations()
     if type(observations) is not np.ndarray or not observations.flags.carray:
@@ -96,7 +95,9 @@ def _acted(
     if clip.changes_actions:
         return None, True
     if Columns.ACTIONS in batch:  # the module has chosen
-        return None if slots_with_nan(batch[Columns.ACTIONS]) else _arrays_of(batch), True
+        chosen = batch[Columns.ACTIONS]
+        is_whole = type(chosen) is torch.Tensor and not chosen.is_floating_point()
+        return _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
     logits = batch.get(Columns.ACTION_DIST_INPUTS)
     if logits is None or races is None or not explore or Columns.ACTION_LOGP in batch:
         return None, True

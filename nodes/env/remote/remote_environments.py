@@ -138,7 +138,8 @@ class RemoteEnvironments(Carried, Environments):
         if answer.final_slots:
             last = [map_tree(lambda leaf, i=i: leaf[i], answer.final_obs) for i in range(len(answer.final_slots))]
             final = last, answer.final_infos
-        record_taken(lane, answer.infos)
+        if lane.layout.num_slots == 1:
+            record_taken(lane, answer.infos)
         lane.record_step(answer.obs, answer.rewards, answer.terminateds, answer.truncateds, answer.infos, final)
 
     # Inside
