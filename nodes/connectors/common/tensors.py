@@ -11,6 +11,8 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.tree import map_tree
 
+_ALIGNED_BYTES = 16
+
 
 class NumpyToTensor(ConnectorV2):
     """Turns every array of the batch into a torch tensor of the same dtype, without a copy where possible.
@@ -100,10 +102,19 @@ def _leaf(leaf: Any) -> Any:
 
 
 def tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """The array as a tensor, without a copy where possible."""
+    """The array as a tensor, without a copy where possible; its memory is as `aligned` has it."""
     # torch can't share what is read-only, of which it warns, or what runs backwards.
     shared = array.flags.writeable and (array.flags.c_contiguous or min(array.strides) >= 0)
-    return torch.from_numpy(array if shared else array.copy())
+    return aligned(torch.from_numpy(array if shared else array.copy()))
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy of it where its memory does not begin at a multiple of 16 bytes.
+
+    Matrix products may round differently there: the same observation, in another row of a fragment, would give other
+    last bits.
+    """
+    return tensor.clone() if tensor.data_ptr() % _ALIGNED_BYTES else tensor
 
 
 def as_array(leaf: Any) -> Any:

@@ -18,7 +18,7 @@ from rollflow.nodes.connectors.common.stateful_columns import (
     AddStatesFromEpisodesToBatch,
     AddTimeDimToBatchAndZeroPad,
 )
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor, TensorToNumpy, aligned
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2
 from rollflow.nodes.connectors.module_to_env.get_actions import RACES, GetActions, refuse_unusable, slots_with_nan
 from rollflow.nodes.connectors.module_to_env.individual_items import (
@@ -56,7 +56,7 @@ def _observations_as_tensor(
         return None
     if getattr(module, "framework", "torch") != "torch" or module is None:
         return None
-    batch[Columns.OBS] = torch.from_numpy(observations)
+    batch[Columns.OBS] = aligned(torch.from_numpy(observations))
     return batch
 
 

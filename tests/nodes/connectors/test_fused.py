@@ -52,6 +52,24 @@ class Passing(ConnectorV2):
         return batch
 
 
+class Places(NumberedModule):
+    """Records whether what it is given begins at a multiple of 16 bytes."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        is_aligned = batch["obs"].data_ptr() % 16 == 0
+        return super()._forward(batch, **kwargs) | {"is_aligned": torch.full((len(batch["obs"]),), is_aligned)}
+
+
+@pytest.mark.parametrize("custom", [False, True])
+def test_each_observation_begins_where_products_of_matrices_round_in_the_same_way(custom: bool) -> None:
+    options: Any = {"env_to_module_connector": lambda env: Passing()} if custom else {}
+    makers = [partial(NumberedEnv, slot) for slot in range(3)]
+    with Rollout(makers, module=Places(), fragment_length=8, num_fragments=1, **options) as rollout:
+        [fragment] = rollout.fragments()
+    assert any(row.ctypes.data % 16 for row in fragment.columns["obs"].tree)
+    assert fragment.columns["is_aligned"].tree[fragment.first_row : fragment.last_row].all()
+
+
 def fragments(
     fuses: bool, nested: bool, kind: str, custom: bool, explore: bool, seed: int, **more: Any
 ) -> list[dict[str, Any]]:

@@ -237,6 +237,16 @@ def test_views_become_tensors_of_the_same_numbers(view: Callable[[Any], Any]) ->
     np.testing.assert_array_equal(call(NumpyToTensor(), {"x": array})["x"].numpy(), array)
 
 
+@pytest.mark.parametrize("row", range(8))
+def test_tensors_begin_where_products_of_matrices_round_in_the_same_way(row: int) -> None:
+    rows = np.empty((8, 3, 7), np.float32)  # of 84 bytes, so that few begin at a multiple of 16
+    rows[:] = np.random.default_rng(0).normal(size=(3, 7))
+    tensor = call(NumpyToTensor(), {"x": rows[row]})["x"]
+    assert tensor.data_ptr() % 16 == 0
+    np.testing.assert_array_equal(tensor.numpy(), rows[0])
+    assert np.shares_memory(tensor.numpy(), rows) == (rows[row].ctypes.data % 16 == 0)
+
+
 def test_a_read_only_array_is_copied_without_a_warning() -> None:
     array = np.zeros(3)
     array.flags.writeable = False

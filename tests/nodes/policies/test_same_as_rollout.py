@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_policies import ACTIONS, FITTING, logged_rollout
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 
@@ -33,6 +33,7 @@ def outputs_of(rollout: Any) -> dict[str, list[Any]]:
 
 
 @settings(max_examples=examples(40))
+@example(case=("box", "previous"), actions="discrete", lstm=True, explore=False, slots=3, seed=0)  # rows of 168 bytes
 @given(
     case=cases,
     actions=st.sampled_from(list(ACTIONS)),
