@@ -12,6 +12,9 @@ from rollflow.stream.data.errors import DatasetError
 
 Ints = NDArray[np.int64]
 
+# What reading a file raises that is not as the sink has written it; the last two: a column of another type.
+UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError)
+
 _COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "truncated", "lost"]
 
 
@@ -59,15 +62,16 @@ class EpisodeIndex:
         table = pa.concat_tables(tables)
         columns = {name: table.column(name).combine_chunks() for name in _COLUMNS}
         run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
-        self.group = np.repeat(np.arange(len(sizes)), sizes)
-        firsts = np.cumsum(sizes) - sizes  # first chunk of each row group
-        self.place = np.arange(len(steps)) - firsts[self.group]
+        self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)
+        firsts: Ints = np.cumsum(np.array(sizes, np.int64)) - np.array(sizes, np.int64)  # first chunk of each row group
+        self.place: Ints = np.arange(len(steps)) - firsts[self.group]
         before = np.cumsum(steps) - steps
         self.row, self.chunk_steps = before - before[firsts][self.group], steps
         ids = np.asarray(columns[Columns.EPS_ID].to_numpy(zero_copy_only=False), str)
         self._group_by_episode(run, ids, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
-        lost = columns["lost"].to_numpy(zero_copy_only=False)[self._last]
-        self.lost: dict[int, str] = {episode: lost[episode] for episode in np.flatnonzero(lost != None).tolist()}  # noqa: E711
+        lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
+        lost_episodes = np.flatnonzero(is_lost[self._last])
+        self.lost: dict[int, str] = {each: str(lost[int(self._last[each])]) for each in lost_episodes.tolist()}
 
     def __len__(self) -> int:
         return len(self.num_steps)
@@ -113,7 +117,7 @@ def open_file(folder: DatasetFolder, kind: str, number: int) -> Any:
         return pq.ParquetFile(path, page_checksum_verification=True)
     except FileNotFoundError:
         raise DatasetError(f"{path} is missing, expected a file for each in {STEPS} and {EPISODES}") from None
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise damaged(path, error) from None
 
 
@@ -132,7 +136,7 @@ def _chunks_of(folder: DatasetFolder, number: int) -> tuple[Any, list[int]]:
         try:
             table = file.read(columns=_COLUMNS, use_threads=False)
             lengths = _numbers(table.column("num_steps").combine_chunks())
-        except (OSError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             raise damaged(path, error) from None
         rows = [steps.metadata.row_group(each).num_rows for each in range(steps.num_row_groups)]
         ends = np.cumsum(sizes)

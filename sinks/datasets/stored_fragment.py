@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollflow.sinks.datasets.arrow_columns import Description, tree_of
 from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder
 from rollflow.sinks.datasets.dataset_sink import LAST_OBS
-from rollflow.sinks.datasets.episode_index import EpisodeIndex, Ints, damaged, open_file, ranges
+from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, Ints, damaged, open_file, ranges
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.tree import Tree, concatenate_trees, leaves_of, map_tree
@@ -195,5 +195,5 @@ def _read(
         try:
             table = file.read_row_group(group, columns=list(columns), use_threads=False)
             return {name: tree_of(table.column(name), description) for name, description in columns.items()}
-        except (OSError, ValueError, KeyError) as error:
+        except UNREADABLE as error:
             raise damaged(folder.file(kind, number), error) from None

@@ -227,6 +227,10 @@ async def test_sink_and_source_stand_in_graphs(tmp_path: Path, anyio_backend: st
     async with graph.run() as run:
         await run.wait()
     assert sink.num_steps == DatasetSource(tmp_path).num_steps > 0
+    with DatasetSink(tmp_path) as other:  # the first one is closed
+        for fragment in DatasetSource(tmp_path).fragments():
+            other(fragment)
+    assert DatasetSource(tmp_path).num_steps == 2 * sink.num_steps
     source = DatasetSource(tmp_path, batch_size=32, passes=2)
     graph = Graph("reads")
     graph.add(source=source, learner=LearnerPipeline(source.learner_pipeline, None))
