@@ -2,20 +2,20 @@
 
 import json
 import os
-import platform
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from importlib import metadata as packages
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
+from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.sinks.datasets.arrow_columns import arrow_of, describe_tree, dictionary_paths, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder, FilePair
+from rollflow.sinks.datasets.run_record import checked_rollout, run_record, version_of
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, PolicyError
 from rollflow.stream.data.tree import map_tree
@@ -23,7 +23,6 @@ from rollflow.stream.fragments.fragment import RECORDED, Fragment
 
 RESERVED = ("run", Columns.EPS_ID, Columns.T)
 LAST_OBS = "last_obs"
-_PACKAGES = ("gymnasium", "numpy", "pyarrow", "rollflow", "torch")
 
 
 class DatasetSink:
@@ -34,7 +33,9 @@ class DatasetSink:
         max_file_s       seconds after which a file is ended, at the next fragment
         queue_size       fragments that may wait for the thread that writes; a call waits while there are so many
         extra            names of the module's outputs to be written; None: all
-        metadata         values of JSON's types for `dataset.json`: the environment's id, the seed, …
+        rollout          whose seed, environment's id, module and connector pieces `dataset.json` names; in a graph
+                         it is found
+        metadata         further values of JSON's types for `dataset.json`
 
     A file that is committed stays whole, whatever happens then. What is not committed is lost with the process. Use the
     sink in a `with` block, or `close` it: this commits what is written. In a graph, that happens at the run's end.
@@ -51,9 +52,10 @@ class DatasetSink:
         path: str | os.PathLike[str],
         *,
         max_file_bytes: int = 128 << 20,
-        max_file_s: float = 60.0,
+        max_file_s: float = 300.0,
         queue_size: int = 2,
         extra: Sequence[str] | None = None,
+        rollout: Rollout | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         import_pyarrow()
@@ -63,7 +65,7 @@ class DatasetSink:
         self._max_s = max_file_s
         self._queue_size = checked_count("queue_size", queue_size, 1)
         self._extra = None if extra is None else tuple(extra)
-        self._metadata = dict(metadata or {})
+        self._rollout, self._metadata = checked_rollout(rollout), dict(metadata or {})
         try:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
@@ -103,6 +105,13 @@ class DatasetSink:
         self._room.acquire()
         self._pending = [each for each in self._pending if not each.done()]
         self._pending.append(self._executor.submit(self._write, fragment))
+
+    def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
+        """Find the rollout among the nodes that lead to the sink, unless it was an argument; no node changes."""
+        rollouts = [source for source in sources if isinstance(source, Rollout)]
+        if self._rollout is None and len(rollouts) == 1:
+            self._rollout = rollouts[0]
+        return ()
 
     def flush(self) -> None:
         """Commit all that was handed over: end the file, and wait until it is on the disk.
@@ -178,9 +187,8 @@ class DatasetSink:
             folder.remove_left()
             self._next_number = max(folder.numbers(), default=0) + 1
             if self._kind is None:
-                versions = {name: _version(name) for name in _PACKAGES}
-                run = {"metadata": self._metadata, "versions": {"python": platform.python_version(), **versions}}
-                self._run = folder.add_run(kind, versions["rollflow"], run)
+                record = run_record(self._metadata, self._rollout)
+                self._run = folder.add_run(kind, version_of("rollflow"), record)
                 self._kind = kind
         except OSError as error:
             folder.unlock()
@@ -290,10 +298,3 @@ def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple
         LAST_OBS: arrow_of(fragment.last_observations(), columns[Columns.OBS]),
     }
     return pa.table(step), pa.table(episode)
-
-
-def _version(package: str) -> str:
-    try:
-        return packages.version(package)
-    except packages.PackageNotFoundError:
-        return "unknown"

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from itertools import pairwise
@@ -303,12 +304,32 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
             make(tmp_path)
 
 
+def test_sinks_are_imported_without_pyarrow() -> None:
+    program = "import sys, rollflow.sinks; rollflow.sinks.DatasetSink; print('pyarrow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"
+
+
+def test_the_reason_of_a_loss_is_kept(tmp_path: Path) -> None:
+    (fragment,) = Played(slots=2, fragments=1, seed=5, fragment_length=30).fragments
+    chunks = fragment.chunks
+    lost = int(chunks.truncated.argmax())
+    fragment.custom_data[int(chunks.slot[lost]), int(chunks.number[lost])] = {"lost": "worker 0 was killed"}
+    with DatasetSink(tmp_path) as sink:
+        sink(fragment)
+    reasons = {episode.id_: episode.custom_data.get("lost") for episode in DatasetSource(tmp_path).episodes()}
+    assert reasons == {chunk.id_: chunk.custom_data.get("lost") for chunk in fragment.episodes()}
+    assert "worker 0 was killed" in reasons.values()
+
+
 def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
     for options in ({"max_file_bytes": 0}, {"queue_size": 0}, {"max_file_s": -1}):
         with pytest.raises(ValueError, match=next(iter(options))):
             DatasetSink(path, **options)  # type: ignore[arg-type]
     with pytest.raises(DatasetError, match="has no form in JSON"):
         DatasetSink(path, metadata={"env": gym})
+    with pytest.raises(DatasetError, match="rollout is a str, expected a Rollout, or None"):
+        DatasetSink(path, rollout="CartPole-v1")  # type: ignore[arg-type]
     for options in ({"batch_size": 0}, {"passes": 0}, {"lookback": -1}, {"rank": 1}, {"window_steps": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):
             DatasetSource(path, **options)  # type: ignore[arg-type]

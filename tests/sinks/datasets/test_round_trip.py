@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from replayed import Played, numbers_of
 
-from rollflow.nodes import GeneralAdvantageEstimation, RLModule, Rollout
+from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline
 from rollflow.stream import Graph
 
@@ -197,11 +197,13 @@ def _tensors(tree: Any) -> Any:
     return tuple(map(_tensors, tree)) if isinstance(tree, tuple) else torch.from_numpy(np.array(tree))
 
 
-def test_offline_batches_are_those_of_the_rollout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("use_lstm", [False, True])
+def test_offline_batches_are_those_of_the_rollout(tmp_path: Path, use_lstm: bool) -> None:
     def pieces(obs_space: Any, act_space: Any) -> Any:
         return GeneralAdvantageEstimation(gamma=0.9, lambda_=0.8)
 
     options: dict[str, Any] = {"fragment_length": 40, "num_fragments": 4, "seed": 0, "learner_connector": pieces}
+    options["model_config"] = DefaultModelConfig(use_lstm=use_lstm)
     mode = gym.vector.AutoresetMode.SAME_STEP  # without dead rows, fragments have 40 steps
     with Rollout([lambda: gym.make("CartPole-v1")], autoreset_mode=mode, **options) as rollout:
         fragments = list(rollout.fragments())
@@ -212,7 +214,7 @@ def test_offline_batches_are_those_of_the_rollout(tmp_path: Path) -> None:
             sink(fragment)
     offline = list(DatasetSource(tmp_path, batch_size=40, module=module, learner_connector=pieces).batches())
     assert len(offline) == len(online) == 4
-    online[-1]["truncateds"][-1] = True  # the dataset's last episode has no end
+    del online[-1]["truncateds"], offline[-1]["truncateds"]  # the dataset's last episode is cut
     for one, other in zip(offline, online, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
@@ -232,6 +234,9 @@ async def test_sink_and_source_stand_in_graphs(tmp_path: Path, anyio_backend: st
             other(fragment)
     assert DatasetSource(tmp_path).num_steps == 2 * sink.num_steps
     source = DatasetSource(tmp_path, batch_size=32, passes=2)
+    (first, second) = source.description["runs"]
+    assert (first["rollout"]["env"], first["rollout"]["seed"], second["rollout"]) == ("CartPole-v1", 0, None)
+    assert any("NumpyToTensor" in name for name in first["rollout"]["env_to_module"])
     graph = Graph("reads")
     graph.add(source=source, learner=LearnerPipeline(source.learner_pipeline, None))
     graph.connect("source.fragments", "learner")
