@@ -284,6 +284,7 @@ def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple
         Columns.T: pa.array(np.arange(total) - np.repeat(firsts - chunks.t_started, lengths)),
     } | {name: arrow_of(fragment.gather(name), description) for name, description in columns.items()}
     rewards = fragment.gather(Columns.REWARDS)
+    lost = {key: values["lost"] for key, values in fragment.custom_data.items() if "lost" in values}
     episode = {
         "run": pa.array(np.full(count, run, np.int32)),
         Columns.EPS_ID: ids,
@@ -294,7 +295,7 @@ def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple
         "return": pa.array(np.add.reduceat(rewards.astype(np.float64), firsts)),
         "terminated": pa.array(chunks.terminated),
         "truncated": pa.array(chunks.truncated),
-        "lost": pa.array([fragment.custom_data.get(key, {}).get("lost") for key in keys], pa.string()),
+        "lost": pa.array([lost.get(key) for key in keys], pa.string()) if lost else pa.nulls(count, pa.string()),
         LAST_OBS: arrow_of(fragment.last_observations(), columns[Columns.OBS]),
     }
     return pa.table(step), pa.table(episode)

@@ -46,7 +46,8 @@ class EpisodeBlock:
             number, in_file = index.groups[group]
             steps = _read(folder, STEPS, number, in_file, columns)
             rows = ranges(index.row[mine], index.chunk_steps[mine])
-            parts.append({name: _taken(tree, rows) for name, tree in steps.items()})
+            is_whole = len(rows) == len(leaves_of(steps[Columns.REWARDS])[0])  # then the rows are all, in their order
+            parts.append(steps if is_whole else {name: _taken(tree, rows) for name, tree in steps.items()})
             last = _read(folder, EPISODES, number, in_file, {LAST_OBS: columns[Columns.OBS]})
             lasts.append(_taken(last[LAST_OBS], index.place[mine]))
         self.steps = {name: concatenate_trees([part[name] for part in parts]) for name in columns}
