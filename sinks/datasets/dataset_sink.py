@@ -155,7 +155,7 @@ class DatasetSink:
     # Inside: in the caller's thread
 
     def _kind_of(self, fragment: Fragment) -> dict[str, Any]:
-        """What fragments of one dataset have in common, in JSON's types."""
+        """Kind of a fragment, in JSON's types: spaces and columns, which are the same throughout a dataset."""
         columns = {name: fragment.columns[name].tree for name in self._names(fragment)}
         kinds = {name: describe_tree(map_tree(lambda leaf: leaf[0], tree), name) for name, tree in columns.items()}
         spaces = fragment.observation_space, fragment.layout.action_space

@@ -170,7 +170,7 @@ class DatasetSource(IterableDataset[Any]):
     # Inside
 
     def _identity(self) -> dict[str, Any]:
-        """What the order of the steps depends on."""
+        """Files and arguments on which the order of the steps depends."""
         return {
             "files": self._index.numbers,
             "num_steps": self.num_steps,

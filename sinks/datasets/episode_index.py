@@ -37,7 +37,7 @@ class EpisodeIndex:
         t_started            i64[E]     steps of the episode before the first
         terminated           bool[E]
         truncated            bool[E]    by the environment, or by its loss
-        ids                  str[E]
+        ids                  object[E] text
         runs                 i64[E]     number of the run in `dataset.json`
         lost                 episode -> why its environment was lost
 
@@ -67,8 +67,11 @@ class EpisodeIndex:
         self.place: Ints = np.arange(len(steps)) - firsts[self.group]
         before = np.cumsum(steps) - steps
         self.row, self.chunk_steps = before - before[firsts][self.group], steps
-        ids = np.asarray(columns[Columns.EPS_ID].to_numpy(zero_copy_only=False), str)
-        self._group_by_episode(run, ids, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
+        ids = columns[Columns.EPS_ID].dictionary_encode()
+        key = _numbers(ids.indices) * (int(run.max()) + 1) + run  # one number for each run and id
+        self._group_by_episode(key, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
+        head = self.order[self.first]
+        self.ids, self.runs = columns[Columns.EPS_ID].to_numpy(zero_copy_only=False)[head], run[head]
         lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
         lost_episodes = np.flatnonzero(is_lost[self._last])
         self.lost: dict[int, str] = {each: str(lost[int(self._last[each])]) for each in lost_episodes.tolist()}
@@ -81,9 +84,7 @@ class EpisodeIndex:
         chunks: Ints = self.order[ranges(self.first[episodes], self.count[episodes])]
         return chunks
 
-    def _group_by_episode(self, run: Ints, ids: Any, t_started: Ints, terminated: Any, truncated: Any) -> None:
-        _, key = np.unique(ids, return_inverse=True)
-        key = key.reshape(-1) * (int(run.max()) + 1) + run
+    def _group_by_episode(self, key: Ints, t_started: Ints, terminated: Any, truncated: Any) -> None:
         order = np.argsort(key, kind="stable")
         stop = t_started + self.chunk_steps
         one, next_one = order[:-1], order[1:]
@@ -100,7 +101,6 @@ class EpisodeIndex:
         head = self.order[self.first]
         self.t_started, self.num_steps = t_started[head], stop[self._last] - t_started[head]
         self.terminated, self.truncated = terminated[self._last], truncated[self._last]
-        self.ids, self.runs = ids[head], run[head]
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

@@ -241,6 +241,20 @@ def test_a_full_disk_is_an_error_with_the_path_and_the_count(
     assert DatasetSource(tmp_path).num_steps == counts[0] + counts[2]
 
 
+def test_a_disk_that_fills_up_while_a_row_group_is_written_is_an_error(played: Played, tmp_path: Path) -> None:
+    counts = [fragment.num_steps for fragment in played.fragments]
+    sink = DatasetSink(tmp_path)
+    sink(played.fragments[0])
+    sink.flush()
+    (tmp_path / "steps" / ".000002.parquet.part").symlink_to("/dev/full")
+    for fragment in played.fragments[1:3]:
+        sink(fragment)
+    with pytest.raises(DatasetError, match=f"No space left.*; {sum(counts[1:3])} steps .* are not.*, {counts[0]} are"):
+        sink.close()
+    assert DatasetSource(tmp_path).num_steps == counts[0]
+    assert [each.name for each in (tmp_path / "steps").iterdir()] == ["000001.parquet"]
+
+
 def test_a_folder_that_goes_away_fails_the_next_call(played: Played, tmp_path: Path) -> None:
     with DatasetSink(tmp_path / "data", max_file_bytes=1) as sink:
         sink(played.fragments[0])
