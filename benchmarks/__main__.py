@@ -31,6 +31,7 @@ PROGRAMS = (
     "transport",
     "beside_peers",
     "replay",
+    "datasets",
     "memory",
     "scaling",
 )

@@ -6,6 +6,8 @@ A sink is a node without outputs: a callable of one item that is annotated `-> N
 own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
 """
 
+from rollflow.sinks.datasets.dataset_sink import DatasetSink
+from rollflow.sinks.datasets.dataset_source import DatasetSource
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
 from rollflow.sinks.replay.pieces import HindsightGoals, SampledNStepReturns
 from rollflow.sinks.replay.prioritized import Prioritized
@@ -22,6 +24,8 @@ from rollflow.sinks.trainer.stream import TrainerStream
 
 __all__ = [
     "AfterSamples",
+    "DatasetSink",
+    "DatasetSource",
     "Draw",
     "Episodes",
     "HindsightGoals",

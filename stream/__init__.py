@@ -4,6 +4,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import (
     ColumnError,
     ConnectorError,
+    DatasetError,
     EnvError,
     EpisodeError,
     EpisodeIndexError,
@@ -43,6 +44,7 @@ __all__ = [
     "ColumnError",
     "Columns",
     "ConnectorError",
+    "DatasetError",
     "Diagnosis",
     "EnvError",
     "EpisodeError",

@@ -37,6 +37,7 @@ HELP_PAGES = {
     "interrupted": "how_to/debug.md#press-ctrl-c",
     "agents": "how_to/several_agents.md#which-agent-has-which-policy",
     "replay": "how_to/replay.md#when-it-refuses",
+    "dataset": "how_to/datasets.md#when-it-refuses",
     "policy": "how_to/deploy_a_policy.md#when-a-policy-is-refused",
     "secret": "how_to/secure_connections.md#a-secret",
     "tls": "how_to/secure_connections.md#tls",
@@ -122,6 +123,10 @@ class StallError(RunError):
 
 class ReplayError(RollflowError, ValueError):
     """Raised when a replay can't hold what it is given, or can't be sampled as asked."""
+
+
+class DatasetError(RollflowError, ValueError):
+    """Raised when a dataset can't be written or read, or is of another kind than what is written to it."""
 
 
 class MetricsError(RollflowError, ValueError):

@@ -1,0 +1,247 @@
+"""DatasetSource: episodes, fragments and train batches of a dataset, as from a rollout."""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import anyio.to_thread
+import gymnasium as gym
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
+from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.stages.connector_builders import pieces_given
+from rollflow.sinks.datasets.arrow_columns import import_pyarrow
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder
+from rollflow.sinks.datasets.episode_index import EpisodeIndex, Ints
+from rollflow.sinks.datasets.stored_fragment import EpisodeBlock, Part, fragment_of
+from rollflow.stream.data.errors import DatasetError
+from rollflow.stream.episodes.single_agent import SingleAgentEpisode
+from rollflow.stream.fragments.fragment import Fragment
+from rollflow.stream.graph.channel import Outlet
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Place in the passes over a dataset: the number of the pass, of the episode in its order, and of the step."""
+
+    number: int = 0
+    episode: int = 0
+    step: int = 0
+
+
+class DatasetSource(IterableDataset[Any]):
+    """Reads the dataset in a folder: episodes, fragments, and train batches by a learner pipeline.
+
+        path                 folder that a `DatasetSink` has written
+        batch_size           steps in a fragment, and in a batch; the last one of a pass may have fewer
+        complete_episodes    whether a fragment has whole episodes alone: then as many as make `batch_size` steps
+        shuffle_seed         of the order of the episodes, which is another one in each pass; None: as they were made
+        window_steps         episodes of so many steps, which were made one after the other, are in memory together.
+                             The order of these windows is shuffled, and that of the episodes in each
+        passes               how often each episode comes in a loop; None: for ever
+        lookback             steps before a chunk that its episode shows, where a fragment begins within an episode
+        rank, world_size     number of this process, and of all: each gets other episodes, and together they get all
+        module               passed to the learner pieces as `rl_module`
+        learner_connector    `lambda obs_space, act_space: piece or list of pieces`, before the default ones
+
+        observation_space    of what the module got, as stored
+        action_space         of what it chose
+        num_episodes         in the whole dataset
+        num_steps            in the whole dataset
+        description          what `dataset.json` says, with the record of each run
+
+    What was committed when the source was made is read. An episode whose end is not in the dataset is truncated at
+    its last step, and has `custom_data["cut"]`; one whose beginning is missing has `t_started` above 0.
+
+    A loop that is left early goes on in the next one. After its last pass the next loop makes further passes, with
+    orders of their own. `DataLoader(source, batch_size=None, num_workers=…)` gives the batches; each worker has a share
+    of the episodes.
+
+    Raises ValueError for arguments out of bounds, and DatasetError where there is no dataset, or one that is damaged.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        batch_size: int = 2048,
+        complete_episodes: bool = False,
+        shuffle_seed: int | None = None,
+        window_steps: int = 65_536,
+        passes: int | None = 1,
+        lookback: int = 1,
+        rank: int = 0,
+        world_size: int = 1,
+        module: Any = None,
+        learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Any] | None = None,
+    ) -> None:
+        import_pyarrow()
+        self.batch_size = checked_count("batch_size", batch_size, 1)
+        self.complete_episodes = complete_episodes
+        self._seed = None if shuffle_seed is None else checked_count("shuffle_seed", shuffle_seed, 0)
+        self._window_steps = checked_count("window_steps", window_steps, 1)
+        self.passes = None if passes is None else checked_count("passes", passes, 1)
+        self._lookback = checked_count("lookback", lookback, 0)
+        self._rank, self._ranks = checked_count("rank", rank, 0), checked_count("world_size", world_size, 1)
+        if self._rank >= self._ranks:
+            raise ValueError(f"rank is {rank}, expected less than world_size, {world_size}")
+        self._module, self._learner_connector = module, learner_connector
+        self._folder = DatasetFolder(path)
+        self.description = self._folder.read()
+        self._columns: dict[str, Any] = self.description["columns"]
+        self.observation_space = self._folder.space(self.description, "observation_space")
+        self.action_space = self._folder.space(self.description, "action_space")
+        self._index = EpisodeIndex(self._folder)
+        self._at = Position()
+        self._is_in_worker = False
+        self._sequence = 0
+        self._pipeline: LearnerConnectorPipeline | None = None
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of episodes in the whole dataset, cut ones included."""
+        return len(self._index)
+
+    @property
+    def num_steps(self) -> int:
+        """Number of steps in the whole dataset."""
+        return int(self._index.num_steps.sum())
+
+    # Reading
+
+    def episodes(self) -> Iterator[SingleAgentEpisode]:
+        """Whole episodes, one after the other; the first is the rest of one where a batch has had its beginning."""
+        for parts in self._parts(1, whole=True):
+            yield self._fragment(parts).chunk(0)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other."""
+        for parts in self._parts(self.batch_size, whole=self.complete_episodes):
+            yield self._fragment(parts)
+
+    def batches(self) -> Iterator[Batch]:
+        """Train batches, column name -> tensor any[B, ...], by the learner pieces and the default ones."""
+        pipeline = self.learner_pipeline
+        for fragment in self.fragments():
+            yield pipeline.of_fragments([fragment], self._module)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.batches()
+
+    @property
+    def learner_pipeline(self) -> LearnerConnectorPipeline:
+        """The pipeline that makes the batches: the pieces of `learner_connector`, then the default ones."""
+        if self._pipeline is None:
+            spaces = self.observation_space, self.action_space
+            pieces = pieces_given(self._learner_connector, "learner_connector", *spaces)
+            self._pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=is_stateful(self._module))
+        return self._pipeline
+
+    async def run(self, fragments: Outlet[Fragment]) -> None:
+        """Send the fragments of one loop, as a node of a graph: `graph.connect("source.fragments", "learner")`."""
+        made = self.fragments()
+        while (fragment := await anyio.to_thread.run_sync(next, made, None)) is not None:
+            await fragments.send(fragment)
+
+    # Going on
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place behind the last item that a loop was given, in plain values; without workers of a `DataLoader`."""
+        at = self._at
+        return {"pass": at.number, "episode": at.episode, "step": at.step, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly behind the place of a state. Raises DatasetError for a state of another dataset or order."""
+        for name, own in self._identity().items():
+            if state.get(name) != own:
+                raise DatasetError(f"the state has {name}={state.get(name)!r}, expected {own!r}").see("dataset")
+        self._at = Position(*(checked_count(name, state.get(name), 0) for name in ("pass", "episode", "step")))
+
+    def __repr__(self) -> str:
+        size = f"{self.num_episodes} episodes, {self.num_steps} steps"
+        return f"<DatasetSource {os.fspath(self._folder.path)!r}: {size}>"
+
+    # Inside
+
+    def _identity(self) -> dict[str, Any]:
+        """Files and arguments on which the order of the steps depends."""
+        return {
+            "files": self._index.numbers,
+            "num_steps": self.num_steps,
+            "shuffle_seed": self._seed,
+            "window_steps": self._window_steps,
+            "rank": self._rank,
+            "world_size": self._ranks,
+        }
+
+    def _fragment(self, parts: list[Part]) -> Fragment:
+        self._sequence += 1
+        spaces = self.observation_space, self.action_space
+        return fragment_of(parts, self._index, spaces, self._sequence - 1, f"the dataset at {self._folder.path}")
+
+    def _parts(self, size: int, *, whole: bool) -> Iterator[list[Part]]:
+        """The parts of the next fragments, up to the end of the loop."""
+        if get_worker_info() is not None:
+            self._begin_in_worker()
+        while True:
+            windows = self._windows(self._at.number)
+            yield from self._pass(windows, size, whole=whole)
+            self._at = Position(self._at.number + 1)
+            if not windows or (self.passes is not None and self._at.number % self.passes == 0):
+                return
+
+    def _begin_in_worker(self) -> None:
+        """Go to the beginning of the pass. Raises DatasetError for a place within one, which is not of this share."""
+        if not self._is_in_worker and self._at != Position(self._at.number):
+            raise DatasetError(
+                "the source stands within a pass, and a DataLoader's workers have other shares; expected "
+                "num_workers=0, or a source at the beginning of a pass"
+            ).see("dataset")
+        self._is_in_worker, self._at = True, Position(self._at.number)
+
+    def _pass(self, windows: list[Ints], size: int, *, whole: bool) -> Iterator[list[Part]]:
+        """The parts of the fragments of one pass, from the present place on."""
+        number, begin_at, begin = self._at.number, self._at, 0
+        parts, steps = list[Part](), 0
+        for episodes in windows:
+            end = begin + len(episodes)
+            if end > begin_at.episode:
+                left = episodes[max(0, begin_at.episode - begin) :]
+                block = EpisodeBlock(self._folder, self._index, self._columns, left)
+                for place, episode in enumerate(left.tolist(), end - len(left)):
+                    start = begin_at.step if place == begin_at.episode else 0
+                    length = int(self._index.num_steps[episode])
+                    while start < length:
+                        stop = length if whole else min(length, start + size - steps)
+                        parts.append(Part(block, episode, start, stop, min(start, self._lookback)))
+                        steps += stop - start
+                        start = stop
+                        if steps >= size:
+                            is_over = stop == length
+                            self._at = Position(number, place + is_over, 0 if is_over else stop)
+                            yield parts
+                            parts, steps = [], 0
+            begin = end
+        if parts:
+            self._at = Position(number, begin)
+            yield parts
+
+    def _windows(self, number: int) -> list[Ints]:
+        """The episodes of this share in a pass, window by window, in their order."""
+        window = (np.cumsum(self._index.num_steps) - 1) // self._window_steps
+        windows = np.split(np.arange(len(window)), np.flatnonzero(np.diff(window)) + 1)
+        if self._seed is not None:
+            generator = np.random.default_rng([self._seed, number])
+            windows = [generator.permutation(windows[each]) for each in generator.permutation(len(windows))]
+        rank, ranks = self._rank, self._ranks
+        if (worker := get_worker_info()) is not None:
+            rank, ranks = rank * worker.num_workers + worker.id, ranks * worker.num_workers
+        firsts = np.cumsum([len(each) for each in windows]) - [len(each) for each in windows]
+        mine = [each[(rank - first) % ranks :: ranks] for each, first in zip(windows, firsts.tolist(), strict=True)]
+        return [each for each in mine if len(each)]

@@ -1,0 +1,156 @@
+"""Index of a dataset: where the chunks of each episode lie, as arrays."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks.datasets.arrow_columns import import_pyarrow
+from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import DatasetError
+
+Ints = NDArray[np.int64]
+
+# What reading a file raises that is not as the sink has written it; the last two: a column of another type.
+UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError)
+
+_COLUMNS = ["run", Columns.EPS_ID, "t_started", "num_steps", "terminated", "truncated", "lost"]
+
+
+class EpisodeIndex:
+    """Episodes of the committed files, in the order of their first steps, and the P chunks that they consist of.
+
+    Chunks of a run with one episode's id are one episode where each begins at the step at which the one before ended.
+    Where the beginning is missing, `t_started` is above 0. Where the end is missing, the episode is cut.
+
+        numbers              of the files
+        group                i64[P]     number of each chunk's row group, counted over all files
+        row                  i64[P]     of the chunk's first step in the row group
+        place                i64[P]     of the chunk among those of the row group
+        chunk_steps          i64[P]
+        groups               (file, row group in the file) of each row group
+
+        order                i64[P]     chunks, episode by episode, by time
+        first, count         i64[E]     an episode's chunks are `order[first : first + count]`
+        num_steps            i64[E]
+        t_started            i64[E]     steps of the episode before the first
+        terminated           bool[E]
+        truncated            bool[E]    by the environment, or by its loss
+        ids                  object[E] text
+        runs                 i64[E]     number of the run in `dataset.json`
+        lost                 episode -> why its environment was lost
+
+    Raises DatasetError, with its name, for a file that is damaged or missing.
+    """
+
+    def __init__(self, folder: DatasetFolder) -> None:
+        self.numbers = folder.numbers()
+        self.groups: list[tuple[int, int]] = []
+        tables, sizes = [], []
+        pa, _ = import_pyarrow()
+        for number in self.numbers:
+            table, in_groups = _chunks_of(folder, number)
+            tables.append(table)
+            self.groups += [(number, each) for each in range(len(in_groups))]
+            sizes += in_groups
+        if not tables:
+            raise DatasetError(
+                f"the dataset at {folder.path} has no steps yet: its sink has committed no file; expected one that was "
+                "closed"
+            ).see("dataset")
+        table = pa.concat_tables(tables)
+        columns = {name: table.column(name).combine_chunks() for name in _COLUMNS}
+        run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
+        self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)
+        firsts: Ints = np.cumsum(np.array(sizes, np.int64)) - np.array(sizes, np.int64)  # first chunk of each row group
+        self.place: Ints = np.arange(len(steps)) - firsts[self.group]
+        before = np.cumsum(steps) - steps
+        self.row, self.chunk_steps = before - before[firsts][self.group], steps
+        ids = columns[Columns.EPS_ID].dictionary_encode()
+        key = _numbers(ids.indices) * (int(run.max()) + 1) + run  # one number for each run and id
+        self._group_by_episode(key, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
+        head = self.order[self.first]
+        self.ids, self.runs = columns[Columns.EPS_ID].to_numpy(zero_copy_only=False)[head], run[head]
+        lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
+        lost_episodes = np.flatnonzero(is_lost[self._last])
+        self.lost: dict[int, str] = {each: str(lost[int(self._last[each])]) for each in lost_episodes.tolist()}
+
+    def __len__(self) -> int:
+        return len(self.num_steps)
+
+    def chunks_of(self, episodes: Ints) -> Ints:
+        """The chunks of some episodes, i64[K], episode by episode."""
+        chunks: Ints = self.order[ranges(self.first[episodes], self.count[episodes])]
+        return chunks
+
+    def _group_by_episode(self, key: Ints, t_started: Ints, terminated: Any, truncated: Any) -> None:
+        order = np.argsort(key, kind="stable")
+        stop = t_started + self.chunk_steps
+        one, next_one = order[:-1], order[1:]
+        begins = np.ones(len(order), np.bool_)
+        begins[1:] = (key[one] != key[next_one]) | (stop[one] != t_started[next_one])
+        begins[1:] |= terminated[one] | truncated[one]
+        first = np.flatnonzero(begins)
+        count = np.diff(first, append=len(order))
+        by_place = np.argsort(order[first])
+        first, count = first[by_place], count[by_place]
+        self.order = order[ranges(first, count)]
+        self.count, self.first = count, np.cumsum(count) - count
+        self._last = self.order[self.first + count - 1]
+        head = self.order[self.first]
+        self.t_started, self.num_steps = t_started[head], stop[self._last] - t_started[head]
+        self.terminated, self.truncated = terminated[self._last], truncated[self._last]
+
+
+def ranges(starts: Ints, lengths: Ints) -> Ints:
+    """The numbers start … start + length - 1 of each of K ranges, end to end: i64[sum(lengths)]."""
+    shifts: Ints = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    return np.arange(int(lengths.sum())) + shifts
+
+
+def open_file(folder: DatasetFolder, kind: str, number: int) -> Any:
+    """A committed file, for reading. Raises DatasetError, with its name, if it is damaged or missing."""
+    _, pq = import_pyarrow()
+    path = folder.file(kind, number)
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True)
+    except FileNotFoundError:
+        raise DatasetError(f"{path} is missing, expected a file for each in {STEPS} and {EPISODES}") from None
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Any, error: object) -> DatasetError:
+    """The error for a file that can't be read as the sink has written it."""
+    return DatasetError(f"{path} can't be read: {error}; it was truncated or altered, or is of another kind").see(
+        "dataset"
+    )
+
+
+def _chunks_of(folder: DatasetFolder, number: int) -> tuple[Any, list[int]]:
+    """The table of a file's chunks, and how many there are in each of its row groups."""
+    with open_file(folder, EPISODES, number) as file, open_file(folder, STEPS, number) as steps:
+        path = folder.file(EPISODES, number)
+        sizes = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
+        try:
+            table = file.read(columns=_COLUMNS, use_threads=False)
+            lengths = _numbers(table.column("num_steps").combine_chunks())
+        except UNREADABLE as error:
+            raise damaged(path, error) from None
+        rows = [steps.metadata.row_group(each).num_rows for each in range(steps.num_row_groups)]
+        ends = np.cumsum(sizes)
+        wanted = [int(lengths[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
+        if wanted != rows or not sizes:
+            raise damaged(folder.file(STEPS, number), f"its row groups have {rows} steps, {path.name} says {wanted}")
+    return table, sizes
+
+
+def _numbers(array: Any) -> Ints:
+    numbers: Ints = array.to_numpy(zero_copy_only=False).astype(np.int64)
+    return numbers
+
+
+def _flags(array: Any) -> NDArray[np.bool_]:
+    flags: NDArray[np.bool_] = array.to_numpy(zero_copy_only=False).astype(np.bool_)
+    return flags

@@ -1,0 +1,54 @@
+"""Records of the runs that have written to a dataset: what made the steps, with which versions of packages."""
+
+import platform
+from collections.abc import Mapping
+from importlib import metadata as packages
+from typing import Any
+
+from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.rollout.rollout import Rollout
+from rollflow.stream.data.errors import DatasetError
+
+_PACKAGES = ("gymnasium", "numpy", "pyarrow", "rollflow", "torch")
+
+
+def run_record(metadata: Mapping[str, Any], rollout: Rollout | None) -> dict[str, Any]:
+    """The record of a run, in JSON's types: a user's values, the rollout, and the versions of Python and packages."""
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
+    described = None if rollout is None else _described(rollout)
+    return {"metadata": dict(metadata), "rollout": described, "versions": versions}
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package; "unknown" for one that is only on the path."""
+    try:
+        return packages.version(package)
+    except packages.PackageNotFoundError:
+        return "unknown"
+
+
+def checked_rollout(rollout: Any) -> Rollout | None:
+    """Return a rollout of one agent, or None. Raises DatasetError for anything else."""
+    if rollout is not None and not isinstance(rollout, Rollout):
+        raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a Rollout, or None").see("dataset")
+    return rollout
+
+
+def _described(rollout: Rollout) -> dict[str, Any]:
+    """Id of the environment where it is known here, seed, and names of the classes of the module and the pieces."""
+    spec = getattr(rollout.environments.envs[0], "spec", None)
+    return {
+        "env": None if spec is None else spec.id,
+        "seed": rollout.seed,
+        "module": _name_of(rollout.module),
+        "env_to_module": _pieces_of(rollout.env_to_module),
+        "module_to_env": _pieces_of(rollout.module_to_env),
+    }
+
+
+def _pieces_of(pipeline: ConnectorPipelineV2) -> list[str]:
+    return [_name_of(piece) for piece in pipeline.connectors]
+
+
+def _name_of(thing: Any) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"

@@ -1,0 +1,160 @@
+"""A sink that is killed leaves whole files; the next one adds to them."""
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from replayed import Played, numbers_of
+
+from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.stream import DatasetError
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(slots=3, fragments=40, seed=1, lengths=(1, 12), nested=True)
+
+
+def write_and_be_killed(played: Played, path: Path, max_file_bytes: int, calls: int) -> None:
+    """Write in a forked process that is killed once it has handed over so many fragments, while others are written."""
+    reads, writes = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            sink = DatasetSink(path, max_file_bytes=max_file_bytes)
+            for fragment in played.fragments:
+                sink(fragment)
+                os.write(writes, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writes)
+    for _ in range(calls):
+        assert os.read(reads, 1)
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    os.close(reads)
+
+
+def check(path: Path, played: Played) -> list[int]:
+    """Hold every episode that is read against the logs; returns the number of steps of each run."""
+    source = DatasetSource(path)
+    starts = np.cumsum([0, *(fragment.num_steps for fragment in played.fragments)]).tolist()
+    found: list[set[tuple[int, int, int]]] = [set()]
+    counts: Counter[int] = Counter()
+    for run, episode in zip(source._index.runs.tolist(), source.episodes(), strict=True):
+        observations = numbers_of(episode.get_observations())
+        slot, number = observations[0, :2].tolist()
+        steps = [(slot, number, step) for step in range(len(episode))]
+        assert observations.tolist() == [*map(list, steps), [slot, number, len(episode)]]
+        made = [played.steps[step] for step in steps]
+        assert [action for action, *_ in made] == episode.get_actions().tolist()
+        assert [reward for _, reward, *_ in made] == episode.get_rewards().tolist()
+        assert episode.is_done
+        counts[run] += len(steps)
+        while len(found) <= run:
+            found.append(set())
+        assert found[run].isdisjoint(steps)
+        found[run].update(steps)
+    for run, steps in enumerate(found):
+        assert counts[run] in starts, f"run {run} has {counts[run]} steps, which is no whole number of fragments"
+        assert len(steps) == counts[run]
+    return [counts[run] for run in range(len(source.description["runs"]))]
+
+
+@pytest.mark.parametrize("max_file_bytes", [1, 20_000])
+def test_every_episode_that_was_committed_is_there_once_after_kills(
+    played: Played, tmp_path: Path, max_file_bytes: int
+) -> None:
+    path = tmp_path / "data"
+    generator = np.random.default_rng(max_file_bytes)
+    with DatasetSink(path, max_file_bytes=1) as sink:
+        sink(played.fragments[0])
+    counts = [played.fragments[0].num_steps]
+    for _ in range(6):
+        write_and_be_killed(played, path, max_file_bytes, int(generator.integers(1, len(played.fragments))))
+        now = check(path, played)
+        assert now[: len(counts)] == counts  # what was there stays as it is
+        counts = now
+    with DatasetSink(path, max_file_bytes=max_file_bytes) as sink:
+        for fragment in played.fragments:
+            sink(fragment)
+    everything = sum(fragment.num_steps for fragment in played.fragments)
+    assert check(path, played) == [*counts, everything]
+    left = [each.name for each in path.rglob("*") if each.is_file() and each.name.startswith(".")]
+    assert left == [".lock"]
+
+
+def test_an_episode_whose_end_was_not_committed_is_truncated(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[0])
+    cut = [each for each in DatasetSource(tmp_path).episodes() if "cut" in each.custom_data]
+    chunks = [each for each in played.fragments[0].episodes() if not each.is_done]
+    assert cut
+    assert sorted(each.id_ for each in cut) == sorted(each.id_ for each in chunks)
+    assert all(each.is_truncated and not each.is_terminated for each in cut)
+    (fragment,) = DatasetSource(tmp_path).fragments()
+    assert int(fragment.gather("truncateds").sum()) == sum(each.is_truncated for each in fragment.episodes())
+
+
+def test_an_episode_whose_beginning_was_not_written_says_where_it_begins(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        for fragment in played.fragments[3:5]:
+            sink(fragment)
+    starts = {each.id_: each.t_started for each in DatasetSource(tmp_path).episodes()}
+    expected = {each.id_: each.t_started for each in reversed(played.fragments[3].episodes()[:])}
+    assert any(expected.values())
+    assert {id_: starts[id_] for id_ in expected} == expected
+
+
+def test_a_missing_fragment_in_between_ends_its_episodes(tmp_path: Path) -> None:
+    long = Played(slots=1, fragments=3, lengths=(30, 30))
+    with DatasetSink(tmp_path) as sink:
+        sink(long.fragments[0])
+        sink(long.fragments[2])
+    first, second = DatasetSource(tmp_path).episodes()
+    assert first.id_ == second.id_
+    assert (first.t_started, first.t, second.t_started) == (0, 4, second.t - len(second))
+    assert "cut" in first.custom_data
+
+
+def test_one_sink_that_is_closed_in_between_goes_on_with_its_episodes(played: Played, tmp_path: Path) -> None:
+    sink = DatasetSink(tmp_path)
+    for fragment in played.fragments:
+        sink(fragment)
+        sink.close()
+    assert check(tmp_path, played) == [sum(fragment.num_steps for fragment in played.fragments)]
+    assert len(DatasetSource(tmp_path).description["runs"]) == 1
+
+
+def test_files_that_were_never_committed_are_passed_over_and_removed(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[0])
+    whole = (tmp_path / "episodes/000001.parquet").read_bytes()
+    left = [
+        tmp_path / "steps/.000002.parquet.part",
+        tmp_path / "episodes/.000002.parquet.part",
+        tmp_path / "episodes/000003.parquet",  # renamed before its file of steps
+        tmp_path / ".dataset.json.part",
+    ]
+    for path in left:
+        path.write_bytes(whole)
+    assert DatasetSource(tmp_path).num_steps == played.fragments[0].num_steps
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[0])
+    assert not any(path.exists() for path in left)
+    assert check(tmp_path, played) == [played.fragments[0].num_steps] * 2
+
+
+def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> None:
+    other = DatasetSink(tmp_path)
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[0])
+        with pytest.raises(DatasetError, match=f"another sink writes to {tmp_path}, expected one at a time"):
+            other(played.fragments[0])
+    other(played.fragments[0])
+    other.close()
+    assert len(check(tmp_path, played)) == 2

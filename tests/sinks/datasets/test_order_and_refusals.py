@@ -1,0 +1,381 @@
+"""Order, shares and resuming of a source; what a sink and a source refuse, and what their files look like."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium as gym
+import pyarrow.parquet as pq
+import pytest
+import torch
+from replayed import Played
+from torch.utils.data import DataLoader
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets import dataset_sink, dataset_source
+from rollflow.stream import DatasetError, Fragment
+
+Step = tuple[int, ...]
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(slots=3, fragments=12, seed=5, fragment_length=8)
+
+
+@pytest.fixture
+def path(played: Played, tmp_path: Path) -> Path:
+    """A dataset of several files."""
+    with DatasetSink(tmp_path / "data", max_file_bytes=20_000, metadata={"env": "numbered", "seed": 5}) as sink:
+        for fragment in played.fragments:
+            sink(fragment)
+    return tmp_path / "data"
+
+
+def steps_in(batch: Any) -> list[Step]:
+    return [tuple(step) for step in batch["obs"].tolist()]
+
+
+def all_steps(played: Played) -> list[Step]:
+    return sorted(tuple(step) for fragment in played.fragments for step in fragment.gather("obs").tolist())
+
+
+def column_of(path: Path, name: str) -> Any:
+    """Parquet's record of a column in a file's first row group."""
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = (group.column(each) for each in range(group.num_columns))
+    return next(column for column in columns if column.path_in_schema == name)
+
+
+def test_a_shuffled_pass_has_every_step_and_another_order_than_the_next(path: Path, played: Played) -> None:
+    source = DatasetSource(path, batch_size=1000, shuffle_seed=0, passes=2)
+    first, second = (steps_in(batch) for batch in source.batches())
+    assert first != second
+    assert sorted(first) == sorted(second) == all_steps(played)
+    again = DatasetSource(path, batch_size=1000, shuffle_seed=0)
+    assert steps_in(next(again.batches())) == first
+    third, fourth = (steps_in(batch) for batch in source.batches())  # the next loop has orders of its own
+    assert len({tuple(each) for each in (first, second, third, fourth)}) == 4
+
+
+def test_a_window_keeps_what_was_made_together(path: Path) -> None:
+    in_order = [episode.id_ for episode in DatasetSource(path).episodes()]
+    source = DatasetSource(path, shuffle_seed=1, window_steps=40)
+    shuffled = [episode.id_ for episode in source.episodes()]
+    places = [in_order.index(id_) for id_ in shuffled]
+    jumps = sum(abs(one - other) > 20 for one, other in pairwise(places))
+    assert shuffled != in_order
+    assert sorted(shuffled) == sorted(in_order)
+    assert jumps <= source.num_steps // 40  # between windows alone
+
+
+@pytest.mark.parametrize("complete", [True, False])
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_loaded_state_goes_on_exactly(path: Path, seed: int | None, complete: bool) -> None:
+    def source() -> DatasetSource:
+        return DatasetSource(
+            path, batch_size=37, shuffle_seed=seed, passes=2, window_steps=50, complete_episodes=complete
+        )
+
+    run = source()
+    made, states = [], [run.state_dict()]
+    for batch in run.batches():
+        made.append(batch)
+        states.append(json.loads(json.dumps(run.state_dict())))
+    for done, state in enumerate(states):
+        resumed = source()
+        resumed.load_state_dict(state)
+        left = list(resumed.batches())
+        assert len(left) == len(made) - done
+        for one, other in zip(left, made[done:], strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_loop_that_is_left_goes_on_in_the_next(path: Path, played: Played) -> None:
+    source = DatasetSource(path, batch_size=10)
+    steps = steps_in(next(source.batches()))
+    for batch in source.batches():
+        steps += steps_in(batch)
+    assert sorted(steps) == all_steps(played)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 200])
+@pytest.mark.parametrize("seed", [None, 4])
+def test_ranks_get_disjoint_shares_that_cover_everything(
+    path: Path, played: Played, ranks: int, seed: int | None
+) -> None:
+    shares = [
+        [episode.id_ for episode in DatasetSource(path, shuffle_seed=seed, rank=rank, world_size=ranks).episodes()]
+        for rank in range(ranks)
+    ]
+    found = [id_ for share in shares for id_ in share]
+    assert sorted(found) == sorted(episode.id_ for episode in DatasetSource(path).episodes())
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_workers_of_a_data_loader_get_disjoint_shares(path: Path, played: Played) -> None:
+    source = DatasetSource(path, batch_size=20, shuffle_seed=0, passes=2)
+    loader: Any = DataLoader(source, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert sorted(step for batch in loader for step in steps_in(batch)) == sorted(2 * all_steps(played))
+
+
+def test_a_source_within_a_pass_is_refused_by_workers(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = DatasetSource(path, batch_size=20)
+    next(source.batches())
+    monkeypatch.setattr(dataset_source, "get_worker_info", lambda: SimpleNamespace(id=0, num_workers=2))
+    with pytest.raises(DatasetError, match="the source stands within a pass"):
+        next(source.batches())
+
+
+def test_a_state_of_another_order_is_refused(path: Path) -> None:
+    state = DatasetSource(path, shuffle_seed=1).state_dict()
+    with pytest.raises(DatasetError, match="the state has shuffle_seed=1, expected 2"):
+        DatasetSource(path, shuffle_seed=2).load_state_dict(state)
+
+
+def test_the_files_can_be_understood_without_rollflow(path: Path, played: Played) -> None:
+    steps, episodes = pq.read_table(path / "steps"), pq.read_table(path / "episodes")
+    recorded = ["obs", "actions", "rewards", "terminateds", "truncateds"]
+    assert steps.column_names == ["run", "eps_id", "t", *recorded, *played.fragments[0].extra_columns]
+    assert str(steps.schema.field("obs").type) == "fixed_size_list<element: int64>[3]"
+    rows = steps.select(["t", "obs", "actions", "rewards", "terminateds"]).to_pylist()
+    assert sorted(tuple(row["obs"]) for row in rows) == all_steps(played)
+    for row in rows:
+        action, reward, terminated, _ = played.steps[tuple(row["obs"])]
+        assert (row["actions"], row["rewards"], row["terminateds"]) == (action, reward, terminated)
+        assert row["t"] == row["obs"][2]
+    for row in episodes.to_pylist():
+        slot, number, step = row["last_obs"]
+        made = [played.steps[slot, number, each] for each in range(row["t_started"], step)]
+        assert (row["slot"], row["num_steps"], row["return"]) == (slot, len(made), sum(each[1] for each in made))
+    description = json.loads((path / "dataset.json").read_text())
+    assert description["observation_space"]["type"] == "Box"
+    (run,) = description["runs"]
+    assert run["metadata"] == {"env": "numbered", "seed": 5}
+    assert {"python", "rollflow", "torch", "pyarrow"} <= run["versions"].keys()
+    rewards = column_of(next((path / "steps").iterdir()), "rewards")
+    assert (rewards.compression, "RLE_DICTIONARY" in rewards.encodings) == ("ZSTD", False)
+
+
+def test_a_file_has_a_row_group_for_each_fragment(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        for fragment in played.fragments:
+            sink(fragment)
+    (name,) = (tmp_path / "steps").glob("*.parquet")
+    metadata = pq.ParquetFile(name).metadata
+    rows = [metadata.row_group(each).num_rows for each in range(metadata.num_row_groups)]
+    assert rows == [fragment.num_steps for fragment in played.fragments]
+
+
+def test_a_file_is_ended_when_its_time_is_over(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path, max_file_s=0) as sink:
+        for fragment in played.fragments:
+            sink(fragment)
+    assert len(list((tmp_path / "steps").glob("*.parquet"))) == len(played.fragments)
+
+
+def test_only_the_outputs_that_are_asked_for_are_written(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path, extra=("vf_preds",)) as sink:
+        sink(played.fragments[0])
+    (fragment,) = DatasetSource(tmp_path).fragments()
+    assert set(fragment.extra_columns) == {"vf_preds", "policy_version"}
+    with pytest.raises(DatasetError, match=r"has no output 'nothing', which is to be written; its outputs: .*vf_preds"):
+        DatasetSink(tmp_path / "other", extra=("nothing",))(played.fragments[0])
+
+
+def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played: Played) -> None:
+    nested = Played(slots=1, fragments=1, nested=True).fragments[0]
+    with (
+        DatasetSink(path) as sink,
+        pytest.raises(DatasetError, match=r"observation_space is .* but .* in the fragment"),
+    ):
+        sink(nested)
+    with (
+        DatasetSink(path, extra=()) as sink,
+        pytest.raises(DatasetError, match=r"columns are .*vf_preds.* in the dataset"),
+    ):
+        sink(played.fragments[0])
+    with DatasetSink(path) as sink:
+        sink(played.fragments[0])
+        with pytest.raises(DatasetError, match="observation_space"):
+            sink(nested)
+
+
+def test_what_is_no_fragment_of_one_agent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="a dataset takes fragments of one agent, got dict"):
+        DatasetSink(tmp_path)({})  # type: ignore[arg-type]
+
+
+def test_a_full_disk_is_an_error_with_the_path_and_the_count(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    counts = [fragment.num_steps for fragment in played.fragments]
+    sink = DatasetSink(tmp_path)
+    sink(played.fragments[0])
+    sink.flush()
+    sink(played.fragments[1])
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DatasetError) as caught:
+        sink.close()
+    monkeypatch.undo()
+    assert f"writing to {tmp_path} has failed" in str(caught.value)
+    assert "No space left" in str(caught.value)
+    assert f"{counts[1]} steps that were handed over are not in the dataset, {counts[0]} are" in str(caught.value)
+    with pytest.raises(DatasetError, match="No space left"):
+        sink(played.fragments[2])
+    assert DatasetSource(tmp_path).num_steps == counts[0]
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[2])
+    assert DatasetSource(tmp_path).num_steps == counts[0] + counts[2]
+
+
+def test_a_disk_that_fills_up_while_a_row_group_is_written_is_an_error(played: Played, tmp_path: Path) -> None:
+    counts = [fragment.num_steps for fragment in played.fragments]
+    sink = DatasetSink(tmp_path)
+    sink(played.fragments[0])
+    sink.flush()
+    (tmp_path / "steps" / ".000002.parquet.part").symlink_to("/dev/full")
+    for fragment in played.fragments[1:3]:
+        sink(fragment)
+    with pytest.raises(DatasetError, match=f"No space left.*; {sum(counts[1:3])} steps .* are not.*, {counts[0]} are"):
+        sink.close()
+    assert DatasetSource(tmp_path).num_steps == counts[0]
+    assert [each.name for each in (tmp_path / "steps").iterdir()] == ["000001.parquet"]
+
+
+def test_a_folder_that_goes_away_fails_the_next_call(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path / "data", max_file_bytes=1) as sink:
+        sink(played.fragments[0])
+        sink.flush()
+        shutil.rmtree(tmp_path / "data")
+        sink(played.fragments[1])
+        with pytest.raises(DatasetError, match=f"{played.fragments[1].num_steps} steps that were handed over are not"):
+            sink.flush()
+
+
+def test_a_damaged_file_is_named(path: Path) -> None:
+    name = path / "steps" / "000002.parquet"
+    whole = name.read_bytes()
+    name.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(DatasetError, match=f"{name} can't be read: .*truncated or altered"):
+        DatasetSource(path)
+    name.write_bytes(whole)
+    altered, rewards = bytearray(whole), column_of(name, "rewards")
+    altered[rewards.data_page_offset + rewards.total_compressed_size - 3] ^= 1  # in the page's values
+    name.write_bytes(altered)
+    with pytest.raises(DatasetError, match=f"{name} can't be read"):
+        list(DatasetSource(path).fragments())
+    name.write_bytes((path / "steps" / "000001.parquet").read_bytes())
+    with pytest.raises(DatasetError, match=f"{name} can't be read: its row groups have"):
+        DatasetSource(path)
+    name.write_bytes(whole)
+    (path / "episodes" / "000001.parquet").unlink()
+    with pytest.raises(DatasetError, match=r"episodes/000001.parquet is missing"):
+        DatasetSource(path)
+
+
+def test_a_newer_or_a_damaged_description_is_refused(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="there is no dataset at"):
+        DatasetSource(tmp_path / "nothing")
+    name = path / "dataset.json"
+    description = json.loads(name.read_text())
+    name.write_text(json.dumps(description | {"version": 2}))
+    with pytest.raises(DatasetError, match=r"dataset.json has version 2, expected at most 1: a newer rollflow"):
+        DatasetSource(path)
+    name.write_text(json.dumps(description | {"action_space": {"type": "Ball"}}))
+    with pytest.raises(DatasetError, match=r"dataset.json: action_space: type is 'Ball'"):
+        DatasetSource(path)
+    name.write_text(name.read_text()[:50])
+    with pytest.raises(DatasetError, match=r"dataset.json can't be read"):
+        DatasetSource(path)
+
+
+def test_a_dataset_without_a_committed_file_is_refused(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[0])
+        with pytest.raises(DatasetError, match="has no steps yet: its sink has committed no file"):
+            DatasetSource(tmp_path)
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "pyarrow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for make in (DatasetSink, DatasetSource):
+        with pytest.raises(DatasetError, match=r"pip install 'rollflow\[datasets\]'"):
+            make(tmp_path)
+
+
+def test_sinks_are_imported_without_pyarrow() -> None:
+    program = "import sys, rollflow.sinks; rollflow.sinks.DatasetSink; print('pyarrow' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "False\n"
+
+
+def test_the_reason_of_a_loss_is_kept(tmp_path: Path) -> None:
+    (fragment,) = Played(slots=2, fragments=1, seed=5, fragment_length=30).fragments
+    chunks = fragment.chunks
+    lost = int(chunks.truncated.argmax())
+    fragment.custom_data[int(chunks.slot[lost]), int(chunks.number[lost])] = {"lost": "worker 0 was killed"}
+    with DatasetSink(tmp_path) as sink:
+        sink(fragment)
+    reasons = {episode.id_: episode.custom_data.get("lost") for episode in DatasetSource(tmp_path).episodes()}
+    assert reasons == {chunk.id_: chunk.custom_data.get("lost") for chunk in fragment.episodes()}
+    assert "worker 0 was killed" in reasons.values()
+
+
+def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
+    for options in ({"max_file_bytes": 0}, {"queue_size": 0}, {"max_file_s": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            DatasetSink(path, **options)  # type: ignore[arg-type]
+    with pytest.raises(DatasetError, match="has no form in JSON"):
+        DatasetSink(path, metadata={"env": gym})
+    with pytest.raises(DatasetError, match="rollout is a str, expected a Rollout, or None"):
+        DatasetSink(path, rollout="CartPole-v1")  # type: ignore[arg-type]
+    for options in ({"batch_size": 0}, {"passes": 0}, {"lookback": -1}, {"rank": 1}, {"window_steps": 0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            DatasetSource(path, **options)  # type: ignore[arg-type]
+
+
+def test_the_thread_that_writes_is_bounded(played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write, tables_of = threading.Event(), dataset_sink.tables_of
+
+    def held_back(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return tables_of(*args)
+
+    monkeypatch.setattr(dataset_sink, "tables_of", held_back)
+    with DatasetSink(tmp_path, queue_size=2) as sink:
+        sink(played.fragments[0])
+        sink(played.fragments[1])
+        third = threading.Thread(target=sink, args=(played.fragments[2],))
+        third.start()
+        third.join(0.05)
+        assert third.is_alive()  # it waits: two fragments are there already
+        may_write.set()
+        third.join(30)
+    assert sink.num_steps == sum(fragment.num_steps for fragment in played.fragments[:3])
+
+
+def test_fragments_of_workers_are_written_as_they_were(tmp_path: Path) -> None:
+    fragments: list[Fragment] = []
+    options: dict[str, Any] = {"num_envs": 4, "fragment_length": 16, "num_fragments": 6, "seed": 0, "lanes": 2}
+    with Rollout("CartPole-v1", **options) as rollout:
+        fragments = list(rollout.fragments())
+    with Rollout("CartPole-v1", where="rollouts", **options) as rollout, DatasetSink(tmp_path) as sink:
+        for fragment in rollout.fragments():
+            sink(fragment)
+    steps = sorted(map(tuple, pq.read_table(tmp_path / "steps")["obs"].to_pylist()))
+    assert steps == sorted(tuple(step) for fragment in fragments for step in fragment.gather("obs").tolist())
