@@ -1,11 +1,15 @@
 """DatasetSink: writes fragments to Parquet files, in a thread, so that a kill leaves only whole files."""
 
 import json
+import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
@@ -25,6 +29,18 @@ RESERVED = ("run", Columns.EPS_ID, Columns.T)
 LAST_OBS = "last_obs"
 
 
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _StepCounts:
+    """Numbers of steps: handed to a sink, in committed files, and not written since writing has failed."""
+
+    handed_over: int = 0
+    committed: int = 0
+    unwritten: int = 0
+
+
 class DatasetSink:
     """Writes fragments of one agent to the dataset in a folder: an object that one calls, and a node of a graph.
 
@@ -38,7 +54,8 @@ class DatasetSink:
         metadata         further values of JSON's types for `dataset.json`
 
     A file that is committed stays whole, whatever happens then. What is not committed is lost with the process. Use the
-    sink in a `with` block, or `close` it: this commits what is written. In a graph, that happens at the run's end.
+    sink in a `with` block, or `close` it: this commits what is written. In a graph, that happens at the run's end. A
+    sink that is never closed logs how many steps are lost.
 
     Raises ValueError for arguments out of bounds; DatasetError without pyarrow, and for metadata that JSON can't hold.
     A call raises DatasetError for a fragment of another kind, where another sink writes to the folder, and if writing
@@ -81,13 +98,14 @@ class DatasetSink:
         self._opened_at = 0.0
         self._next_number = 0
         self._failure: Exception | None = None
-        self._committed = self._unwritten = 0
+        self._steps = _StepCounts()
+        self._warning: Any = None  # finalizer, while the sink is open
         self._is_reported = False
 
     @property
     def num_steps(self) -> int:
         """Number of this sink's steps that stand in committed files."""
-        return self._committed
+        return self._steps.committed
 
     def __call__(self, fragment: Fragment) -> None:
         """Hand a fragment to the thread that writes; waits while `queue_size` others do."""
@@ -103,6 +121,7 @@ class DatasetSink:
             self._begin(kind)
         assert self._executor is not None
         self._room.acquire()
+        self._steps.handed_over += fragment.num_steps
         self._pending = [each for each in self._pending if not each.done()]
         self._pending.append(self._executor.submit(self._write, fragment))
 
@@ -139,6 +158,7 @@ class DatasetSink:
         self._pending.append(executor.submit(self._commit))
         executor.shutdown()
         self._executor = None
+        self._warning.detach()
         self._folder.unlock()
         if not self._is_reported:
             self._raise_failure(is_last=True)
@@ -150,7 +170,7 @@ class DatasetSink:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<DatasetSink {os.fspath(self._folder.path)!r}: {self._committed} steps committed>"
+        return f"<DatasetSink {os.fspath(self._folder.path)!r}: {self._steps.committed} steps committed>"
 
     # Inside: in the caller's thread
 
@@ -197,6 +217,7 @@ class DatasetSink:
             folder.unlock()
             raise
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
+        self._warning = weakref.finalize(self, _warn_unclosed, folder.path, self._steps)
 
     def _raise_failure(self, *, is_last: bool = False) -> None:
         """Raise DatasetError if writing has failed, once all that waits is counted; `is_last` waits in any case."""
@@ -206,8 +227,8 @@ class DatasetSink:
             return
         self._is_reported = True
         raise DatasetError(
-            f"writing to {self._folder.path} has failed: {self._failure}; {self._unwritten} steps that were handed "
-            f"over are not in the dataset, {self._committed} are"
+            f"writing to {self._folder.path} has failed: {self._failure}; {self._steps.unwritten} steps that were "
+            f"handed over are not in the dataset, {self._steps.committed} are"
         ).see("dataset") from self._failure
 
     # Inside: in the thread that writes
@@ -215,7 +236,7 @@ class DatasetSink:
     def _write(self, fragment: Fragment) -> None:
         try:
             if self._failure is not None:
-                self._unwritten += fragment.num_steps
+                self._steps.unwritten += fragment.num_steps
                 return
             try:
                 self._write_fragment(fragment)
@@ -250,17 +271,29 @@ class DatasetSink:
         except Exception as error:
             self._fail(error, 0)
             return
-        self._committed += pair.num_steps
+        self._steps.committed += pair.num_steps
         self._pair = None
 
     def _fail(self, error: Exception, num_steps: int) -> None:
         """Give up: nothing is written from now on. `num_steps` are those of the fragment at hand."""
         pair, self._pair = self._pair, None
-        self._unwritten += num_steps
+        self._steps.unwritten += num_steps
         if pair is not None:
-            self._unwritten += pair.num_steps
+            self._steps.unwritten += pair.num_steps
             pair.discard()
         self._failure = error
+
+
+def _warn_unclosed(path: Path, steps: _StepCounts) -> None:
+    """Log the steps that a sink loses which is gone, or whose process ends, before it was closed."""
+    lost = steps.handed_over - steps.committed - steps.unwritten
+    if lost:
+        logger.warning(
+            "a DatasetSink to %s was not closed: %d steps that were handed over are not in the dataset; expected a "
+            "with block, or close()",
+            path,
+            lost,
+        )
 
 
 def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple[Any, Any]:

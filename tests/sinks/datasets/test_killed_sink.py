@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -158,3 +160,35 @@ def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> 
     other(played.fragments[0])
     other.close()
     assert len(check(tmp_path, played)) == 2
+
+
+NEVER_CLOSED = """
+import sys
+from rollflow.nodes import Rollout
+from rollflow.sinks import DatasetSink
+
+sink = DatasetSink(sys.argv[1])
+with Rollout("CartPole-v1", num_envs=2, fragment_length=16, num_fragments=3, seed=0) as rollout:
+    for number, fragment in enumerate(rollout.fragments()):
+        sink(fragment)
+        if number == 0:
+            sink.flush()
+    print(rollout.environments.num_steps, sink.num_steps)
+"""
+
+
+def test_a_sink_that_is_never_closed_says_how_many_steps_are_lost(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", NEVER_CLOSED, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    made, committed = map(int, ended.stdout.split())
+    assert 0 < committed < made
+    lost = f"{made - committed} steps that were handed over are not in the dataset"
+    assert f"a DatasetSink to {tmp_path} was not closed: {lost}" in ended.stderr
+    assert DatasetSource(tmp_path).num_steps == committed
+
+
+def test_a_sink_that_is_closed_says_nothing(played: Played, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with DatasetSink(tmp_path) as sink:
+        sink(played.fragments[0])
+    del sink
+    assert caplog.text == ""
