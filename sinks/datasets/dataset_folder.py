@@ -41,6 +41,19 @@ class DatasetFolder:
         names = [path.stem for path in (self.path / STEPS).glob(f"*{_SUFFIX}")]
         return sorted(int(name) for name in names if name.isdecimal())
 
+    def check_pairs(self) -> list[int]:
+        """Return `numbers()`. Raises DatasetError where steps are missing that were committed.
+
+        A kill leaves only the last file of episodes without its steps.
+        """
+        numbers = self.numbers()
+        for path in sorted((self.path / EPISODES).glob(f"*{_SUFFIX}")):
+            if path.stem.isdecimal() and numbers and int(path.stem) < numbers[-1] and int(path.stem) not in numbers:
+                raise DatasetError(
+                    f"{self.path / STEPS / path.name} is missing, expected a file for each in {STEPS} and {EPISODES}"
+                ).see("dataset")
+        return numbers
+
     def file(self, kind: str, number: int) -> Path:
         """The committed file of a kind, `STEPS` or `EPISODES`."""
         return self.path / kind / f"{number:06d}{_SUFFIX}"
@@ -95,6 +108,18 @@ class DatasetFolder:
                 f"another sink writes to {self.path}, expected one at a time: close it, or use another folder"
             ).see("dataset") from None
         self._lock = fd
+        self._check_is_dataset()
+
+    def _check_is_dataset(self) -> None:
+        """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
+        if (self.path / _DESCRIPTION).exists():
+            return
+        for kind in (STEPS, EPISODES):
+            if found := sorted((self.path / kind).glob(f"*{_SUFFIX}")):
+                raise DatasetError(
+                    f"{self.path} has {kind}/{found[0].name} but no {_DESCRIPTION}, expected a dataset, or a folder "
+                    f"without files in {STEPS} and {EPISODES}"
+                ).see("dataset")
 
     def unlock(self) -> None:
         """Let other sinks write."""
@@ -103,8 +128,11 @@ class DatasetFolder:
             self._lock = None
 
     def remove_left(self) -> None:
-        """Remove what a sink that was killed has left: files that were never committed."""
-        committed = set(self.numbers())
+        """Remove what a sink that was killed has left: files that were never committed.
+
+        Raises DatasetError where a file of steps is missing that was committed.
+        """
+        committed = set(self.check_pairs())
         for kind in (STEPS, EPISODES):
             for path in (self.path / kind).glob(f".*{_SUFFIX}.part"):
                 path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import pieces_given
@@ -102,6 +103,7 @@ class DatasetSource(IterableDataset[Any]):
         self._is_in_worker = False
         self._sequence = 0
         self._pipeline: LearnerConnectorPipeline | None = None
+        self._tensors = NumpyToTensor()  # without a module, the pipeline's own leaves arrays as they are
 
     @property
     def num_episodes(self) -> int:
@@ -129,7 +131,8 @@ class DatasetSource(IterableDataset[Any]):
         """Train batches, column name -> tensor any[B, ...], by the learner pieces and the default ones."""
         pipeline = self.learner_pipeline
         for fragment in self.fragments():
-            yield pipeline.of_fragments([fragment], self._module)
+            batch = pipeline.of_fragments([fragment], self._module)
+            yield self._tensors.converted(batch) if self._module is None else batch
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()

@@ -45,7 +45,7 @@ class EpisodeIndex:
     """
 
     def __init__(self, folder: DatasetFolder) -> None:
-        self.numbers = folder.numbers()
+        self.numbers = folder.check_pairs()
         self.groups: list[tuple[int, int]] = []
         tables, sizes = [], []
         pa, _ = import_pyarrow()

@@ -16,6 +16,7 @@ import gymnasium as gym
 import pyarrow.parquet as pq
 import pytest
 import torch
+from numbered_module import NumberedModule
 from replayed import Played
 from torch.utils.data import DataLoader
 
@@ -23,6 +24,7 @@ from rollflow.nodes import Rollout
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets import dataset_sink, dataset_source
 from rollflow.stream import DatasetError, Fragment
+from rollflow.stream.data.tree import leaves_of
 
 Step = tuple[int, ...]
 
@@ -307,6 +309,33 @@ def test_a_dataset_without_a_committed_file_is_refused(played: Played, tmp_path:
         sink(played.fragments[0])
         with pytest.raises(DatasetError, match="has no steps yet: its sink has committed no file"):
             DatasetSource(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["steps", "episodes"])
+def test_files_of_somebody_else_are_left_alone(kind: str, played: Played, tmp_path: Path) -> None:
+    (tmp_path / kind).mkdir()
+    theirs = tmp_path / kind / "000009.parquet"
+    theirs.write_text("theirs")
+    with pytest.raises(DatasetError, match=rf"has {kind}/000009.parquet but no dataset.json"):
+        DatasetSink(tmp_path)(played.fragments[0])
+    assert theirs.read_text() == "theirs"
+
+
+def test_a_committed_file_of_steps_that_is_missing_is_named(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path, max_file_bytes=1) as sink:
+        for fragment in played.fragments[:3]:
+            sink(fragment)
+    (tmp_path / "steps" / "000002.parquet").unlink()
+    for use in (DatasetSource, lambda path: DatasetSink(path)(played.fragments[3])):
+        with pytest.raises(DatasetError, match=r"steps/000002.parquet is missing, expected a file for each"):
+            use(tmp_path)
+    assert (tmp_path / "episodes" / "000002.parquet").exists()
+
+
+def test_batches_are_tensors_with_a_module_and_without(path: Path) -> None:
+    for module in (None, NumberedModule()):
+        batch = next(DatasetSource(path, module=module).batches())
+        assert all(torch.is_tensor(leaf) for name in batch for leaf in leaves_of(batch[name]))
 
 
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
