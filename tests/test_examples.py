@@ -66,7 +66,7 @@ def test_an_lstm_policy_is_bootstrapped_and_served_at_a_hundredth_of_its_size(
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     main = example("bootstrap_policy")["main"]
-    main.__globals__["old"].trained.__globals__["UPDATES"] = 1
+    monkeypatch.setitem(main.__globals__["old"].trained.__globals__, "UPDATES", 1)  # of a module that stays imported
     main.__globals__.update(LESSONS=2, UPDATES=2, CLIENTS=2)
     main()
     assert capsys.readouterr().out.startswith("mean return ")
