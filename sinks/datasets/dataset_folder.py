@@ -127,12 +127,12 @@ class DatasetFolder:
             os.close(self._lock)
             self._lock = None
 
-    def remove_left(self) -> None:
-        """Remove what a sink that was killed has left: files that were never committed.
+    def remove_left(self) -> list[int]:
+        """Remove files that were never committed, which a killed sink has left; return the numbers of the others.
 
         Raises DatasetError where a file of steps is missing that was committed.
         """
-        committed = set(self.check_pairs())
+        committed = self.check_pairs()
         for kind in (STEPS, EPISODES):
             for path in (self.path / kind).glob(f".*{_SUFFIX}.part"):
                 path.unlink(missing_ok=True)
@@ -140,6 +140,7 @@ class DatasetFolder:
             if path.stem.isdecimal() and int(path.stem) not in committed:
                 path.unlink(missing_ok=True)
         (self.path / f".{_DESCRIPTION}.part").unlink(missing_ok=True)
+        return committed
 
     def add_run(self, kind: dict[str, Any], version: str, run: dict[str, Any]) -> int:
         """Add the record of a run to the description, which is made if there is none; returns the run's number.

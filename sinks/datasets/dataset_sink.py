@@ -90,6 +90,7 @@ class DatasetSink:
         self._folder = DatasetFolder(path)
         self._kind: dict[str, Any] | None = None
         self._spaces: tuple[tuple[Any, Any], dict[str, Any]] | None = None  # of the last fragment, and their texts
+        self._dictionary: list[str] = []  # paths of the columns that are written with one
         self._run: int | None = None
         self._executor: ThreadPoolExecutor | None = None
         self._room = threading.BoundedSemaphore(self._queue_size)
@@ -204,12 +205,13 @@ class DatasetSink:
         folder = self._folder
         try:
             folder.lock()
-            folder.remove_left()
-            self._next_number = max(folder.numbers(), default=0) + 1
+            self._next_number = max(folder.remove_left(), default=0) + 1
             if self._kind is None:
                 record = run_record(self._metadata, self._rollout)
                 self._run = folder.add_run(kind, version_of("rollflow"), record)
                 self._kind = kind
+                of_columns = kind["columns"].items()
+                self._dictionary = [path for name, each in of_columns for path in dictionary_paths(name, each)]
         except OSError as error:
             folder.unlock()
             raise DatasetError(f"no dataset can be written to {folder.path}: {error}").see("dataset") from error
@@ -256,11 +258,9 @@ class DatasetSink:
             self._pair, self._opened_at = FilePair(self._folder, self._next_number), time.monotonic()
             self._next_number += 1
         steps, episodes = tables_of(fragment, self._kind["columns"], self._run)
-        columns: dict[str, Any] = self._kind["columns"]
-        dictionary = [path for name, kind in columns.items() for path in dictionary_paths(name, kind)]
         # Steps come last: only they are counted, and both are there then.
         self._pair.write(EPISODES, episodes, ["run", Columns.EPS_ID, "lane", "slot", "lost"])
-        self._pair.write(STEPS, steps, ["run", Columns.EPS_ID, *dictionary])
+        self._pair.write(STEPS, steps, ["run", Columns.EPS_ID, *self._dictionary])
 
     def _commit(self) -> None:
         pair = self._pair
@@ -306,17 +306,16 @@ def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple
     chunks = fragment.chunks
     lengths = chunks.stop - chunks.start
     count, total = len(lengths), int(lengths.sum())
-    numbers = zip(chunks.slot.tolist(), chunks.number.tolist(), strict=True)
-    keys = [(slot, number) for slot, number in numbers]
+    keys = list(zip(chunks.slot.tolist(), chunks.number.tolist(), strict=True))
     ids = pa.array([fragment.layout.episode_id(*key) for key in keys])
     firsts = np.cumsum(lengths) - lengths
+    trees = {name: fragment.gather(name) for name in columns}
     of_step = np.repeat(np.arange(count, dtype=np.int32), lengths)
     step = {
         "run": pa.array(np.full(total, run, np.int32)),
         Columns.EPS_ID: pa.DictionaryArray.from_arrays(pa.array(of_step), ids),
         Columns.T: pa.array(np.arange(total) - np.repeat(firsts - chunks.t_started, lengths)),
-    } | {name: arrow_of(fragment.gather(name), description) for name, description in columns.items()}
-    rewards = fragment.gather(Columns.REWARDS)
+    } | {name: arrow_of(trees[name], description) for name, description in columns.items()}
     lost = {key: values["lost"] for key, values in fragment.custom_data.items() if "lost" in values}
     episode = {
         "run": pa.array(np.full(count, run, np.int32)),
@@ -325,7 +324,7 @@ def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple
         "slot": pa.array(np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)),
         "t_started": pa.array(chunks.t_started),
         "num_steps": pa.array(lengths),
-        "return": pa.array(np.add.reduceat(rewards.astype(np.float64), firsts)),
+        "return": pa.array(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
         "terminated": pa.array(chunks.terminated),
         "truncated": pa.array(chunks.truncated),
         "lost": pa.array([lost.get(key) for key in keys], pa.string()) if lost else pa.nulls(count, pa.string()),

@@ -33,6 +33,7 @@ class EpisodeIndex:
 
         order                i64[P]     chunks, episode by episode, by time
         first, count         i64[E]     an episode's chunks are `order[first : first + count]`
+        last                 i64[E]     an episode's last chunk
         num_steps            i64[E]
         t_started            i64[E]     steps of the episode before the first
         terminated           bool[E]
@@ -73,8 +74,8 @@ class EpisodeIndex:
         head = self.order[self.first]
         self.ids, self.runs = columns[Columns.EPS_ID].to_numpy(zero_copy_only=False)[head], run[head]
         lost, is_lost = columns["lost"], columns["lost"].is_valid().to_numpy(zero_copy_only=False)
-        lost_episodes = np.flatnonzero(is_lost[self._last])
-        self.lost: dict[int, str] = {each: str(lost[int(self._last[each])]) for each in lost_episodes.tolist()}
+        lost_episodes = np.flatnonzero(is_lost[self.last])
+        self.lost: dict[int, str] = {each: str(lost[int(self.last[each])]) for each in lost_episodes.tolist()}
 
     def __len__(self) -> int:
         return len(self.num_steps)
@@ -97,10 +98,10 @@ class EpisodeIndex:
         first, count = first[by_place], count[by_place]
         self.order = order[ranges(first, count)]
         self.count, self.first = count, np.cumsum(count) - count
-        self._last = self.order[self.first + count - 1]
+        self.last = self.order[self.first + count - 1]
         head = self.order[self.first]
-        self.t_started, self.num_steps = t_started[head], stop[self._last] - t_started[head]
-        self.terminated, self.truncated = terminated[self._last], truncated[self._last]
+        self.t_started, self.num_steps = t_started[head], stop[self.last] - t_started[head]
+        self.terminated, self.truncated = terminated[self.last], truncated[self.last]
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

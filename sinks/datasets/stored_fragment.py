@@ -60,8 +60,7 @@ class EpisodeBlock:
 
     def last_row(self, episode: int) -> int:
         """The row of an episode's last observation in `last_obs`."""
-        index = self._index
-        return int(np.searchsorted(self._chunks, index.order[index.first[episode] + index.count[episode] - 1]))
+        return int(np.searchsorted(self._chunks, self._index.last[episode]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,16 @@
 
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
+from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
 
 from rollflow.nodes import Rollout
 
 Step = tuple[int, int, int]  # slot, episode, step
+
+MODES = [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
 
 
 class Played:
@@ -37,6 +41,22 @@ class Played:
         else:
             assert new_obs.tolist() == wanted[-1]
         return slot, episode, step
+
+
+@st.composite
+def plays(draw: Any) -> Played:
+    """Rollouts of numbered environments, of one lane or two, in either autoreset mode."""
+    lanes = draw(st.integers(1, 2))
+    return Played(
+        slots=lanes * draw(st.integers(1, 3)),
+        fragments=draw(st.integers(1, 6)),
+        seed=draw(st.integers(0, 99)),
+        lanes=lanes,
+        fragment_length=draw(st.integers(1, 7)),
+        nested=draw(st.booleans()),
+        lengths=draw(st.sampled_from([(1, 1), (1, 4), (5, 12)])),
+        autoreset_mode=draw(st.sampled_from(MODES)),
+    )
 
 
 def rows_of(batch: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,28 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
-from replayed import Played, numbers_of
+from replayed import Played, numbers_of, plays
 
 from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, RLModule, Rollout
 from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline
 from rollflow.stream import Graph
-
-MODES = [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
-
-
-@st.composite
-def plays(draw: Any) -> Played:
-    lanes = draw(st.integers(1, 2))
-    return Played(
-        slots=lanes * draw(st.integers(1, 3)),
-        fragments=draw(st.integers(1, 6)),
-        seed=draw(st.integers(0, 99)),
-        lanes=lanes,
-        fragment_length=draw(st.integers(1, 7)),
-        nested=draw(st.booleans()),
-        lengths=draw(st.sampled_from([(1, 1), (1, 4), (5, 12)])),
-        autoreset_mode=draw(st.sampled_from(MODES)),
-    )
 
 
 def written(played: Played, path: Path, **options: Any) -> None:

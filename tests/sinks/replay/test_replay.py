@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from replayed import Played, rows_of
+from replayed import Played, plays, rows_of
 
 from rollflow.nodes import Rollout
 from rollflow.sinks import (
@@ -31,29 +31,12 @@ from rollflow.sinks import (
 )
 from rollflow.stream import ReplayError
 
-MODES = [gym.vector.AutoresetMode.NEXT_STEP, gym.vector.AutoresetMode.SAME_STEP]
-
 SINGLE: list[Callable[[], Sampler]] = [
     Uniform,
     Newest,
     Prioritized,
     lambda: Mixture([(Uniform(), 0.5), (Newest(), 0.2), (Prioritized(), 0.3)]),
 ]
-
-
-@st.composite
-def plays(draw: Any) -> Played:
-    lanes = draw(st.integers(1, 2))
-    return Played(
-        slots=lanes * draw(st.integers(1, 3)),
-        fragments=draw(st.integers(1, 6)),
-        seed=draw(st.integers(0, 99)),
-        lanes=lanes,
-        fragment_length=draw(st.integers(1, 7)),
-        nested=draw(st.booleans()),
-        lengths=draw(st.sampled_from([(1, 1), (1, 4), (5, 12)])),
-        autoreset_mode=draw(st.sampled_from(MODES)),
-    )
 
 
 @settings(max_examples=examples(25), deadline=None)
