@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference, import_pyarrow
 from rollflow.stream.data.errors import DatasetError, PolicyError
@@ -139,7 +140,8 @@ class DatasetFolder:
         for path in (self.path / EPISODES).glob(f"*{_SUFFIX}"):
             if path.stem.isdecimal() and int(path.stem) not in committed:
                 path.unlink(missing_ok=True)
-        (self.path / f".{_DESCRIPTION}.part").unlink(missing_ok=True)
+        for path in self.path.glob(f".{_DESCRIPTION}.*"):
+            path.unlink(missing_ok=True)
         return committed
 
     def add_run(self, kind: dict[str, Any], version: str, run: dict[str, Any]) -> int:
@@ -155,12 +157,7 @@ class DatasetFolder:
         else:
             description = {"format": FORMAT, "version": VERSION, "rollflow": version, **kind, "runs": []}
         description["runs"].append(run)
-        partial = self.path / f".{_DESCRIPTION}.part"
-        with partial.open("w") as file:
-            json.dump(description, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.path / _DESCRIPTION)
+        write_file(self.path / _DESCRIPTION, json.dumps(description, indent=1).encode())
         sync_folder(self.path)
         return len(description["runs"]) - 1
 
