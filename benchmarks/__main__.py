@@ -28,6 +28,7 @@ PROGRAMS = (
     "multi_agent",
     "serving",
     "remote",
+    "cluster",
     "transport",
     "beside_peers",
     "replay",

@@ -1,6 +1,7 @@
 """Replay: inserts and samples, beside a bare gather with numpy and beside other replay buffers.
 
 Rows are those of CartPole, and of four stacked frames of 84 x 84 bytes as one observation. Each line has rows a second.
+`uniform, host` is a ReplayClient, whose host is another process on this machine, beside the same replay in this one.
 `uniform, numpy` stands beside `numpy.take` of the same columns by random rows, which any replay has to do at least.
 Stable-Baselines3's ReplayBuffer and TorchRL's TensorDictReplayBuffer hold the same transitions, where installed.
 
@@ -8,8 +9,11 @@ Stable-Baselines3's ReplayBuffer and TorchRL's TensorDictReplayBuffer hold the s
 """
 
 import importlib.util
+import multiprocessing
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import gymnasium as gym
@@ -18,7 +22,7 @@ import numpy as np
 from benchmarks.command import run
 from benchmarks.pairs import Record, Run, Sizes, paired
 from rollflow.nodes import RLModule, Rollout
-from rollflow.sinks import Prioritized, Replay, Storage
+from rollflow.sinks import Prioritized, Replay, ReplayClient, ReplayHost, Storage
 from rollflow.stream import Fragment
 
 SLOTS, FRAGMENT_LENGTH = 64, 64
@@ -101,6 +105,10 @@ def measured(kind: str, fragments: list[Fragment], sizes: Sizes) -> list[Record]
             records.append(
                 paired(f"{kind}, {size} uniform, {name}", SLOTS, ours, draw, aim=aim, sizes=sizes, beside_name=name)
             )
+        with hosted(kind) as client:
+            name, beside = f"{kind}, {size} uniform, host", sampling(uniform, size)
+            options: dict[str, Any] = {"aim": None, "sizes": sizes, "beside_name": "in this process"}
+            records.append(paired(name, SLOTS, sampling(client, size), beside, **options))
         by_priority = others["TorchRL"][2] if "TorchRL" in others else None
         name, draw, aim = ("numpy", bare, None) if by_priority is None else ("TorchRL", by_priority(size), 1.0)
         ours = sampling(prioritized, size, updates=True)
@@ -129,7 +137,28 @@ def inserting(replay: Replay, fragments: list[Fragment]) -> Run:
     return insert
 
 
-def sampling(replay: Replay, size: int, *, updates: bool = False) -> Run:
+@contextmanager
+def hosted(kind: str) -> Iterator[ReplayClient]:
+    """A client of a host in a process of its own, whose replay's ring is full."""
+    with tempfile.TemporaryDirectory() as folder:
+        process = multiprocessing.get_context("spawn").Process(target=host, args=(kind, folder))
+        process.start()
+        try:
+            with ReplayClient(f"unix:{folder}/trainers", timeout=300.0) as client:
+                yield client
+        finally:
+            process.kill()
+            process.join()
+
+
+def host(kind: str, folder: str) -> None:
+    """Fill a replay, and serve it until this process is killed."""
+    replay = filled(Replay(CAPACITY[kind], storage=Storage(extra=EXTRA), seed=0), made(kind, 4))
+    with ReplayHost(replay, rollouts=f"unix:{folder}/rollouts", trainers=f"unix:{folder}/trainers") as served:
+        served.wait()
+
+
+def sampling(replay: Replay | ReplayClient, size: int, *, updates: bool = False) -> Run:
     """Sample a batch, and maybe update its priorities."""
     values = np.random.default_rng(0).random(size)
 

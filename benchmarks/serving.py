@@ -1,50 +1,57 @@
 """A policy that acts without a rollout, each way of it beside what it is made of.
 
-`act` may take 1.5 times as long as the bare forward pass with sampling, and 20 µs more. `act_batch` is held against a
-rollout over environments that do nothing, and loading against 100 ms, beyond importing torch. A program and an ONNX
-program are held against the class. Over HTTP, 64 clients ask in a closed loop, and the bare framework with the same
-forward pass answers as many; the 99th percentile of what an answer takes, over the median, is shown for both. Steps
+`act` may take 1.5 times as long as the bare forward pass with sampling, and 20 µs more; RLlib's pipelines and module
+act beside it and beside that pass, where RLlib is installed. `act_batch` is held against a rollout over environments
+that do nothing, and loading against 100 ms, beyond importing torch. A program and an ONNX program are held against the
+class. 64 clients ask in a closed loop: over TCP, beside a bare msgpack server with the same forward pass in it, and
+over HTTP, beside the bare framework with it; so is the 99th percentile of what an answer takes, over the median. Steps
 are calls for one environment's action.
 
     python -m benchmarks.serving [--quick]
 """
 
-import json
+import importlib.util
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
-from time import perf_counter, sleep
 
 import numpy as np
-import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
+from benchmarks.bare_server import BareServer
 from benchmarks.command import run
 from benchmarks.envs import NoopEnv
 from benchmarks.pairs import Record, Run, Sizes, in_turns, paired, record, steps_per_s, within
+from benchmarks.serving_parts import asked, sampled
 from rollflow.nodes import Rollout
 from rollflow.nodes.policies.artifact import parts_of
 from rollflow.nodes.policies.artifact_files import read_files
 from rollflow.policy import OnnxPolicy, Policy
-from rollflow.policy.serving import HttpServer, Shelf
+from rollflow.policy.serving import PolicyServer, Shelf
 
 HIDDENS, BATCH, CALLS = (64, 64), 64, 50
-TIMES, MORE_S, LOAD_S = 1.5, 20e-6, 0.1
+TIMES, MORE_S, LOAD_S, LATE = 1.5, 20e-6, 0.1, 3.0
 
 
 def measure(sizes: Sizes, batch: int = BATCH) -> list[Record]:
-    """A line each for `act`, `act_batch`, sessions in varying company, programs, `load`, and two for HTTP."""
+    """A line each for `act`, beside RLlib too, `act_batch`, sessions in varying company, programs, `load`, and clients.
+
+    Those over HTTP are left out where the extra `serve` is not installed.
+    """
     with _rollout(1) as rollout:
         policy, likeliest = rollout.policy(explore=True), rollout.policy()
-    records = [_act(policy, sizes), _act_batch(batch, sizes), *_company(batch, sizes), *_programs(likeliest, sizes)]
-    return [*records, _load(policy, sizes), *_http(policy, batch, sizes)]
+    records = [_act(policy, sizes), *_beside_rllib(policy, sizes), _act_batch(batch, sizes), *_company(batch, sizes)]
+    for package, name, more in (
+        ("onnxscript", "programs", lambda: _programs(likeliest, sizes)),
+        ("starlette", "HTTP", lambda: _http(policy, batch, sizes)),
+    ):
+        if importlib.util.find_spec(package) is None:
+            print(f"{name}: left out, {package} is not installed here", file=sys.stderr)
+        else:
+            records += more()
+    return [*records, *_load(policy, sizes), *_tcp(policy, batch, sizes)]
 
 
 def _rollout(slots: int, *, lstm: bool = False) -> Rollout:
@@ -62,9 +69,7 @@ def _act(policy: Policy, sizes: Sizes) -> Record:
 
     def bare() -> int:
         for _ in range(CALLS):
-            with torch.inference_mode():
-                output = module.forward_exploration({"obs": torch.from_numpy(observation[None])})
-                torch.distributions.Categorical(logits=output["action_dist_inputs"]).sample().numpy()
+            sampled(module, observation[None])
         return CALLS
 
     for each in (ours, bare):
@@ -72,6 +77,33 @@ def _act(policy: Policy, sizes: Sizes) -> Record:
     pairs = in_turns(lambda: steps_per_s(ours, sizes.seconds), lambda: steps_per_s(bare, sizes.seconds), sizes.rounds)
     allowed = [(mine, 1 / (TIMES / other + MORE_S)) for mine, other in pairs]
     return record("act, one observation", 1, allowed, aim=1.0, beside_name="1.5 × the bare pass with sampling + 20 µs")
+
+
+def _beside_rllib(policy: Policy, sizes: Sizes) -> list[Record]:
+    if importlib.util.find_spec("ray") is None:
+        print("RLlib: left out, it is not installed here", file=sys.stderr)
+        return []
+    from benchmarks.peers.rllib import Actor
+
+    observation, actor = np.zeros(4, np.float32), Actor()
+
+    def ours() -> int:
+        for _ in range(CALLS):
+            policy.act(observation)
+        return CALLS
+
+    def bare() -> int:
+        for _ in range(CALLS):
+            sampled(policy.module, observation[None])
+        return CALLS
+
+    def theirs() -> int:
+        return actor.calls(observation, CALLS)
+
+    return [
+        paired("act, beside RLlib", 1, ours, theirs, aim=10.0, sizes=sizes, beside_name="RLlib's parts"),
+        paired("bare pass, beside RLlib", 1, bare, theirs, aim=None, sizes=sizes, beside_name="RLlib's parts"),
+    ]
 
 
 def _act_batch(slots: int, sizes: Sizes) -> Record:
@@ -115,17 +147,43 @@ def _company(slots: int, sizes: Sizes) -> list[Record]:
     return records
 
 
-def _load(policy: Policy, sizes: Sizes) -> Record:
+LOADING = """
+import sys, time
+import torch
+marks = [time.perf_counter()]
+from rollflow.policy import Policy
+Policy
+marks.append(time.perf_counter())
+Policy.load(sys.argv[1])
+marks.append(time.perf_counter())
+print(*(1e3 * (after - before) for before, after in zip(marks, marks[1:])))
+"""
+
+
+def _load(policy: Policy, sizes: Sizes) -> list[Record]:
+    """Loading a policy in fresh processes, and importing `rollflow.policy` before, where torch is there already.
+
+    They run bytecode that a process before them has compiled, as installed packages have it.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "policy")
         policy.save(path)
-        times = []
-        for _ in range(sizes.rounds + 1):
-            began = perf_counter()
-            Policy.load(path)
-            times.append(perf_counter() - began)
-    milliseconds = sorted(times[1:] or times)[len(times[1:]) // 2] * 1e3
-    return within("load, ms", 1, milliseconds, LOAD_S * 1e3, milliseconds=round(milliseconds, 1), beside_name="100 ms")
+        command = [sys.executable, "-c", LOADING, str(path)]
+        env = {**os.environ, "PYTHONPYCACHEPREFIX": str(Path(folder, "compiled"))}
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
+        _, *ran = [
+            subprocess.run(command, capture_output=True, text=True, check=True, env=env)
+            for _ in range(1 + sizes.rounds)
+        ]
+    parts = ("import rollflow.policy, ms", None), ("load, ms", 1.0)
+    records = []
+    for (name, aim), times in zip(
+        parts, zip(*(map(float, each.stdout.split()) for each in ran), strict=True), strict=True
+    ):
+        took = statistics.median(times)
+        line = within(name, 1, took, LOAD_S * 1e3, milliseconds=round(took, 1), beside_name="100 ms")
+        records.append(line | {"aim": aim, "runs": sizes.rounds})
+    return records
 
 
 def _programs(policy: Policy, sizes: Sizes) -> list[Record]:
@@ -156,57 +214,39 @@ def _programs(policy: Policy, sizes: Sizes) -> list[Record]:
 
 
 def _http(policy: Policy, clients: int, sizes: Sizes) -> list[Record]:
+    from benchmarks.serving_http import over_http
+
+    return over_http(policy, clients, sizes)
+
+
+def _tcp(policy: Policy, clients: int, sizes: Sizes) -> list[Record]:
+    """Clients of a `PolicyServer` beside those of bare servers, which act one by one, and for all that is there."""
     shelf = Shelf()
     shelf.put("mlp", policy, version="1")
-    bare = uvicorn.Server(uvicorn.Config(_bare_application(policy), port=0, log_level="warning", access_log=False))
-    thread = threading.Thread(target=bare.run)
     shares: list[float] = []  # the 99th percentile over the median
     beside_shares: list[float] = []
 
-    def asked(port: int, path: str) -> dict[str, float]:
-        command = [sys.executable, "-m", "benchmarks.http_clients", str(port), path, str(clients), str(sizes.seconds)]
-        answer: dict[str, float] = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        )
-        return answer
+    def rate(port: int, protocol: str, late: list[float]) -> float:
+        answers_per_s, share = asked("tcp_clients", port, protocol, clients, sizes.seconds)
+        late.append(share)
+        return answers_per_s
 
-    def ours() -> float:
-        answer = asked(int(server.url.rpartition(":")[2]), "/v1/policies/mlp/act")
-        shares.append(answer["p99_ms"] / answer["median_ms"])
-        return answer["answers_per_s"]
-
-    def theirs() -> float:
-        answer = asked(bare.servers[0].sockets[0].getsockname()[1], "/act")
-        beside_shares.append(answer["p99_ms"] / answer["median_ms"])
-        return answer["answers_per_s"]
-
-    with HttpServer(shelf, "127.0.0.1:0") as server:
-        thread.start()
-        while not bare.started:
-            sleep(0.01)
-        pairs = in_turns(ours, theirs, sizes.rounds)
-        bare.should_exit = True
-        thread.join()
+    records = []
+    with PolicyServer(shelf, "tcp://127.0.0.1:0") as server:
+        port = int(server.address.rpartition(":")[2])
+        for together, aim, name in ((False, 0.8, "a pass for each"), (True, None, "a pass for all that is there")):
+            with BareServer(policy.module, together=together) as bare:
+                pairs = in_turns(
+                    lambda: rate(port, "rollflow", shares),
+                    lambda at=bare.port: rate(at, "bare", beside_shares),  # type: ignore[misc]
+                    sizes.rounds,
+                )
+            told = {"beside_name": f"bare msgpack server, {name}"}
+            records.append(record(f"serve over TCP, {name}", clients, pairs, aim=aim, **told))
     shelf.close()
     late, beside_late = statistics.median(shares), statistics.median(beside_shares)
-    told = {"share": round(late, 2), "beside_share": round(beside_late, 2), "beside_name": "bare starlette"}
-    return [
-        record("act over HTTP", clients, pairs, aim=0.8, beside_name="bare starlette with the same forward pass"),
-        within("HTTP, 99th percentile / median", clients, late, beside_late, **told) | {"aim": None},
-    ]
-
-
-def _bare_application(policy: Policy) -> Starlette:
-    module = policy.module
-
-    async def act(request: Request) -> JSONResponse:
-        observation = np.asarray(json.loads(await request.body())["observation"], np.float32)
-        with torch.inference_mode():
-            output = module.forward_exploration({"obs": torch.from_numpy(observation[None])})
-            action = torch.distributions.Categorical(logits=output["action_dist_inputs"]).sample().numpy()
-        return JSONResponse({"action": action[0].item()})
-
-    return Starlette(routes=[Route("/act", act, methods=["POST"])])
+    told = {"share": round(late, 2), "beside_share": round(beside_late, 2)}
+    return [*records, within("TCP, 99th percentile / median", clients, late, LATE, **told, beside_name="3 x")]
 
 
 if __name__ == "__main__":

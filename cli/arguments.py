@@ -2,8 +2,10 @@
 
 import argparse
 import importlib
+import os
 import ssl
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,60 +26,97 @@ def add_connection(parser: argparse.ArgumentParser, *, connect: str, listen: str
     add_protection(parser)
 
 
-def add_protection(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that `secret_of` and `tls_of` read."""
-    parser.add_argument("--secret-file", type=Path, metavar="FILE", help="the secret that both sides must know")
-    parser.add_argument("--tls", action="store_true", help="encrypt; the other side's certificate is checked")
-    parser.add_argument("--tls-ca", metavar="FILE", help="whose certificates are good; without it, the system's")
-    parser.add_argument("--tls-cert", metavar="FILE", help="this side's certificate, and maybe its key")
-    parser.add_argument("--tls-key", metavar="FILE", help="its key, where it is in a file of its own")
+def add_allow(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that names packages whose classes a saved policy may have."""
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="PACKAGE", help="import classes of this package"
+    )
 
 
-def secret_of(args: argparse.Namespace) -> str | None:
-    """The secret in the file. Raises ValueError where it can't be read, or is empty."""
-    if args.secret_file is None:
+def add_protection(parser: argparse.ArgumentParser, prefix: str = "") -> None:
+    """Add the arguments that `secret_of` and `tls_of` read; `prefix` begins their names."""
+    add_secret(parser, "the secret that both sides must know", prefix)
+    for name, options in (
+        ("tls", {"action": "store_true", "help": "encrypt; the other side's certificate is checked"}),
+        ("tls-ca", {"metavar": "FILE", "help": "whose certificates are good; without it, the system's"}),
+        ("tls-cert", {"metavar": "FILE", "help": "this side's certificate, and maybe its key"}),
+        ("tls-key", {"metavar": "FILE", "help": "its key, where it is in a file of its own"}),
+    ):
+        added: dict[str, Any] = options
+        parser.add_argument(f"--{prefix}{name}", **added)
+
+
+def add_secret(parser: argparse.ArgumentParser, meaning: str, prefix: str = "") -> None:
+    """Add the arguments that `secret_of` reads; `prefix` begins their names."""
+    secret = parser.add_mutually_exclusive_group()
+    secret.add_argument(f"--{prefix}secret-file", type=Path, metavar="FILE", help=meaning)
+    secret.add_argument(f"--{prefix}secret-env", metavar="VARIABLE", help="the same, in a variable of the environment")
+
+
+def _given(args: argparse.Namespace, prefix: str, name: str) -> Any:
+    """The value of an argument that `add_protection` has added."""
+    return getattr(args, f"{prefix}{name}".replace("-", "_"))
+
+
+def secret_of(args: argparse.Namespace, prefix: str = "") -> str | None:
+    """The secret in the file, or in the variable, which is taken away: environments that a host starts see none.
+
+    Raises ValueError where it can't be read, or is empty.
+    """
+    variable, option = _given(args, prefix, "secret-env"), f"--{prefix}secret-env"
+    if variable is not None:
+        taken = os.environ.pop(variable, "").strip()
+        if not taken:
+            raise ValueError(f"{option} {variable}: no such variable, or an empty one, expected a secret")
+        return taken
+    file, option = _given(args, prefix, "secret-file"), f"--{prefix}secret-file"
+    if file is None:
         return None
     try:
-        secret: str = args.secret_file.read_text().strip()
+        secret: str = file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"--secret-file {args.secret_file}: {problem}, expected a file of text") from error
+        raise ValueError(f"{option} {file}: {problem}, expected a file of text") from error
     if not secret:
-        raise ValueError(f"--secret-file {args.secret_file} is empty, expected a secret")
+        raise ValueError(f"{option} {file} is empty, expected a secret")
     return secret
 
 
-def tls_of(args: argparse.Namespace) -> ssl.SSLContext | None:
-    """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError where they make none."""
-    if not args.tls:
-        useless = [name for name in ("tls_ca", "tls_cert", "tls_key") if getattr(args, name) is not None]
+def tls_of(args: argparse.Namespace, prefix: str = "", *, listens: bool | None = None) -> ssl.SSLContext | None:
+    """The context that the arguments ask for; None: no TLS. Raises ValueError and OSError where they make none.
+
+    listens    True: this side waits for the other one; None: where it has `--listen`
+    """
+    files = {name: _given(args, prefix, name) for name in ("tls-ca", "tls-cert", "tls-key")}
+    if not _given(args, prefix, "tls"):
+        useless = [name for name, file in files.items() if file is not None]
         if useless:
-            raise ValueError(f"--{useless[0].replace('_', '-')} without --tls, expected both")
+            raise ValueError(f"--{prefix}{useless[0]} without --{prefix}tls, expected both")
         return None
-    listens = args.listen is not None
-    if listens and args.tls_cert is None:
+    listens = args.listen is not None if listens is None else listens
+    if listens and files["tls-cert"] is None:
         raise ValueError("--tls with --listen, expected --tls-cert as well")
-    for option in ("tls_ca", "tls_cert", "tls_key"):
-        name = getattr(args, option)
-        if name is not None and not Path(name).is_file():
-            raise ValueError(f"--{option.replace('_', '-')} {name}: there is no such file")
+    for name, file in files.items():
+        if file is not None and not Path(file).is_file():
+            raise ValueError(f"--{prefix}{name} {file}: there is no such file")
     context = ssl.create_default_context(
-        ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=args.tls_ca
+        ssl.Purpose.CLIENT_AUTH if listens else ssl.Purpose.SERVER_AUTH, cafile=files["tls-ca"]
     )
-    if listens and args.tls_ca is not None:
+    if listens and files["tls-ca"] is not None:
         context.verify_mode = ssl.CERT_REQUIRED
-    if args.tls_cert is not None:
-        load_certificate(context, args)
+    if files["tls-cert"] is not None:
+        load_certificate(context, args, prefix)
     return context
 
 
-def load_certificate(context: ssl.SSLContext, args: argparse.Namespace) -> None:
+def load_certificate(context: ssl.SSLContext, args: argparse.Namespace, prefix: str = "") -> None:
     """Have a context use the certificate and key of the arguments. Raises ValueError where it can't."""
+    certificate, key = _given(args, prefix, "tls-cert"), _given(args, prefix, "tls-key")
     try:
-        context.load_cert_chain(args.tls_cert, args.tls_key)
+        context.load_cert_chain(certificate, key)
     except OSError as error:  # ssl.SSLError is one
         raise ValueError(
-            f"--tls-cert {args.tls_cert} with --tls-key {args.tls_key}: {error}; expected PEM files that match"
+            f"--{prefix}tls-cert {certificate} with --{prefix}tls-key {key}: {error}; expected PEM files that match"
         ) from error
 
 
@@ -104,7 +143,8 @@ def add_acting(parser: argparse.ArgumentParser, *, otherwise: str, several: str 
     """
     parser.add_argument(
         "--module",
-        metavar="PACKAGE.MODULE:CALLABLE",
+        action="append",
+        metavar="[ID=]PACKAGE.MODULE:CALLABLE",
         help=f"makes the module of (observation space, action space){several} ({otherwise})",
     )
     for name in ("env-to-module", "module-to-env"):
@@ -120,12 +160,27 @@ def add_acting(parser: argparse.ArgumentParser, *, otherwise: str, several: str 
 def acting_of(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of a rollout for the arguments of `add_acting`. Raises ValueError where they name what is not there."""
     return {
-        "module": object_of(args.module, "--module"),
+        "module": _module_of(args.module or ()),
         "env_to_module_connector": object_of(args.env_to_module, "--env-to-module"),
         "module_to_env_connector": object_of(args.module_to_env, "--module-to-env"),
         "compile_forward": args.compile,
         "device": args.device,
     }
+
+
+def _module_of(named: Sequence[str]) -> Any:
+    """The module that `--module` names, or a dict of those that it names by id; `ID=` alone is a default one."""
+    if not any("=" in each for each in named):
+        if len(named) > 1:
+            raise ValueError(f"--module {' --module '.join(named)}: expected ID= before each of several")
+        return object_of(named[0], "--module") if named else None
+    modules = {}
+    for each in named:
+        module_id, _, name = each.rpartition("=")
+        if not module_id or module_id in modules:
+            raise ValueError(f"--module {each}: expected another ID= before each of several")
+        modules[module_id] = object_of(name or None, f"--module {module_id}=")
+    return modules
 
 
 def add_agents(parser: argparse.ArgumentParser) -> None:

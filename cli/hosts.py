@@ -1,7 +1,10 @@
 """`rollflow env-host` and `rollflow rollout-host`: environments, or whole rollouts, here for a rollout elsewhere."""
 
 import argparse
+import math
+import signal
 import sys
+import threading
 from typing import Any
 
 from rollflow.cli import arguments
@@ -33,7 +36,9 @@ def add_rollout_host(commands: Any) -> None:
     lanes_help = "each has a thread, for environments that wait or let the interpreter go"
     _add_hosting(parser, lanes=1, lanes_help=lanes_help)
     arguments.add_acting(
-        parser, otherwise="the default module, as the rollout has it", several=", or is a dict of those by id"
+        parser,
+        otherwise="the default module, as the rollout has it",
+        several=", or is a dict of those; several by id: ID= alone is a default one",
     )
     arguments.add_agents(parser)
     parser.set_defaults(run=_run_rollout_host)
@@ -59,10 +64,21 @@ def _add_hosting(parser: argparse.ArgumentParser, *, lanes: int, lanes_help: str
     parser.add_argument("--lanes", type=int, default=None, help=f"groups that step apart: {lanes_help} ({lanes})")
     parser.set_defaults(most_lanes=lanes)
     arguments.add_connection(parser, connect="dial this gateway", listen="wait here for a gateway")
-    parser.add_argument("--name", help="what this host is called in messages (the machine's name)")
+    parser.add_argument(
+        "--name",
+        help="what this host is called in messages; it takes the place of a lost "
+        "host of that name at once (the machine's name and this process' number)",
+    )
     arguments.add_max_frame(parser)
     parser.add_argument(
         "--retry", type=float, default=60.0, metavar="SECONDS", help="how long to dial a gateway that is away (60)"
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="how long to hand over what there is, once told to end by SIGTERM; a second one ends it at once (20)",
     )
 
 
@@ -83,11 +99,17 @@ def _options_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _serve(host: Host, args: argparse.Namespace) -> int:
-    """Serve the rollout that dials, or is dialled; the exit status."""
+    """Serve the rollout that dials, or is dialled, until it ends or SIGTERM comes; the exit status."""
+    if not 0 <= args.grace < math.inf:
+        raise ValueError(f"--grace is {args.grace:g}, expected seconds from 0 on")
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: host.drain(0.0 if host.is_draining else args.grace))
     if args.connect is not None:
-        print(f"the rollout said goodbye: {host.connect(args.connect, retry_s=args.retry)}", file=sys.stderr)
-        return 0
-    with host.listening(args.listen) as address:
-        print(f"listening on {address}", file=sys.stderr, flush=True)
-        host.serve()
-    return 0
+        reason = host.connect(args.connect, retry_s=args.retry)
+        if not host.is_draining:
+            print(f"the rollout said goodbye: {reason}", file=sys.stderr)
+    else:
+        with host.listening(args.listen) as address:
+            print(f"listening on {address}", file=sys.stderr, flush=True)
+            host.serve()
+    return 128 + signal.SIGTERM if host.is_draining else 0

@@ -8,7 +8,21 @@ import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from rollflow.cli import check_host, hosts, policy, rollout, serve
+from rollflow.cli import (
+    check_host,
+    dataset,
+    doctor,
+    hosts,
+    policy,
+    record,
+    replay_host,
+    rollout,
+    serve,
+    top,
+    trace,
+    up,
+    view,
+)
 from rollflow.stream.data.errors import RollflowError
 
 LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
@@ -25,8 +39,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    own = (rollout.add_to, hosts.add_env_host, hosts.add_rollout_host, check_host.add_to, policy.add_to, serve.add_to)
-    for add_to in own:
+    for add_to in (
+        rollout.add_to,
+        hosts.add_env_host,
+        hosts.add_rollout_host,
+        replay_host.add_to,
+        check_host.add_to,
+        policy.add_to,
+        serve.add_to,
+        dataset.add_to,
+        record.add_to,
+        up.add_to,
+        doctor.add_to,
+        top.add_to,
+        trace.add_to,
+        view.add_to,
+    ):
         add_to(commands)
     args = parser.parse_args(arguments)
     if threading.current_thread() is threading.main_thread():

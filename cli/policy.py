@@ -1,9 +1,11 @@
-"""`rollflow policy`: what a saved policy is, whether it does what it did, what two differ in, and ONNX programs."""
+"""`rollflow policy`: saved policies are shown, checked, compared, adapted to other environments, exported."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
+from rollflow.cli import adapt, arguments
+from rollflow.nodes.connectors.alpha.signatures import compare_signatures
 from rollflow.nodes.policies.artifact_files import ONNX, PROGRAMS, read_files
 from rollflow.nodes.policies.differences import differences
 from rollflow.nodes.policies.space_text import space_of
@@ -13,7 +15,7 @@ def add_to(commands: Any) -> None:
     """Add the command, with its own commands, to those of `rollflow`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "policy",
-        help="show, check, compare or export saved policies",
+        help="show, check, compare, adapt or export saved policies",
         description="Saved policies: folders or .zip files.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -22,19 +24,20 @@ def add_to(commands: Any) -> None:
     show.set_defaults(run=_show)
     check = actions.add_parser("check", help="load a policy, and see that it does what it did when it was saved")
     check.add_argument("path", type=Path)
-    check.add_argument("--allow", action="append", default=[], metavar="PACKAGE", help="import classes of this package")
+    arguments.add_allow(check)
     check.add_argument("--device", help="where forward passes are done")
     check.set_defaults(run=_check)
-    diff = actions.add_parser("diff", help="print what two policies differ in; the status is 1 where they do")
+    diff = actions.add_parser(
+        "diff", help="print what two policies differ in, and what adapts one to the other's environment; then status 1"
+    )
     diff.add_argument("left", type=Path)
     diff.add_argument("right", type=Path)
     diff.set_defaults(run=_diff)
+    adapt.add_to(actions)
     export = actions.add_parser("export", help="write a policy, its pieces included, for runtimes without rollflow")
     export.add_argument("path", type=Path)
     export.add_argument("--onnx", type=Path, required=True, metavar="FILE", help="an ONNX program (extra onnx)")
-    export.add_argument(
-        "--allow", action="append", default=[], metavar="PACKAGE", help="import classes of this package"
-    )
+    arguments.add_allow(export)
     export.set_defaults(run=_export)
 
 
@@ -73,6 +76,9 @@ def _export(args: argparse.Namespace) -> int:
 def _diff(args: argparse.Namespace) -> int:
     lines = differences(args.left, args.right)
     print("\n".join(lines) if lines else "the policies are the same")
+    report = compare_signatures(adapt.spaces_in(args.left), adapt.spaces_in(args.right))
+    if report:
+        print(f"{args.left} in the environment of {args.right}:\n{report}")
     return min(len(lines), 1)
 
 

@@ -8,6 +8,7 @@ from typing import Any, get_args
 from rollflow.cli import arguments
 from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.nodes.env.multi_agent.lane_envs import first_made
+from rollflow.nodes.logs.figures import Axis
 from rollflow.nodes.rollout.options import Where
 from rollflow.sinks import feed
 from rollflow.stream.graph.report import Report
@@ -49,6 +50,19 @@ def add_to(commands: Any) -> None:
         "--retry", type=float, metavar="SECONDS", help="how long to dial a trainer that is away (for ever)"
     )
     arguments.add_max_frame(parser)
+    parser.add_argument(
+        "--log",
+        action="append",
+        metavar="KIND:TARGET",
+        help="where figures are written, such as tensorboard:runs/1 or prometheus:9100; may be given several times",
+    )
+    parser.add_argument(
+        "--progress", action="append_const", dest="log", const="progress:", help="show how it goes, as --log progress:"
+    )
+    parser.add_argument("--log-every", type=float, default=1.0, metavar="S", help="seconds between two rows (1)")
+    parser.add_argument(
+        "--log-x", choices=get_args(Axis), default="steps", help="x axis of trackers: steps, updates or time (steps)"
+    )
     parser.set_defaults(run=run, listen=None)  # None: TLS and secrets are those of a client
 
 
@@ -78,6 +92,9 @@ def _rollout_of(args: argparse.Namespace) -> Rollout | MultiAgentRollout:
         "fragment_length": args.fragment_length,
         "num_fragments": args.num_fragments,
         "seed": args.seed,
+        "log": args.log,
+        "log_every": args.log_every,
+        "log_x": args.log_x,
         **arguments.acting_of(args),
     }
     first = first_made(env)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rollflow.cli import arguments
+from rollflow.cli import arguments, follow
 
 
 def add_to(commands: Any) -> None:
@@ -18,8 +18,8 @@ def add_to(commands: Any) -> None:
         "serve",
         help="have saved policies act for clients, by rollflow's own protocol and over HTTP",
         description="Have saved policies act for clients: by rollflow's own protocol with --listen, and over HTTP by "
-        "POST /v1/policies/NAME/act, with JSON or msgpack. A policy that is saved anew under its path takes over, "
-        "without a dropped request.",
+        "POST /v1/policies/NAME/act, with JSON or msgpack. A policy that is saved anew under its path takes over, and "
+        "so do the weights of a trainer that is followed, without a dropped request.",
     )
     parser.add_argument(
         "policies",
@@ -33,9 +33,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--http", metavar="HOST:PORT", help="where to listen for HTTP (127.0.0.1:8080, where there is no --listen)"
     )
-    parser.add_argument(
-        "--secret-file", type=Path, metavar="FILE", help="the secret that clients show; asked for off loopback"
-    )
+    arguments.add_secret(parser, "the secret that clients show; asked for off loopback")
     parser.add_argument("--tls-cert", type=Path, metavar="FILE", help="this server's certificate: listen with TLS")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="its key, where it is in a file of its own")
     parser.add_argument(
@@ -45,10 +43,9 @@ def add_to(commands: Any) -> None:
         metavar="NAME=PATH:SHARE",
         help="another version of a policy, for a share of what begins, such as 0.1",
     )
+    follow.add_options(parser)
     parser.add_argument("--openpi", metavar="NAME", help="the policy that speaks openpi's WebSocket protocol at /")
-    parser.add_argument(
-        "--allow", action="append", default=[], metavar="PACKAGE", help="a package that classes may come from"
-    )
+    arguments.add_allow(parser)
     parser.add_argument("--device", help="of the forward passes, such as cuda")
     parser.add_argument("--max-batch", type=int, default=64, help="requests in one forward pass, at most (64)")
     parser.add_argument(
@@ -77,6 +74,7 @@ def _run(args: argparse.Namespace) -> int:
         watched.append(WatchedPolicy(shelf, name, path, share=share, allow=args.allow, device=args.device))
     if args.openpi is not None:
         shelf.versions(args.openpi)
+    followed = follow.following(shelf, args)
     with ExitStack() as stack:
         stack.callback(shelf.close)
         places = []
@@ -84,7 +82,10 @@ def _run(args: argparse.Namespace) -> int:
             places.append(stack.enter_context(_policy_server(shelf, args)).address)
         if http is not None:
             places.append(stack.enter_context(_http_server(shelf, http, args)).url)
-        stack.callback(Watcher(watched).close)
+        for each in followed:
+            each.begin()
+            stack.callback(each.close)
+        stack.callback(Watcher([*watched, *followed]).close)
         print(f"serving {', '.join(shelf.names)} at {' and '.join(places)}", file=sys.stderr, flush=True)
         threading.Event().wait()  # until a signal
     return 0

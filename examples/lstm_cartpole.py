@@ -49,8 +49,8 @@ def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, 
             optimizer.step()
 
 
-def main(seed: int = 0) -> float:
-    """Train one policy; the mean return over the last 100 episodes."""
+def main(seed: int = 0, save_to: str | None = None) -> float:
+    """Train one policy, and save it where one says where; the mean return over the last 100 episodes."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     began = time.perf_counter()
@@ -71,6 +71,8 @@ def main(seed: int = 0) -> float:
             rollout.publish(policy.state_dict())
             if number == MAX_UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
                 break
+        if save_to is not None:
+            rollout.save_policy(save_to, program=True)
     print(f"mean return {returns.mean:.1f}, {rollout.num_steps:,} steps in {time.perf_counter() - began:.0f} s")
     return returns.mean
 

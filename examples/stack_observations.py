@@ -9,7 +9,8 @@ import torch
 from rollflow.nodes import ConnectorV2, FrameStacking, GeneralAdvantageEstimation, RLModule, Rollout
 
 NUM_FRAMES, NUM_ENVS, FRAGMENT_LENGTH = 10, 32, 128
-UPDATES, EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 60, 8, 512, 2e-3, 0.2, 0.01
+EPOCHS, MINIBATCH, LEARNING_RATE, CLIP, ENTROPY = 8, 512, 2e-3, 0.2, 0.01
+TARGET_RETURN, UPDATES = 475.0, 200
 
 
 class StackLast10Observations(ConnectorV2):
@@ -49,8 +50,8 @@ def update(policy: RLModule, optimizer: torch.optim.Optimizer, batch: dict[str, 
             optimizer.step()
 
 
-def main(seed: int = 0) -> float:
-    """Train one policy; the mean return over the last 100 episodes."""
+def main(seed: int = 0, save_to: str | None = None) -> float:
+    """Train one policy, and save it where one says where; the mean return over the last 100 episodes."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     with Rollout(
@@ -66,13 +67,18 @@ def main(seed: int = 0) -> float:
             GeneralAdvantageEstimation(gamma=0.99, lambda_=0.95),
         ],
     ) as rollout:
-        policy = rollout.module
+        policy, returns = rollout.module, rollout.returns
         optimizer = torch.optim.Adam(policy.parameters(), lr=LEARNING_RATE, eps=1e-5)
-        for _, batch in zip(range(UPDATES), rollout.batches(), strict=False):
+        for number, batch in enumerate(rollout.batches(), start=1):
+            optimizer.param_groups[0]["lr"] = LEARNING_RATE * (1 - number / (UPDATES + 1))
             update(policy, optimizer, batch)
             rollout.publish(policy.state_dict())
-    print(f"mean return {rollout.returns.mean:.1f} after {rollout.num_steps:,} steps")
-    return rollout.returns.mean
+            if number == UPDATES or (len(returns.returns) == 100 and returns.mean >= TARGET_RETURN):
+                break
+        if save_to is not None:
+            rollout.save_policy(save_to, program=True)
+    print(f"mean return {returns.mean:.1f} after {rollout.num_steps:,} steps")
+    return returns.mean
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 Names are imported when they are first asked for: a process that only steps environments needs no torch.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from rollflow.nodes.connectors.adapting.pieces import AdaptActions, AdaptObservations
     from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
     from rollflow.nodes.connectors.common.by_module import DEFAULT_MODULE_ID, AgentToModuleMapping, module_by_module
     from rollflow.nodes.connectors.common.episode_columns import (
@@ -43,7 +45,13 @@ if TYPE_CHECKING:
         AddNextObservationsFromEpisodesToTrainBatch,
         AddOneTsToEpisodesAndTruncate,
     )
-    from rollflow.nodes.connectors.module_to_env.epsilon_greedy import EpsilonGreedy, Linear
+    from rollflow.nodes.connectors.module_to_env.exploration import (
+        EpsilonGreedy,
+        GaussianNoise,
+        Linear,
+        OrnsteinUhlenbeckNoise,
+        Temperature,
+    )
     from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
     from rollflow.nodes.connectors.module_to_env.individual_items import (
         ListifyDataForVectorEnv,
@@ -65,6 +73,7 @@ if TYPE_CHECKING:
     from rollflow.nodes.env.remote.env_host import EnvHost
     from rollflow.nodes.env.remote.remote_envs import RemoteEnvs, RemoteRollouts
     from rollflow.nodes.external.external_env import ExternalEnv
+    from rollflow.nodes.launch.on_hosts import OnProcesses, OnRay
     from rollflow.nodes.metrics.episode_returns import EpisodeReturns
     from rollflow.nodes.metrics.metrics_logger import MetricsLogger
     from rollflow.nodes.modules.default_model_config import DefaultModelConfig
@@ -86,13 +95,16 @@ if TYPE_CHECKING:
     from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
     from rollflow.nodes.rollout.rollout import Rollout
     from rollflow.nodes.stages.env_to_module import EnvToModule
-    from rollflow.nodes.stages.module_forward import GatheringForward, ModuleForward, ReadyForward
+    from rollflow.nodes.stages.joint_forward import GatheringForward, ReadyForward
+    from rollflow.nodes.stages.module_forward import ModuleForward
     from rollflow.nodes.stages.module_to_env import ModuleToEnv
     from rollflow.nodes.stages.staleness import LagBound
 
 __all__ = [
     "DEFAULT_MODULE_ID",
     "LAST_OBSERVATIONS",
+    "AdaptActions",
+    "AdaptObservations",
     "AddColumnsFromEpisodesToBatch",
     "AddColumnsFromEpisodesToTrainBatch",
     "AddInfosFromEpisodesToTrainBatch",
@@ -126,6 +138,7 @@ __all__ = [
     "FlattenObservations",
     "FrameStacking",
     "GatheringForward",
+    "GaussianNoise",
     "GeneralAdvantageEstimation",
     "GetActions",
     "LagBound",
@@ -150,7 +163,10 @@ __all__ = [
     "NormalizeAndClipActions",
     "NumpyToTensor",
     "ObservationPreprocessor",
+    "OnProcesses",
+    "OnRay",
     "OneHotObservations",
+    "OrnsteinUhlenbeckNoise",
     "ParallelPettingZooEnv",
     "PettingZooEnv",
     "PolicyWeights",
@@ -164,6 +180,7 @@ __all__ = [
     "Rollout",
     "RolloutHost",
     "SingleAgentObservationPreprocessor",
+    "Temperature",
     "TensorToNumpy",
     "UnBatchToIndividualItems",
     "VTrace",
@@ -175,6 +192,8 @@ __all__ = [
 _HOMES = {
     "DEFAULT_MODULE_ID": "connectors.common.by_module",
     "LAST_OBSERVATIONS": "connectors.common.episode_columns",
+    "AdaptActions": "connectors.adapting.pieces",
+    "AdaptObservations": "connectors.adapting.pieces",
     "AddColumnsFromEpisodesToBatch": "connectors.learner.train_columns",
     "AddColumnsFromEpisodesToTrainBatch": "connectors.learner.train_columns",
     "AddInfosFromEpisodesToTrainBatch": "connectors.learner.train_columns",
@@ -202,18 +221,19 @@ _HOMES = {
     "ExternalEnv": "external.external_env",
     "EnvToModule": "stages.env_to_module",
     "EnvToModulePipeline": "connectors.pipelines.default_pipelines",
-    "EpsilonGreedy": "connectors.module_to_env.epsilon_greedy",
+    "EpsilonGreedy": "connectors.module_to_env.exploration",
     "Environments": "env.environments",
     "EpisodeReturns": "metrics.episode_returns",
     "FlattenObservations": "connectors.env_to_module.observation_pieces",
     "FrameStacking": "connectors.common.frame_stacking",
-    "GatheringForward": "stages.module_forward",
+    "GatheringForward": "stages.joint_forward",
+    "GaussianNoise": "connectors.module_to_env.exploration",
     "GeneralAdvantageEstimation": "connectors.learner.advantages",
     "GetActions": "connectors.module_to_env.get_actions",
     "LagBound": "stages.staleness",
     "LambdaConnector": "connectors.lambda_connector",
     "LearnerConnectorPipeline": "connectors.pipelines.default_pipelines",
-    "Linear": "connectors.module_to_env.epsilon_greedy",
+    "Linear": "connectors.module_to_env.exploration",
     "ListifyDataForVectorEnv": "connectors.module_to_env.individual_items",
     "MeanStdFilter": "connectors.env_to_module.mean_std_filter",
     "MetricsLogger": "metrics.metrics_logger",
@@ -232,20 +252,24 @@ _HOMES = {
     "NormalizeAndClipActions": "connectors.module_to_env.normalize_and_clip_actions",
     "NumpyToTensor": "connectors.common.tensors",
     "ObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
+    "OnProcesses": "launch.on_hosts",
+    "OnRay": "launch.on_hosts",
     "OneHotObservations": "connectors.env_to_module.observation_pieces",
+    "OrnsteinUhlenbeckNoise": "connectors.module_to_env.exploration",
     "ParallelPettingZooEnv": "env.multi_agent.petting_zoo",
     "PettingZooEnv": "env.multi_agent.petting_zoo",
     "PolicyWeights": "modules.policy_weights",
     "PrevActionsPrevRewards": "connectors.env_to_module.observation_pieces",
     "RLModule": "modules.rl_module",
     "RandomModule": "modules.random_module",
-    "ReadyForward": "stages.module_forward",
+    "ReadyForward": "stages.joint_forward",
     "RemoteEnvs": "env.remote.remote_envs",
     "RemoteRollouts": "env.remote.remote_envs",
     "RemoveSingleTsTimeRankFromBatch": "connectors.module_to_env.individual_items",
     "Rollout": "rollout.rollout",
     "RolloutHost": "offloaded.rollout_host",
     "SingleAgentObservationPreprocessor": "connectors.env_to_module.observation_preprocessor",
+    "Temperature": "connectors.module_to_env.exploration",
     "TensorToNumpy": "connectors.common.tensors",
     "UnBatchToIndividualItems": "connectors.module_to_env.individual_items",
     "VTrace": "connectors.learner.advantages",
@@ -254,14 +278,4 @@ _HOMES = {
     "module_by_module": "connectors.common.by_module",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -1,12 +1,8 @@
 """`PolicyClient`: has a server of policies choose actions, over connections that may break."""
 
-import logging
-import secrets
 import socket
 import ssl
-import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from time import monotonic
 from typing import Any, Self
 
@@ -25,19 +21,11 @@ from rollflow.policy.serving.request import (
     UnknownPolicyError,
 )
 from rollflow.stream import wire
-from rollflow.stream.data.errors import WireError
 from rollflow.stream.data.tree import Tree, map_tree, tree_at
-from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer
-from rollflow.stream.net.transport import transport_for
-
-logger = logging.getLogger(__name__)
+from rollflow.stream.net.request_link import LinkTarget, RequestLink
 
 DEFAULT_SESSION = "default"
 CLIENT_LIMITS = wire.Limits(max_frame=1 << 26, undelivered=1 << 27)
-# Codes of errors after which the server is dialled again.
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 SessionName = str | int
 _Key = tuple[str, SessionName]  # a policy's name, and a session's
 
@@ -73,24 +61,30 @@ class PolicyClient:
         name: str | None = None,
         limits: wire.Limits | None = None,
     ) -> None:
-        target, self._secret = wire.parse_address(address), secret_bytes(secret)
-        wire.check_secret(target, self._secret)
+        target, known = wire.parse_address(address), secret_bytes(secret)
+        wire.check_secret(target, known)
         check_tls(target, tls)
         self.address, self.policy, self.timeout = str(target), policy, timeout
-        self._tls, self._limits = tls, limits or CLIENT_LIMITS
-        self._name = socket.gethostname() if name is None else name
         self._policies: dict[str, ServedPolicy] = {}
-        self._session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
-        self._futures: dict[int, Future[wire.Acted]] = {}
         self._begun: set[_Key] = set()  # sessions whose next observation goes on with an episode
         self._unknown: set[_Key] = set()  # sessions with a request whose answer never came
-        self._fatal: Exception | None = None
-        self._is_closing = False
-        self._loop: SocketLoop[Peer[wire.ClientConnection]] = SocketLoop(self)
-        self._loop.dial([target], self)
-        self._changed = threading.Condition(self._loop.lock)  # of all of the above
-        self._thread = threading.Thread(target=self._run, name=f"rollflow client of {target}", daemon=True)
-        self._thread.start()
+        name = socket.gethostname() if name is None else name
+        limits = limits or CLIENT_LIMITS
+        self._link = RequestLink(
+            LinkTarget(
+                target,
+                known,
+                tls,
+                limits,
+                timeout,
+                software(),
+                name,
+                wire.ClientConnection,
+                UnansweredError,
+                ClosedError,
+            ),
+            self,
+        )
 
     # Acting
 
@@ -151,7 +145,7 @@ class PolicyClient:
     def reset(self, session: SessionName = DEFAULT_SESSION, *, policy: str | None = None) -> None:
         """Begin a new episode with the session's next observation."""
         key = self._name_of(policy, monotonic() + self.timeout), session
-        with self._changed:
+        with self._link.changed:
             self._begun.discard(key)
             self._unknown.discard(key)
 
@@ -159,11 +153,7 @@ class PolicyClient:
         """Release the memory of a session whose environment is gone."""
         name = self._name_of(policy, monotonic() + self.timeout)
         self.reset(session, policy=name)
-        with self._changed:
-            for peer in self._loop.peers:
-                if peer.connection.phase is wire.ConnectionPhase.RUNNING:
-                    peer.connection.tell(wire.Release(name, (session,)))
-                    self._loop.peers.write(peer)
+        self._link.tell(wire.Release(name, (session,)))
 
     # What there is
 
@@ -171,8 +161,8 @@ class PolicyClient:
     def policies(self) -> Mapping[str, ServedPolicy]:
         """The policies that are served, by name; waits until the server has said so. Raises as `act` does."""
         until = monotonic() + self.timeout
-        with self._changed:
-            self._wait(until, lambda: bool(self._policies))
+        with self._link.changed:
+            self._link.wait(until, lambda: bool(self._policies))
             return dict(self._policies)
 
     @property
@@ -187,11 +177,7 @@ class PolicyClient:
 
     def close(self) -> None:
         """Say goodbye, which ends this client's sessions; requests under way raise ClosedError."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        self._loop.wakeup.ring()
-        self._thread.join()
+        self._link.close()
 
     def __enter__(self) -> Self:
         return self
@@ -207,8 +193,8 @@ class PolicyClient:
 
     def _served(self, policy: str | None, until: float) -> tuple[str, ServedPolicy]:
         name = self.policy if policy is None else policy
-        with self._changed:
-            self._wait(until, lambda: bool(self._policies))
+        with self._link.changed:
+            self._link.wait(until, lambda: bool(self._policies))
             found = dict(self._policies)
         if name is None and len(found) == 1:
             name = next(iter(found))
@@ -222,9 +208,8 @@ class PolicyClient:
     ) -> wire.Acted:
         """The answer to a request."""
         keys = [(policy, name) for name in names if name is not None]
-        future: Future[wire.Acted] = Future()
-        with self._changed:
-            self._wait(until, lambda: self._session.may_ask)
+
+        def make(number: int, done: int) -> wire.Act:
             for key in keys:
                 if key in self._unknown:
                     raise SessionLostError(
@@ -232,135 +217,14 @@ class PolicyClient:
                         "its next observation"
                     )
             begins = np.array([name is None or (policy, name) not in self._begun for name in names], np.bool_)
-            number = self._session.number + 1
-            act = wire.Act(number, self._session.done, policy, None, tuple(names), begins, rewards, rows)
-            self._futures[number] = future
-            self._send(act)
-        try:
-            acted = future.result(max(0.0, until - monotonic()))
-        except TimeoutError:
-            with self._changed:
-                self._session.drop(number)
-                self._unknown.update(keys)
-                raise self._unanswered() from None
-        finally:
-            self._futures.pop(number, None)
-        with self._changed:
+            return wire.Act(number, done, policy, None, tuple(names), begins, rewards, rows)
+
+        acted = self._link.ask(make, until, lambda: self._unknown.update(keys))
+        assert isinstance(acted, wire.Acted)
+        with self._link.changed:
             self._begun.update((policy, name) for name in (names[place] for place in acted.places) if name is not None)
         return acted
 
-    def _send(self, act: wire.Act) -> None:
-        """Send a request by the connection that there is, or have the next one send it."""
-        peer = next((each for each in self._loop.peers if each.connection.is_open), None)
-        if peer is None or peer.connection.phase is not wire.ConnectionPhase.RUNNING:
-            self._session.ask(act)
-            return
-        try:
-            peer.connection.ask(act)
-        except WireError as error:
-            if error.code != "undelivered":
-                raise
-            self._loop.fail(peer, error, monotonic())
-        self._loop.peers.write(peer)
-        if peer.transport.waits_to_write or not peer.connection.is_open:
-            self._loop.wakeup.ring()
-
-    def _wait(self, until: float, is_there: Any) -> None:
-        """Wait, with the lock held, until something is there. Raises UnansweredError, ClosedError, or what is fatal."""
-        while not is_there() or self._fatal is not None or self._is_closing:
-            if self._fatal is not None:
-                raise self._fatal
-            if self._is_closing:
-                raise ClosedError("this client is closed")
-            if not self._changed.wait(max(0.0, until - monotonic())):
-                raise self._unanswered()
-
-    def _unanswered(self) -> UnansweredError:
-        problems = "; ".join(self._loop.dialler.problems)
-        return UnansweredError(
-            f"{self.address} has not answered within {self.timeout:g} s{': ' if problems else ''}{problems}"
-        )
-
-    # In the thread
-
-    def _run(self) -> None:
-        try:
-            self._loop.tick(monotonic())
-            while not self._is_closing and self._fatal is None:
-                ready = self._loop.wait_until(monotonic() + 1.0 if self._is_away else None)
-                now = monotonic()
-                self._loop.serve(ready, now)
-                self._loop.tick(now)
-        except Exception as error:
-            self._fatal = error
-        with self._changed:
-            ending = self._fatal or ClosedError("this client is closed")
-            for future in self._futures.values():
-                if not future.done():
-                    future.set_exception(ending)
-            for peer in self._loop.peers:
-                peer.connection.goodbye("the client is closed")
-                self._loop.drop(peer)
-            self._changed.notify_all()
-        self._loop.close()
-
-    @property
-    def _is_away(self) -> bool:
-        return not any(peer.connection.is_open for peer in self._loop.peers)
-
-    # What the loop asks for
-
-    def greet(
-        self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
-    ) -> Peer[wire.ClientConnection]:
-        """Peer of a socket with a server at its other end, which is told hello."""
-        assert dialled is not None
-        hello = wire.Hello(
-            versions=(wire.VERSION, wire.VERSION),
-            role="client",
-            software=software(),
-            name=self._name[:256],
-            nonce=secrets.token_bytes(wire.NONCE_BYTES),
-            session=self._session.token,
-            max_frame=self._limits.max_frame,
-            slots=(1,),
-            observation_space={},
-            action_space={},
-            autoreset="DISABLED",
-            metadata={},
-        )
-        connection = wire.ClientConnection(hello, self._session, secret=self._secret, limits=self._limits, now=now)
-        transport = transport_for(sock, connection, self._tls, dialled=dialled.address)
-        return Peer(transport, connection, where, dialled=dialled)
-
-    def handle(self, peer: Peer[wire.ClientConnection], event: wire.Message, now: float) -> None:
-        """Take a message of the server."""
-        if isinstance(event, wire.Acted):
-            future = self._futures.get(event.number)
-            if future is not None and not future.done():
-                future.set_result(event)
-            with self._changed:
-                self._changed.notify_all()
-        elif isinstance(event, wire.Settings):
-            policies = {name: policy_of(name, plain) for name, plain in event.settings.get("policies", {}).items()}
-            with self._changed:
-                self._policies = policies
-                self._changed.notify_all()
-        elif isinstance(event, wire.Welcome):
-            self._loop.dialler.welcomed(peer.dialled)
-            with self._changed:
-                self._changed.notify_all()
-        elif isinstance(event, wire.Goodbye):
-            logger.info("%s says goodbye: %s", peer.where, event.reason)
-            self._loop.drop(peer)
-
-    def fail(self, peer: Peer[wire.ClientConnection], error: Exception, now: float) -> None:
-        """Have the server dialled again, or end where that is of no use."""
-        if isinstance(error, WireError) and error.code in _COMES_BACK:
-            if peer.dialled is not None:
-                peer.dialled.problem = str(error)
-            peer.connection.refuse(error.code, str(error))
-            logger.info("%s: %s; it is dialled again", peer.where, error)
-        else:
-            peer.connection.refuse(getattr(error, "code", "message"), str(error))
-            self._fatal = error
+    def take_settings(self, settings: wire.Settings) -> None:
+        """Take the policies that are served."""
+        self._policies = {name: policy_of(name, plain) for name, plain in settings.settings.get("policies", {}).items()}

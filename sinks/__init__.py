@@ -9,6 +9,8 @@ own, and "A sink of your own" in `docs/architecture.md` is a replay buffer.
 from rollflow.sinks.datasets.dataset_sink import DatasetSink
 from rollflow.sinks.datasets.dataset_source import DatasetSource
 from rollflow.sinks.learner.learner_pipeline import LearnerPipeline, MultiAgentLearnerPipeline
+from rollflow.sinks.replay.client import ReplayClient
+from rollflow.sinks.replay.host import ReplayHost
 from rollflow.sinks.replay.pieces import HindsightGoals, SampledNStepReturns
 from rollflow.sinks.replay.prioritized import Prioritized
 from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
@@ -19,6 +21,7 @@ from rollflow.sinks.replay.samplers import Draw, Episodes, Mixture, Newest, Samp
 from rollflow.sinks.trainer.feed import feed
 from rollflow.sinks.trainer.process import TrainerProcess
 from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
+from rollflow.sinks.trainer.rollout_side.follower import WeightsFollower
 from rollflow.sinks.trainer.sink import TrainerSink
 from rollflow.sinks.trainer.stream import TrainerStream
 
@@ -38,6 +41,8 @@ __all__ = [
     "Prioritized",
     "Remover",
     "Replay",
+    "ReplayClient",
+    "ReplayHost",
     "ReplayReport",
     "SampledNStepReturns",
     "SampledSteps",
@@ -50,5 +55,6 @@ __all__ = [
     "TrainerSink",
     "TrainerStream",
     "Uniform",
+    "WeightsFollower",
     "feed",
 ]

@@ -3,6 +3,7 @@
 import datetime
 import gc
 import os
+import signal
 import ssl
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ hypothesis.settings.register_profile("random", deadline=None, database=None)
 hypothesis.settings.load_profile("fixed")
 
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
-SLOW_TIMEOUT_S = 900  # most take a minute or two where nothing else runs
+SLOW_TIMEOUT_S = 600  # most take a minute or two where nothing else runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -40,6 +41,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     elif slow:
         items[:] = quick
         config.hook.pytest_deselected(items=slow)
+
+
+def pytest_sessionstart() -> None:
+    """Have Ctrl-C raise KeyboardInterrupt, as tests expect: what a script starts with `&` ignores it from the start."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

@@ -114,6 +114,7 @@ def check_alike(ours: list[Fragment], others: list[Fragment]) -> None:
             np.testing.assert_array_equal(mine.column(name), other.column(name))
 
 
+@pytest.mark.slow
 def test_its_own_tests_pass(folder: Path) -> None:
     ran = subprocess.run(["node", "--test", "tests/"], cwd=folder, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stdout

@@ -85,6 +85,7 @@ def test_the_lstm_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.startswith("mean return ")
 
 
+@pytest.mark.slow
 def test_two_agents_run_at_a_hundredth_of_their_size(capsys: pytest.CaptureFixture[str]) -> None:
     main = example("simple_spread")["main"]
     main.__globals__["UPDATES"] = 1
@@ -99,6 +100,7 @@ def test_self_play_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out.startswith("mean return as either player [")
 
 
+@pytest.mark.slow
 def test_a_host_that_is_killed_is_replaced_by_another(capfd: pytest.CaptureFixture[str]) -> None:
     main = example("remote_hosts")["main"]
     main.__globals__["FRAGMENTS"] = 12
@@ -108,6 +110,7 @@ def test_a_host_that_is_killed_is_replaced_by_another(capfd: pytest.CaptureFixtu
     assert told.err.count("the rollout said goodbye") == 2
 
 
+@pytest.mark.slow
 def test_rollouts_on_other_hosts_run_at_a_hundredth_of_their_size(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +124,7 @@ def test_rollouts_on_other_hosts_run_at_a_hundredth_of_their_size(
     assert told.err.count("the rollout said goodbye") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", ["server", "client"])
 def test_a_game_that_steps_itself_runs_at_a_hundredth_of_its_size(
     inference: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -146,6 +150,7 @@ def test_cartpole_is_learnt_from_rollouts_on_other_hosts(monkeypatch: pytest.Mon
     assert example("remote_rollouts")["main"]() >= 475
 
 
+@pytest.mark.slow
 def test_a_trainer_in_another_process_runs_at_a_hundredth_of_its_size(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,12 +162,12 @@ def test_a_trainer_in_another_process_runs_at_a_hundredth_of_its_size(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_cartpole_is_learnt_by_a_trainer_in_another_process(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cartpole_is_learnt_by_a_trainer_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
-    assert example("two_processes")["main"](seed) >= 475
+    assert example("two_processes")["main"]() >= 475
 
 
+@pytest.mark.slow
 def test_a_script_with_a_data_loader_runs_at_a_hundredth_of_its_size(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,7 +191,7 @@ def test_connectors_of_ones_own_do_what_they_are_for() -> None:
     assert example("one_hot_frozen_lake")["main"]() == 1.0
     assert example("last_reward")["main"]() > 0.95
     assert example("manipulated_logits")["main"]() == 0
-    assert example("stack_observations")["main"]() > 200  # who sees one observation alone gets to about 45
+    assert example("stack_observations")["main"]() >= 475  # who sees one observation alone gets to about 45
 
 
 @pytest.mark.slow
@@ -219,6 +224,53 @@ def test_dqn_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_dqn_is_learnt(seed: int) -> None:
-    assert example("dqn_cartpole")["main"](seed) >= 475
+def test_dqn_is_learnt() -> None:
+    assert example("dqn_cartpole")["main"]() >= 475
+
+
+def test_behaviour_is_cloned_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("behaviour_cloning")["main"]
+    main.__globals__.update(NUM_ENVS=2, FRAGMENT_LENGTH=20, FRAGMENTS=2, PASSES=2, EPISODES=1)
+    main()
+    assert capsys.readouterr().out.startswith("mean return ")
+
+
+@pytest.mark.slow
+def test_behaviour_is_cloned_from_a_dataset() -> None:
+    assert example("behaviour_cloning")["main"]() >= 475
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "told"),
+    [
+        ("sac_pendulum", {"MIN_SIZE": 32, "SAMPLES_PER_INSERT": 4.0}, "mean return -"),
+        ("r2d2_cartpole", {"MIN_SIZE": 256, "SAMPLES_PER_INSERT": 2.0, "SEQUENCES": 4}, "mean return "),
+        ("fine_tune", {"MIN_SIZE": 64, "SAMPLES_PER_INSERT": 4.0, "RECORDED": 10}, "the expert "),
+    ],
+)
+def test_learning_from_replay_runs_at_a_hundredth_of_its_size(
+    name: str, sizes: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    main = example(name)["main"]
+    main.__globals__.update(MAX_STEPS=128, EPISODES=1, **sizes)
+    main()
+    assert capsys.readouterr().out.startswith(told)
+
+
+@pytest.mark.slow
+def test_pendulum_is_swung_up_by_sac() -> None:
+    assert example("sac_pendulum")["main"]() >= -200
+
+
+@pytest.mark.slow
+def test_cartpole_without_velocities_is_learnt_from_sequences() -> None:
+    main = example("r2d2_cartpole")["main"]
+    main.__globals__["TARGET_RETURN"] = 120.0  # who remembers nothing gets to about 45; the whole way takes minutes
+    assert main() >= 120
+
+
+@pytest.mark.slow
+def test_half_offline_data_help_to_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    assert example("fine_tune")["main"]() >= 475

@@ -2,16 +2,14 @@
 
 import json
 import random
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from gymnasium import spaces
-from node_example import ROOT
+from node_example import client_folder as client_folder
 from node_example import folder as folder
 from remote_hosts import BrokenWire
 from served_policies import Echo, Sums, policy_of
@@ -22,7 +20,6 @@ from rollflow.policy.serving import PolicyServer, Shelf
 from rollflow.stream.wire import parse_address
 
 SECRET = "correct horse battery staple"
-EXAMPLE = Path("examples", "policy_client_node")
 SUMS = """
 import { PolicyClient } from "./policy_client.js";
 const client = new PolicyClient(process.argv[1], { secret: process.argv[2], policy: "sums" });
@@ -52,15 +49,6 @@ class Balances(RLModule):
     def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         push = batch["obs"] @ self.gains
         return {"action_dist_inputs": torch.stack([-push, push], 1)}
-
-
-@pytest.fixture
-def client_folder(folder: Path) -> Path:
-    """The example's folder beside that of the host, where the package of msgpack is installed."""
-    beside = folder.parent / EXAMPLE.name
-    if not beside.exists():
-        shutil.copytree(ROOT / EXAMPLE, beside)
-    return beside
 
 
 def test_sessions_go_on_over_connections_that_are_cut(client_folder: Path) -> None:

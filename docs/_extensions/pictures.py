@@ -22,14 +22,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import svg
 from docutils import nodes
 from docutils.parsers.rst import directives
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from rollflow.stream import Graph
-from rollflow.stream.graph.edge import Edge
+from rollflow.stream.graph.drawing import shape
+from rollflow.stream.pictures import svg
+from rollflow.stream.pictures.graph_picture import graph_parts
 
 _SIDES = (110, 330)  # where the two sides stand
 
@@ -57,7 +57,7 @@ class GraphPicture(Drawing):
     def draw(self) -> tuple[list[str], float]:
         names: dict[str, Any] = {}
         exec("\n".join(self.content), names)
-        return graph_parts(names["graph"])
+        return graph_parts(shape(names["graph"]))
 
 
 class Messages(Drawing):
@@ -75,42 +75,6 @@ class Figures(Drawing):
     def draw(self) -> tuple[list[str], float]:
         source = Path(self.env.doc2path(self.env.docname)).read_text()
         return figure_parts(rows_under(source, self.options["table"]), self.options["beside"])
-
-
-def graph_parts(graph: Graph) -> tuple[list[str], float]:
-    """A graph from top to bottom: edges to the next node are straight, others go round on either side."""
-    left, width, tall, pitch = 70, 180, 30, 66
-    ends = [*graph.nodes, *graph.outputs]
-    top = {name: 14 + pitch * number for number, name in enumerate(ends)}
-    parts = []
-    for group in graph.groups():
-        if len(group) > 1:
-            first, last = (f(top[name] for name in group) for f in (min, max))
-            parts += [svg.box(left - 10, first - 9, width + 20, last - first + tall + 18, dashed=True)]
-    for name, y in top.items():
-        weight = "bold" if name in graph.outputs else "normal"
-        parts += [svg.box(left, y, width, tall), svg.text(left + width / 2, y + 20, name, weight=weight)]
-    edges = [(edge, top[edge.source[0]], top[_end_of(edge)]) for edge in (*graph.edges, *graph.outputs.values())]
-    around, rounds = [edge for edge, begin, end in edges if end > begin + pitch], 0
-    for edge, begin, end in edges:
-        port = "" if edge.source[1] == "out" else edge.source[1]
-        bound = "" if graph.is_chained(edge) else f"{edge.capacity or 1}, {edge.overflow}"
-        label = ", ".join(each for each in (port, bound) if each)
-        if end - begin == pitch:
-            parts += [svg.line(f"M{left + 90} {begin + tall}V{end - 1}", dashed=edge.feedback)]
-            parts += [svg.text(left + 98, begin + 52, label, anchor="start")]
-            continue
-        side, out = (left, -24) if edge.feedback else (left + width, 24 + 12 * rounds)
-        rounds += not edge.feedback
-        parts += [svg.line(f"M{side} {begin + 23}h{out}V{end + 9}H{side}", dashed=edge.feedback)]  # out below, in above
-        x, anchor = (side - 30, "end") if edge.feedback else (side + 18 + 12 * len(around), "start")
-        for number, words in enumerate(label.split(", ", 1)):
-            parts += [svg.text(x, end + 13 + svg.LINE * number, words, anchor=anchor)]
-    return parts, 14 + pitch * len(ends) - (pitch - tall) + 12
-
-
-def _end_of(edge: Edge) -> str:
-    return edge.target[1] if edge.is_output else edge.target[0]
 
 
 def message_parts(lines: list[str]) -> tuple[list[str], float]:

@@ -23,6 +23,8 @@ def completing(constructor: Callable[..., None]) -> Any:
                 del self._under_construction
         if is_outermost:
             _finish_spaces(self)
+            # CPython reads attributes much slower once `vars` has been asked for, but not from a dict like this one.
+            self.__dict__ = dict(vars(self))
 
     return __init__
 

@@ -9,10 +9,10 @@ from itertools import accumulate
 from typing import Any
 
 import gymnasium as gym
-import numpy as np
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, autoreset_mode, nothing
@@ -195,11 +195,6 @@ def is_ready(env: EnvSource) -> bool:
     """True if these are vector environments that their user has made, and will close."""
     each = env if isinstance(env, Sequence) and not isinstance(env, str) else [env]
     return any(isinstance(one, VectorEnv) for one in each)
-
-
-def is_whole(number: Any) -> bool:
-    """True for a whole number, Python's or numpy's, but no bool."""
-    return type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
 
 
 def sizes_of(num_envs: int, lanes: int | None) -> list[int]:

@@ -12,8 +12,9 @@ from rollflow.nodes.env.stepping import Turn, seeds_for
 from rollflow.stream.data.errors import EnvError, RunError, noted
 from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.doctor.waits import Wait
-from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 _MOST_LANES = 1 << 16  # where others may come
 
@@ -49,9 +50,11 @@ class LaneSource(abc.ABC):
     listener                 is told of lanes that are lost, come and go: see `report_lanes_to`
     deviations               of what environments give: the first of each kind is logged
     is_draining              True where lanes come back without a step, since no more are asked for
+    trace                    records lanes and their steps; None: nothing is traced
     """
 
     has_fixed_lanes = True
+    does = "step"  # what a lane comes back from, in a trace
 
     envs: Sequence[Any]
     lanes: Sequence[Any]
@@ -77,6 +80,7 @@ class LaneSource(abc.ABC):
         self._here: Sequence[Any] = ()  # what steps the lanes, where that is in this process
         self._opened: list[tuple[str, Any]] = []  # names and environments: made here, and to be closed here
         self.listener = LaneListener()
+        self.trace: FragmentTrace | None = None
 
     def report_lanes_to(self, listener: LaneListener) -> None:
         """Tell a listener of lanes from now on: it counts them, and may hold this node, so it comes with the run."""
@@ -98,6 +102,11 @@ class LaneSource(abc.ABC):
         return len(self.envs)
 
     @property
+    def lanes_at_work(self) -> set[int]:
+        """Numbers of the lanes that make steps, or should. From any thread."""
+        return {lane.index for lane in list(self.lanes)}
+
+    @property
     def most_lanes(self) -> int:
         """Largest number of lanes that there may come to be."""
         return self.num_lanes if self.has_fixed_lanes else _MOST_LANES
@@ -106,6 +115,10 @@ class LaneSource(abc.ABC):
     def num_steps(self) -> int:
         """Transitions that the environments have made."""
         return sum(lane.num_steps for lane in self.lanes)
+
+    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
+        """Have the steps of every lane be traced; None: no more."""
+        self.trace = trace
 
     # Steps
 
@@ -132,7 +145,7 @@ class LaneSource(abc.ABC):
     def step_lane(self, lane: Any) -> None:
         """Step a lane's environments, and record what they give. In any thread but the loop's: Ctrl-C comes there."""
         try:
-            self._record(lane, self._here[lane.index - self._first_lane].step(self._actions_of(lane)))
+            self._record(lane, self._stepped(lane))
         except BaseException as error:
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
@@ -140,12 +153,11 @@ class LaneSource(abc.ABC):
     def _step_here(self, lane: Any) -> Any:
         """Step a lane's environments, which Ctrl-C may break off, and record what they give: the lane."""
         self._steps_lane = lane.index
+        trace = self.trace
+        if trace is not None:
+            trace.begins(lane.index)
         try:
-            try:
-                interrupts.lets_through = True
-                stepped = self._here[lane.index - self._first_lane].step(self._actions_of(lane))
-            finally:
-                interrupts.lets_through = False
+            stepped = self._stepped(lane)
             self._steps_lane = -1
             self._record(lane, stepped)
         except BaseException as error:
@@ -153,6 +165,10 @@ class LaneSource(abc.ABC):
             error.add_note(f"lane {lane.index}, vector step {lane.vector_steps}")
             raise
         return lane
+
+    @breakable
+    def _stepped(self, lane: Any) -> Any:
+        return self._here[lane.index - self._first_lane].step(self._actions_of(lane))
 
     def at_work(self, name: str) -> Iterable[Wait]:
         """What the environments are at right now, where this node steps them in the graph's own thread."""
@@ -235,15 +251,8 @@ class LaneSource(abc.ABC):
         place, self._restarts = lane.index - self._first_lane, self._restarts + 1
         env, seed = self._here[place], seed_for(self.seed, "interrupted", self._restarts)
         seeds = seeds_for(seed, self.first_slots()[place], env.num_envs)
-        try:
-            interrupts.lets_through = True
-            first = env.reset(seeds)
-        except Exception as error:
-            error.add_note(f"lane {lane.index}, the reset after a step that was interrupted")
-            raise
-        finally:
-            interrupts.lets_through = False
-        lane.reset(*first)
+        with noted(f"lane {lane.index}, the reset after a step that was interrupted"):
+            lane.reset(*_reset_again(env, seeds))
         return lane
 
     def _close_opened(self) -> None:
@@ -262,6 +271,11 @@ class LaneSource(abc.ABC):
         if self.is_closed:
             raise RunError("these environments have been closed: make another rollout")
         self.is_started = True
+
+
+@breakable
+def _reset_again(env: Any, seeds: Sequence[int]) -> tuple[Any, Any]:
+    return env.reset(seeds)  # type: ignore[no-any-return]
 
 
 def check_apart(places: str, envs: Iterable[Any]) -> None:

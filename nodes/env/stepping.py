@@ -172,7 +172,7 @@ def _one_after_the_other(env: SyncVectorEnv, turn: Turn, look: Look) -> Step:
             raise
         observations, rewards, terminateds, truncateds, infos = _columns_of(taken)
         done = np.logical_or(terminateds, truncateds)
-        final = _begun_anew(resets, done, observations, infos, structure, turn) if np.count_nonzero(done) else None
+        final = _begun_anew(resets, done, observations, infos, structure, turn) if 1 in done.tobytes() else None
         try:
             vector_infos: Mapping[str, Any] = SlotInfos(infos) if any(infos) else {}
         except (TypeError, ValueError):

@@ -12,7 +12,7 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.multi_agent.agent_fragment import AgentFragment
 from rollflow.stream.multi_agent.multi_agent_fragment import EnvClock, MultiAgentFragment
 
-_NOTHING: NDArray[np.float64] = np.empty(0)
+_NEVER: tuple[int, NDArray[np.float64]] = (-2, np.empty(0))  # the last fragment of a lane that has given none
 
 
 class EpisodeWindow:
@@ -59,13 +59,14 @@ class EpisodeReturns(EpisodeWindow):
         self._open: dict[tuple[Hashable, int], tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: Fragment) -> None:
-        """Add one fragment."""
-        self.add(fragments, None)
+        """Add one fragment; one that has been added changes nothing, as where two nodes of a graph see it."""
+        if fragments.sequence > self._open.get((None, fragments.lane), _NEVER)[0]:
+            self.add(fragments, None)
 
     def add(self, fragments: Fragment, source: Hashable) -> None:
         """Add one fragment of `source`, one of several rollouts."""
         chunks, lane = fragments.chunks, (source, fragments.lane)
-        last, so_far = self._open.get(lane, (-2, _NOTHING))
+        last, so_far = self._open.get(lane, _NEVER)
         if fragments.sequence != last + 1:
             so_far = np.full(fragments.layout.num_slots, np.nan)
         self._open[lane] = fragments.sequence, so_far
@@ -117,7 +118,9 @@ class AgentReturns(EpisodeWindow):
         self._open: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
     def __call__(self, fragments: MultiAgentFragment) -> None:
-        """Add one fragment."""
+        """Add one fragment; one that has been added changes nothing, as where two nodes of a graph see it."""
+        if fragments.sequence <= self._open.get(fragments.lane, _NEVER)[0]:
+            return
         self._add_agents(fragments)
         clock, num_envs = fragments.clock, fragments.num_envs
         last, so_far = self._open.get(fragments.lane, (-1, np.full(num_envs, np.nan)))

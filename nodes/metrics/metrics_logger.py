@@ -86,7 +86,7 @@ class MetricsLogger:
 
     def set_value(self, key: Key, value: Any) -> None:
         """Replace all values of a name that is logged already by one value."""
-        number = _number(_path_of(key), value)
+        number = number_of(_path_of(key), value)
         with self._lock:
             statistic = self._of(key)
             statistic.clear()
@@ -173,7 +173,7 @@ class MetricsLogger:
     # Inside
 
     def _log(self, path: tuple[str, ...], value: Any, reduction: Reduction) -> None:
-        number = _number(path, value)
+        number = number_of(path, value)
         with self._lock:
             statistic = self._statistics.get(path)
             if statistic is None:
@@ -208,7 +208,7 @@ def _path_of(key: Key) -> tuple[str, ...]:
     return key
 
 
-def _number(path: tuple[str, ...], value: Any) -> float | int:
+def number_of(path: tuple[str, ...], value: Any) -> float | int:
     if type(value) is float or type(value) is int:
         return value
     try:

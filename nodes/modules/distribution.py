@@ -135,6 +135,13 @@ class Categorical:
         numbers = places + self._start if self._start else places
         return numbers if self._dtype is torch.int64 else torch.from_numpy(numbers).to(self._dtype).numpy(), logp
 
+    def likeliest_with_logp(self) -> tuple[NDArray[Any], NDArray[np.float32]]:
+        """The likeliest actions, space's dtype[B], and zeros f32[B]: what `to_deterministic` gives, in less time.
+
+        Takes logits on the CPU alone.
+        """
+        return self._numbered(self.logits.argmax(-1)).numpy(), np.zeros(len(self.logits), np.float32)
+
     def logp(self, value: Tensor) -> Tensor:
         numbers = value - self._start if self._start else value
         return self.log_probs.gather(-1, numbers.long().unsqueeze(-1)).squeeze(-1)

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,13 @@ from rollflow.stream.data.errors import ModuleError
 
 Weights = Mapping[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, ...]]
+
+
+class ActingWeights(NamedTuple):
+    """The weights that a module acts with."""
+
+    version: int  # the policy version
+    weights: dict[str, Any]  # a `state_dict()`, copied
 
 
 class PolicyWeights:

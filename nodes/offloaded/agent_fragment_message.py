@@ -14,8 +14,8 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
-from rollflow.nodes.env.env_source import is_whole
 from rollflow.nodes.offloaded.fragment_checks import MOST, check_columns, check_ends, check_rest, check_whole, told_of
 from rollflow.nodes.offloaded.fragment_codec import complete, described
 from rollflow.nodes.offloaded.fragment_message import formed, forms_of, index_of

@@ -8,7 +8,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import WireError

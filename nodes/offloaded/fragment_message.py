@@ -6,7 +6,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.offloaded.fragment_checks import check_columns, check_ends, check_rest, told_of
 from rollflow.nodes.offloaded.fragment_codec import described, restored
 from rollflow.stream import wire

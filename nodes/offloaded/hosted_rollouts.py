@@ -223,8 +223,9 @@ class HostRollouts(Carried, OffloadedRollouts):
         """Transitions that the host has told of and not given, and those of a step that was under way."""
         count = self._counts[remote.status.index]
         lost: int = count.unreported
-        # A step was under way, unless the environments have not begun.
-        if remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE) and count.made and not count.is_in_vain:
+        # A step was under way, unless the environments have not begun, or the host has begun none.
+        is_asked = remote.status.phase in (LanePhase.STEPPING, LanePhase.LATE)
+        if is_asked and count.made and not (count.is_in_vain or remote.host.has_drained):
             lost += self.steps_of(remote.num_slots)
         count.made = count.reported
         return lost

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 from rollflow.nodes.env.stepping import nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.offloaded.replica import FirstPass, LanePlan, LaneSite, Replica
-from rollflow.nodes.stages.ring import ring_of
+from rollflow.nodes.stages.ring import STAGES, ring_of
 from rollflow.stream.data.errors import RollflowError
+from rollflow.stream.doctor.waits import READER, way_from
 from rollflow.stream.graph.chain import CallMark
 from rollflow.stream.graph.inline_run import InlineRun
+from rollflow.stream.graph.looks import look_of_inline_run
 
 # Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
 # the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
@@ -93,6 +95,14 @@ class LaneRollout:
         """Have the connectors go on from states that they have come to elsewhere: one for each pipeline."""
         for (_, pipeline), state in zip(self._replica.named_pipelines, states, strict=True):
             pipeline.set_state(state)
+
+    def doing(self) -> str | None:
+        """What it is at, in words; None: it waits for a turn. From any thread."""
+        way = way_from(READER, look_of_inline_run(self._run).waits)
+        if way is None or way.blocker.kind != "call":
+            return None
+        blocker = way.blocker
+        return blocker.doing if blocker.party == STAGES[0] else f"is in node '{blocker.party}'"
 
     def busy_ns(self) -> list[int]:
         """For how long each of its `STAGES` has been busy, calls under way left out."""

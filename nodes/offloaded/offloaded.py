@@ -12,6 +12,7 @@ from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import NodeReport
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 
 class TurnToken:
@@ -71,6 +72,7 @@ class OffloadedRollouts(LaneSource):
     """
 
     owner: RolloutOwner
+    does = "rollout"
 
     def work_for(self, owner: RolloutOwner) -> None:
         """Have an owner, which is made for the spaces found here. Before it runs."""
@@ -149,7 +151,7 @@ class Emitter:
         if lane.is_set_aside and fragment is None:
             self._relay.fragment_missing(lane.index)
         if lane.is_set_aside:
-            self._relay.lane_set_aside(lane.index, lane.sequence)
+            fragment = self._relay.lane_set_aside(lane.index, lane.sequence, fragment)
         elif is_last:
             self._relay.lane_finished(lane.index, lane.sequence)
         if lane.is_set_aside or is_last:
@@ -169,6 +171,10 @@ class Emitter:
     def take_ending(self, cause: str) -> None:
         """The run has ended, by this cause."""
         self._ledger.end(cause)
+
+    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
+        """Have the fragments that come be traced; None: no more."""
+        self._ledger.trace = trace
 
 
 class AgentEmitter(Emitter):

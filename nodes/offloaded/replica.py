@@ -12,7 +12,7 @@ from rollflow.nodes.env.stepping import LaneVectorEnv, Turn, nothing
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.loaded_weights import Loaded, LoadedWeights
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.stages.acting import chosen_space
+from rollflow.nodes.stages.acting import chosen_space, sampling_data, seed_lane
 from rollflow.nodes.stages.agent_forward import AgentForward
 from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.nodes.stages.agents_to_module import AgentsToModule
@@ -20,7 +20,6 @@ from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_agents import ModuleToAgents
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
-from rollflow.nodes.stages.ring import sampling_data, seed_lane
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane

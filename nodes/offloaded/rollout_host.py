@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import ssl
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -130,6 +131,10 @@ class RolloutHost(Host):
         for lane in self._lanes:
             lane.begin(None)
 
+    def _cut_short(self) -> None:
+        for lane in self._lanes:
+            lane.cut(sys.maxsize)  # the turn that it is at, whichever that is
+
     def _work_on(self, lane: RolloutLane, request: Any) -> Callable[[], Answer | None]:
         return partial(lane.answer, request, lane.session)
 
@@ -153,7 +158,7 @@ class RolloutHost(Host):
     def _failed(self, request: Any, error: Exception) -> None:
         """End the session: the module or a connector has raised, or a fragment can't be sent."""
         with self._lock:
-            if self._session.waits_for(request):
+            if self._work.session.waits_for(request):
                 self._fatal = error
         self._wakeup.ring()
 

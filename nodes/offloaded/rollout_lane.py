@@ -258,6 +258,15 @@ class RolloutLane:
         if self.session is not session:
             raise _Outdated
 
+    def doing(self) -> str | None:
+        """What it is at of a fragment, in words; None: no more is known. From any thread."""
+        session = self.session
+        if session.is_beginning:
+            return "is in reset()"
+        if not session.is_equipped:
+            return "waits for the rollout's settings and weights"
+        return None if session.rollout is None else session.rollout.doing()
+
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello."""
         return described(self.env) if isinstance(self._maker, LaneMaker) else agents_described(self.env)

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.observation_check import KINDS
 from rollflow.nodes.modules.weights_codec import DIGEST_BYTES
 from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole, told_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.modules.default_model_config import model_config_of
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.offloaded.replica import PIPELINES, Replica

@@ -17,6 +17,26 @@ _RESAMPLES, _TAILS = 2000, (2.5, 97.5)  # per cent
 EnvMaker = str | Callable[[], gym.Env[Any, Any]]
 
 
+def name_of_env(env: Any) -> str:
+    """The name of environments, as they were given."""
+    return env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
+
+
+def env_to_evaluate(asked: Any, given: Any, *, may_be_id: bool) -> Any:
+    """What makes the environments of an evaluation: what it was asked to take, or what the rollout was given.
+
+    may_be_id    whether the id of an environment will do, beside a function
+
+    Raises PolicyError for what makes no environments one by one.
+    """
+    made = given if asked is None else asked
+    if not callable(made) and not (may_be_id and isinstance(made, str)):
+        whose = "the rollout was given" if asked is None else "env is"
+        kinds = "an id, or a function that makes one" if may_be_id else "a function that makes an environment"
+        raise PolicyError(f"{whose} {name_of_env(made)}, expected env: {kinds}")
+    return made
+
+
 class Evaluated(Protocol):
     """Policy as its evaluation needs it."""
 
@@ -80,7 +100,7 @@ def evaluated(policy: Evaluated, env: EnvMaker, *, episodes: int, num_envs: int,
     try:
         for _ in range(min(num_envs, episodes)):
             envs.append(_made(env))
-            _check_spaces(policy, envs[-1])
+            check_spaces(policy, envs[-1].observation_space, envs[-1].action_space, str(envs[-1]))
         return _played(policy, envs, episodes, seed)
     finally:
         for each in envs:
@@ -138,8 +158,9 @@ def _made(env: EnvMaker) -> gym.Env[Any, Any]:
     return made
 
 
-def _check_spaces(policy: Evaluated, env: gym.Env[Any, Any]) -> None:
-    for name in ("observation_space", "action_space"):
-        own, theirs = getattr(policy, name), getattr(env, name)
+def check_spaces(policy: Any, observation_space: Any, action_space: Any, where: str, whose: str = "the policy") -> None:
+    """Raise PolicyError where a policy was made for other spaces than these, of `where`."""
+    for name, theirs in (("observation_space", observation_space), ("action_space", action_space)):
+        own = getattr(policy, name)
         if own != theirs:
-            raise PolicyError(f"{name} of {env} is {theirs}, but the policy was made for {own}")
+            raise PolicyError(f"{name} of {where} is {theirs}, but {whose} was made for {own}")

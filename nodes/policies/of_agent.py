@@ -1,43 +1,152 @@
-"""Policy of one agent of a rollout over several: its module, and the pipelines of the agents with its spaces."""
+"""Policies of several agents: that of one agent of a rollout, and evaluation of one for each agent."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
+import numpy as np
+
+from rollflow.nodes.env.multi_agent.multi_agent_env import agent_spaces
+from rollflow.nodes.policies.evaluation import Evaluation, check_spaces
 from rollflow.nodes.policies.policy import Policy
-from rollflow.nodes.stages.module_set import ModuleSet
+from rollflow.nodes.stages.acting_module import ActingModule
+from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.stream.data.errors import PolicyError
+from rollflow.stream.data.tree import map_tree, stack_trees, tree_at
+from rollflow.stream.episodes.agent_step import ALL_AGENTS
+from rollflow.stream.graph.seeding import seed_for
 from rollflow.stream.multi_agent.agent_part import AgentPart
 
 
-def policy_of_agent(
-    agent: Any,
-    module_id: Any,
-    parts: Sequence[AgentPart],
-    modules: ModuleSet,
-    pipelines: Sequence[tuple[EnvToModulePipeline, ModuleToEnvPipeline]],
-    options: Mapping[str, Any],
-) -> Policy:
-    """The policy that acts for an agent, with the weights published last.
+class AgentPolicies:
+    """The policies of a rollout's agents, each with the weights published last.
 
-        module_id    None: of the module that the agent is mapped to
-        parts        the agents by their spaces
-        pipelines    of each part
-        options      of `Policy`
-
-    Raises PolicyError for an unknown agent, and where its module is up to the episode.
+    parts     the agents by their spaces
+    acting    the modules that act for them, with the pipelines of each part
     """
-    places = [place for place, part in enumerate(parts) if agent in part.agents]
-    if not places:
-        agents = [each for part in parts for each in part.agents]
+
+    def __init__(self, parts: Sequence[AgentPart], acting: AgentsActing) -> None:
+        self._parts, self._acting, self._modules = parts, acting, acting.modules
+
+    def of(self, agent: Any, module_id: Any = None, **options: Any) -> Policy:
+        """The policy that acts for an agent.
+
+            module_id    None: of the module that the agent is mapped to
+            options      of `Policy`
+
+        Raises PolicyError for an unknown agent, and where its module is up to the episode, or it can't act alone.
+        """
+        if self._acting.joint is not None:
+            raise PolicyError(f"joint_connector pieces see all agents together, and agent {agent!r} can't act alone")
+        place, acting = self._place_of(agent), self._module_of(agent, module_id)
+        version, weights = acting.weights.newest(acting.module)
+        part, before, after = self._parts[place], self._acting.env_to_module[place], self._acting.module_to_env[place]
+        spaces: Any = {"observation_space": part.observation_space, "action_space": part.action_space}
+        policy = Policy(acting.module, before, after, **spaces, **options)
+        policy.publish(weights)
+        policy.trained_on = {"agent": str(agent), "module": str(acting.module_id), "policy_version": version}
+        return policy
+
+    def of_all(self) -> dict[Any, Policy]:
+        """Agent -> its policy, which agents of the same spaces and the same module share. Raises as `of` does."""
+        made: dict[tuple[int, Any], Policy] = {}
+        found: dict[Any, Policy] = {}
+        for agent in (agent for part in self._parts for agent in part.agents):
+            key = self._place_of(agent), self._module_of(agent, None).module_id
+            if key not in made:
+                made[key] = self.of(agent)
+            found[agent] = made[key]
+        return found
+
+    def _place_of(self, agent: Any) -> int:
+        for place, part in enumerate(self._parts):
+            if agent in part.agents:
+                return place
+        agents = [each for part in self._parts for each in part.agents]
         raise PolicyError(f"there is no policy for agent {agent!r}: the agents are {agents}")
-    if module_id is None and not modules.is_by_agent:
-        raise PolicyError(f"the module of agent {agent!r} is up to the episode, expected module_id to name one")
-    acting = modules.module_of(agent, "policy") if module_id is None else modules.of_id(module_id)
-    version, weights = acting.weights.newest(acting.module)
-    part, (before, after) = parts[places[0]], pipelines[places[0]]
-    spaces: Any = {"observation_space": part.observation_space, "action_space": part.action_space}
-    policy = Policy(acting.module, before, after, **spaces, **options)
-    policy.publish(weights)
-    policy.trained_on = {"agent": str(agent), "module": str(acting.module_id), "policy_version": version}
-    return policy
+
+    def _module_of(self, agent: Any, module_id: Any) -> ActingModule:
+        if module_id is not None:
+            return self._modules.of_id(module_id)
+        if self._modules.is_by_agent:
+            return self._modules.module_of(agent, "policy")
+        raise PolicyError(
+            f"the module of agent {agent!r} is up to the episode, expected module_id to name one: "
+            f"policy({agent!r}, module_id), and evaluate_agents for such policies"
+        )
+
+
+def evaluate_agents(
+    policies: Mapping[Any, Policy], env: Callable[[], Any], episodes: int = 100, *, seed: int = 0
+) -> dict[Any, Evaluation]:
+    """Returns and lengths of each agent, over whole episodes that the agents play together.
+
+        policies    agent -> its policy, which may be that of other agents, too
+        env         makes a `MultiAgentEnv`, such as a `ParallelPettingZooEnv`
+        seed        of the environments
+
+    An agent's length is the number of its actions. Sessions of the policies are begun anew, one for each agent. Raises
+    PolicyError for an agent without a policy, or with one for other spaces.
+    """
+    if episodes < 1:
+        raise PolicyError(f"episodes is {episodes}, expected 1 or more")
+    made = env()
+    try:
+        _check_agents(policies, made)
+        returns = {agent: np.zeros(episodes) for agent in policies}
+        lengths = {agent: np.zeros(episodes, np.int64) for agent in policies}
+        for episode in range(episodes):
+            for agent, policy in policies.items():
+                policy.reset(agent)
+            earned, acted = _played(policies, made, seed_for(seed, "evaluation", episode) % 2**31)
+            for agent in policies:
+                returns[agent][episode], lengths[agent][episode] = earned[agent], acted[agent]
+    finally:
+        made.close()
+    return {agent: Evaluation(returns[agent], lengths[agent]) for agent in policies}
+
+
+def _played(policies: Mapping[Any, Policy], env: Any, seed: int) -> tuple[dict[Any, float], dict[Any, int]]:
+    """Rewards and actions of each agent in one episode."""
+    earned, acted = dict.fromkeys(policies, 0.0), dict.fromkeys(policies, 0)
+    since = dict.fromkeys(policies, 0.0)  # an agent's last action
+    observations, _ = env.reset(seed=seed)
+    ended: set[Any] = set()
+    while observations:
+        actions = _chosen(policies, observations, since)
+        for agent in actions:
+            acted[agent] += 1
+            since[agent] = 0.0
+        observations, rewards, terminateds, truncateds, _ = env.step(actions)
+        for agent, reward in rewards.items():
+            earned[agent] += float(reward)
+            since[agent] += float(reward)
+        flags = {agent for told in (terminateds, truncateds) for agent, flag in told.items() if flag}
+        ended |= flags
+        is_over = ALL_AGENTS in flags or ended >= policies.keys()
+        observations = {} if is_over else {each: seen for each, seen in observations.items() if each not in ended}
+    return earned, acted
+
+
+def _chosen(policies: Mapping[Any, Policy], observations: Mapping[Any, Any], rewards: Mapping[Any, float]) -> Any:
+    """The actions of the agents that have an observation, in one pass for each policy."""
+    by_policy: dict[int, list[Any]] = {}
+    for agent in observations:
+        by_policy.setdefault(id(policies[agent]), []).append(agent)
+    actions: dict[Any, Any] = {}
+    for agents in by_policy.values():
+        seen = stack_trees([map_tree(np.asarray, observations[agent]) for agent in agents])
+        earned = np.array([rewards[agent] for agent in agents], np.float32)
+        made = policies[agents[0]].act_batch(seen, earned, agents)
+        actions |= {agent: tree_at(made, row) for row, agent in enumerate(agents)}
+    return actions
+
+
+def _check_agents(policies: Mapping[Any, Policy], env: Any) -> None:
+    spaces = agent_spaces(env)
+    missing = [agent for agent in spaces.agents if agent not in policies]
+    unknown = [agent for agent in policies if agent not in spaces.agents]
+    if missing or unknown:
+        raise PolicyError(f"policies are missing of {missing}, and {unknown} are no agents; expected {spaces.agents}")
+    for agent, policy in policies.items():
+        theirs = spaces.observation_spaces[agent], spaces.action_spaces[agent]
+        check_spaces(policy, *theirs, f"agent {agent!r}", "its policy")

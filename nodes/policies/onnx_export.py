@@ -26,6 +26,7 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import PolicyError
 from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
+_LOGGERS = ("torch.onnx", "onnxscript", "onnx_ir")  # which tell of each of their steps
 _ROWS = 3  # of the batch that is exported; any other number goes
 
 
@@ -131,10 +132,11 @@ def _onnx_model(made: TensorPolicy, facts: str) -> bytes:
         import onnxscript  # noqa: F401 - the exporter needs it
     except ImportError as error:
         raise PolicyError(f"{error.name} is not there, expected the extra: pip install 'rollflow[onnx]'") from None
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    levels = [logger.level for logger in loggers]
     try:
-        logger.setLevel(logging.ERROR)
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")  # torch's, about itself
             program = torch.onnx.export(
@@ -152,7 +154,8 @@ def _onnx_model(made: TensorPolicy, facts: str) -> bytes:
         reason = str(error).strip().split("\n")[0]
         raise PolicyError(f"the policy has no ONNX program: {type(error).__name__}: {reason}") from error
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
     _strip(model)
     onnx.helper.set_model_props(model, {METADATA: facts})
     data: bytes = model.SerializeToString(deterministic=True)

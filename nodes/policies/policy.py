@@ -2,14 +2,14 @@
 
 import os
 from collections.abc import Collection, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 import gymnasium as gym
 import numpy as np
 
-from rollflow.nodes.connectors.alpha.pieces import ActionConnectorPiece, AgentConnectorPiece
-from rollflow.nodes.connectors.common.tensors import NumpyToTensor
+from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.learner.values import device_of
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
@@ -27,28 +27,39 @@ from rollflow.nodes.policies.artifact_files import (
     write_file,
     write_files,
 )
-from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, evaluated
 from rollflow.nodes.policies.examples import Arrays, check_same, drawn_inputs, is_same, observations_at, traced
-from rollflow.nodes.policies.onnx_export import onnx_bytes
 from rollflow.nodes.policies.part_records import classes_of
-from rollflow.nodes.policies.policy_parts import Pieces, has_memory, pieces_within, pipeline_of, seen_spaces, spaces_of
+from rollflow.nodes.policies.policy_parts import (
+    Pieces,
+    check_memory,
+    has_memory,
+    ids_of,
+    infos_of,
+    pipeline_of,
+    rewards_missing,
+    rewards_of,
+    seen_spaces,
+    settled,
+    spaces_of,
+)
 from rollflow.nodes.policies.program_module import ProgramModule
 from rollflow.nodes.policies.session_lane import SessionLane
 from rollflow.nodes.policies.sessions import Ids, SessionGroup, Sessions
-from rollflow.nodes.stages.acting import chosen_space
-from rollflow.nodes.stages.argument_checks import check_flags, seeds_of
+from rollflow.nodes.stages.acting import chosen_space, sampling_data
 from rollflow.nodes.stages.connector_builders import acting_copy, lookback_for, module_for
 from rollflow.nodes.stages.env_to_module import EnvToModule
 from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
-from rollflow.nodes.stages.ring import sampling_data
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError, PolicyError
-from rollflow.stream.data.space import row_of
-from rollflow.stream.data.tree import Tree, leaves_of, map_tree, tree_at
+from rollflow.stream.data.tree import Tree, map_tree, tree_at
+
+# What a policy that only acts does without is imported where it is called: a robot is not to wait for it.
+if TYPE_CHECKING:
+    from rollflow.nodes.connectors.adapting.matching import Choices
+    from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
 
 DEFAULT_SESSION = "default"
-MOST_BYTES_REMEMBERED = 1 << 30  # of observations, in one session's lookback
 
 
 class Policy:
@@ -94,8 +105,7 @@ class Policy:
         seed: int | None = None,
     ) -> None:
         check_flags(explore=explore, learns=learns)
-        spaces = spaces_of(env_to_module, observation_space, action_space)
-        self.observation_space, self.action_space = spaces
+        spaces = self.observation_space, self.action_space = spaces_of(env_to_module, observation_space, action_space)
         self.explore = explore
         self.trained_on: dict[str, Any] = {}
         self.outputs: Batch = {}
@@ -105,9 +115,10 @@ class Policy:
         stateful = is_stateful(self.module)
         self.env_to_module = pipeline_of(EnvToModulePipeline, env_to_module, spaces, stateful=stateful)
         self.module_to_env = pipeline_of(ModuleToEnvPipeline, module_to_env, spaces, stateful=stateful)
-        self._settle_pieces(learns)
-        self.lookback = lookback_for(None, (self.env_to_module, self.module_to_env), stateful=stateful)
-        self._check_memory()
+        pipelines = self.env_to_module, self.module_to_env
+        self.needs_rewards = settled(pipelines, device_of(self.module), learns=learns)
+        self.lookback = lookback_for(None, pipelines, stateful=stateful)
+        check_memory(self.observation_space, self.lookback)
         self._chosen_space = chosen_space(self.module, self.action_space)
         self._weights = PolicyWeights(self.module)
         is_default = type(self.module) is DefaultModule
@@ -115,7 +126,7 @@ class Policy:
         context = {"module": self.module, "explore": explore}
         self._act = ModuleToEnv(self.module_to_env, env_space=self.action_space, threads=1, **context)
         self._sampling = sampling_data(0, seeds_of(seed)[0], "module")
-        remembers = has_memory(self.module, self.env_to_module, self.module_to_env)
+        remembers = has_memory(self.module, *pipelines)
         self._sessions = Sessions(self._group, remembers=remembers)
 
     # Acting
@@ -159,18 +170,8 @@ class Policy:
         PolicyError for a session that comes twice, and where a piece looks back to rewards that did not come.
         """
         observations = map_tree(np.asarray, observations)
-        leaves = leaves_of(observations)
-        count = len(leaves[0]) if leaves and leaves[0].ndim else 0
-        ids = tuple(range(count)) if sessions is None else tuple(sessions)
-        if len(ids) != count or not count:
-            raise PolicyError(f"{count} observations for {len(ids)} sessions, expected one for each, and at least one")
-        if infos is not None and len(infos) != count:
-            raise PolicyError(f"{len(infos)} infos for {count} sessions, expected one for each")
-        if rewards is not None:
-            rewards = np.asarray(rewards, np.float32)
-            if rewards.shape != (count,):
-                raise PolicyError(f"rewards are f32{list(rewards.shape)}, expected f32[{count}], one for each session")
-        return self._acted(observations, rewards, ids, infos)
+        ids = ids_of(observations, sessions)
+        return self._acted(observations, rewards_of(rewards, len(ids)), ids, infos_of(infos, len(ids)))
 
     def reset(self, session: Hashable = DEFAULT_SESSION) -> None:
         """Begin a new episode with the session's next observation."""
@@ -193,8 +194,8 @@ class Policy:
         return self._weights.publish(weights)
 
     def evaluate(
-        self, env: EnvMaker, episodes: int = 100, *, num_envs: int = 8, seed: int = 0, explore: bool | None = None
-    ) -> Evaluation:
+        self, env: "EnvMaker", episodes: int = 100, *, num_envs: int = 8, seed: int = 0, explore: bool | None = None
+    ) -> "Evaluation":
         """Returns and lengths of whole episodes, played by a copy of this policy that learns nothing.
 
             env         an environment's id, or a function that makes one
@@ -204,8 +205,38 @@ class Policy:
 
         Raises PolicyError for an environment with other spaces.
         """
+        from rollflow.nodes.policies.evaluation import evaluated
+
         actor = self._copy(self.env_to_module, self.module_to_env, self.explore if explore is None else explore, seed)
         return evaluated(actor, env, episodes=episodes, num_envs=num_envs, seed=seed)
+
+    def adapted(
+        self,
+        environment: Any,
+        agent_connectors: Sequence[Any] = (),
+        action_connectors: Sequence[Any] = (),
+        choices: "Choices | None" = None,
+    ) -> "Policy":
+        """A policy that acts as this one in another environment; this one, and its sessions, stay as they are.
+
+            environment          has the `observation_space` and the `action_space` that it is to act in
+            agent_connectors     pieces or Alpha connectors before this policy's own; without any, fields are matched
+            action_connectors    likewise behind this policy's own
+            choices              what the two spaces do not settle
+
+        Raises ConnectorError for spaces that do not fit, with the field; `UnsettledFields` where it is not clear how.
+        """
+        from rollflow.nodes.connectors.adapting.adapted_pipelines import adapted_pipelines
+
+        made = Policy(
+            self.module,
+            *adapted_pipelines(self, environment, agent_connectors, action_connectors, choices),
+            observation_space=environment.observation_space,
+            action_space=environment.action_space,
+            explore=self.explore,
+        )
+        made.trained_on, made._has_program, made._onnx = dict(self.trained_on), self._has_program, self._onnx
+        return made
 
     # Saving
 
@@ -228,6 +259,8 @@ class Policy:
         others = program_files(self.module, self._example_batch(inputs)) if with_program else {}
         examples = self._tried(inputs)
         if onnx or (onnx is None and self._onnx):
+            from rollflow.nodes.policies.onnx_export import onnx_bytes
+
             others[ONNX] = onnx_bytes(self, {**examples.inputs, **examples.computed}, self._onnx)
         files = files_of(self, examples, others)
         manifest, arrays = read_manifest(files)
@@ -244,6 +277,8 @@ class Policy:
 
         Raises PolicyError for a piece that has no tensor form, and for a policy that samples its actions.
         """
+        from rollflow.nodes.policies.onnx_export import onnx_bytes
+
         self._weights.load_into(self.module)
         inputs = self._examples.inputs or drawn_inputs(self.observation_space)
         write_file(Path(path), onnx_bytes(self, {**inputs, **self._traced(inputs, self.explore)}))
@@ -311,10 +346,7 @@ class Policy:
 
     def _traced(self, inputs: Arrays, explore: bool) -> Arrays:
         """All that each part makes of the examples."""
-
-        def make(before: ConnectorPipelineV2, after: ConnectorPipelineV2) -> "Policy":
-            return self._copy(before, after, explore, 0)
-
+        make = partial(self._copy, explore=explore, seed=0)
         return traced(make, (self.env_to_module, self.module_to_env), self.observation_space, inputs)
 
     def _example_batch(self, inputs: Arrays) -> Batch:
@@ -346,13 +378,8 @@ class Policy:
         except ColumnError as error:
             error.add_note(f"expected observations in {self.observation_space}, with a leading axis of {len(ids)}")
             raise
-        if rewards is None:
-            if self.needs_rewards and len(lane.begins) < len(ids):
-                raise PolicyError(
-                    f"'{self.needs_rewards}' looks back to rewards, but none came for sessions that go on; expected "
-                    "the reward of each session's action before"
-                )
-            rewards = np.full(len(ids), np.nan, np.float32)  # whoever uses them gets NaN, which is refused
+        if rewards is None and self.needs_rewards and len(lane.begins) < len(ids):
+            raise rewards_missing(self.needs_rewards)
         try:
             lane.take_observations(observations, rewards, infos)
             group.prepare(lane)
@@ -361,34 +388,12 @@ class Policy:
             self._sessions.lose(group)
             raise
         self.outputs = lane.batch
-        actions = lane.batch.get(Columns.ACTIONS_FOR_ENV)
-        return lane.batch[Columns.ACTIONS] if actions is None else actions
+        return lane.batch.get(Columns.ACTIONS_FOR_ENV, lane.batch[Columns.ACTIONS])
 
     def _group(self, ids: Ids) -> SessionGroup:
         lane = SessionLane(ids, self.lookback, self.observation_space, self._chosen_space)
         lane.shared_data |= self._sampling
         return SessionGroup(lane, EnvToModule(self.env_to_module, self.module, explore=self.explore))
-
-    def _settle_pieces(self, learns: bool) -> None:
-        device = device_of(self.module)
-        self.needs_rewards = ""
-        for piece in pieces_within(self.env_to_module, self.module_to_env):
-            if isinstance(piece, NumpyToTensor):
-                piece.device, piece.pin_memory = (None if device.type == "cpu" else device), False
-            if not learns and getattr(piece, "update_stats", False):
-                cast("Any", piece).update_stats = False
-            if not learns and isinstance(piece, AgentConnectorPiece | ActionConnectorPiece):
-                piece.pipeline.in_eval()
-            if getattr(piece, "n_prev_rewards", 0):
-                self.needs_rewards = piece.name
-
-    def _check_memory(self) -> None:
-        size = sum(leaf.nbytes for leaf in leaves_of(row_of(self.observation_space, 1))) * self.lookback
-        if size > MOST_BYTES_REMEMBERED:
-            raise PolicyError(
-                f"a session would remember {self.lookback} observations of {self.observation_space}, {size} bytes; "
-                f"expected at most {MOST_BYTES_REMEMBERED}"
-            )
 
     def __repr__(self) -> str:
         return f"<Policy {type(self.module).__name__}: {self.observation_space} → {self.action_space}>"

@@ -44,6 +44,7 @@ class SessionLane(Lane):
         self._incoming = Column.empty(Columns.OBS, row_of(observation_space, len(sessions)), 1)
         self._leaves: tuple[Column, int, list[NDArray[Any]]] | None = None  # and the columns that they are of
         self._none_done = np.zeros(len(sessions), np.bool_)
+        self._no_rewards = np.full(len(sessions), np.nan, np.float32)  # which is refused where a piece reads it
 
     def checked(self, observations: Tree) -> Tree:
         """The observations `any[N, ...]` in the dtypes of their space. Raises ColumnError where they don't fit."""
@@ -51,12 +52,12 @@ class SessionLane(Lane):
         return map_tree(np.array, self._incoming.row(0))
 
     def take_observations(
-        self, observations: Tree, rewards: NDArray[np.float32], infos: Sequence[Mapping[str, Any]] | None
+        self, observations: Tree, rewards: NDArray[np.float32] | None, infos: Sequence[Mapping[str, Any]] | None
     ) -> None:
         """Take the next observation of every session.
 
         observations    any[N, ...], as `checked` gives them
-        rewards         f32[N]  for the actions before
+        rewards         f32[N]  for the actions before; None: none came
         infos           N of them; None: they are empty
         """
         of_slots: Mapping[str, Any] = {} if infos is None else SlotInfos(infos)
@@ -64,6 +65,7 @@ class SessionLane(Lane):
             self.is_fresh = False
             self.reset(observations, of_slots)
         else:
+            rewards = self._no_rewards if rewards is None else rewards
             self.record_step(observations, rewards, self._none_done, self._none_done, of_slots)
             if self.begins:
                 self._begin_episodes(np.array(sorted(self.begins)), self.row)

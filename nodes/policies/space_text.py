@@ -91,8 +91,10 @@ def _shape(shape: Any, where: str) -> tuple[int, ...]:
 
 def _numbers(array: NDArray[Any]) -> Any:
     """One number where all are the same, else all of them in a flat list."""
-    flat = [_number(each) for each in np.asarray(array).reshape(-1).tolist()]
-    return flat[0] if flat and all(each == flat[0] for each in flat) else flat
+    flat = np.asarray(array).reshape(-1)
+    if flat.size and (flat == flat[0]).all():
+        return _number(flat[0].item())
+    return [_number(each) for each in flat.tolist()]
 
 
 def _number(value: Any) -> Any:

@@ -11,6 +11,8 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from rollflow.nodes.connectors.adapting.field_map import FieldMap, LeafRule, assembled
+from rollflow.nodes.connectors.adapting.pieces import AdaptActions, AdaptObservations
 from rollflow.nodes.connectors.common.batch_individual_items import BatchIndividualItems
 from rollflow.nodes.connectors.common.episode_columns import AddObservationsFromEpisodesToBatch
 from rollflow.nodes.connectors.common.frame_stacking import FrameStacking
@@ -23,7 +25,12 @@ from rollflow.nodes.connectors.env_to_module.observation_pieces import (
     OneHotObservations,
     PrevActionsPrevRewards,
 )
-from rollflow.nodes.connectors.module_to_env.epsilon_greedy import EpsilonGreedy
+from rollflow.nodes.connectors.module_to_env.exploration import (
+    EpsilonGreedy,
+    GaussianNoise,
+    OrnsteinUhlenbeckNoise,
+    Temperature,
+)
 from rollflow.nodes.connectors.module_to_env.get_actions import GetActions
 from rollflow.nodes.connectors.module_to_env.individual_items import (
     ListifyDataForVectorEnv,
@@ -189,12 +196,51 @@ def _previous(piece: PrevActionsPrevRewards, plan: Plan) -> None:
     plan.forms.append(form)
 
 
+def _adapted(piece: AdaptObservations, plan: Plan) -> None:
+    fields = piece.map
+
+    def form(step: Step) -> None:
+        step.observation = _mapped(fields, step.observation)
+
+    plan.forms.append(form)
+
+
+def _mapped(fields: FieldMap, items: Tree) -> Tree:
+    """`FieldMap` of tensors."""
+    return assembled(fields.target, iter([_made_leaf(rule, items) for rule in fields.rules]))
+
+
+def _made_leaf(rule: LeafRule, items: Tree) -> Tensor:
+    """`LeafRule.made` of tensors."""
+    count = leaves_of(items)[0].shape[0]
+    if not rule.sources:
+        rows = torch.from_numpy(rule.constants).expand(count, rule.target.size)
+    else:
+        parts = [leaf.found(items).reshape(count, leaf.size) for leaf in rule.sources]
+        rows = parts[0] if len(parts) == 1 else torch.cat([part.double() for part in parts], -1)
+    if rule.index is not None and rule.sources:
+        rows = rows[:, torch.from_numpy(rule.index)]
+    if rule.scale is not None:
+        factor, offset = map(torch.from_numpy, rule.scale)
+        rows = rows.double() * factor + offset
+    if rule.filled is not None and rule.sources:
+        rows = torch.where(torch.from_numpy(rule.filled), torch.from_numpy(rule.constants), rows.double())
+    if rule.bounds is not None:
+        low, high = map(torch.from_numpy, rule.bounds)
+        rows = torch.minimum(torch.maximum(rows.double(), low), high)
+    if rule.rounds and rows.is_floating_point():
+        rows = rows.round()
+    like = torch.from_numpy(np.zeros(0, rule.target.space.dtype))
+    return rows.to(like.dtype).reshape(count, *rule.target.shape)
+
+
 def _nothing(piece: ConnectorV2, plan: Plan) -> None:
     """The form of pieces that change only where numbers lie."""
 
 
-_REWRITERS = {FlattenObservations, OneHotObservations, MeanStdFilter, PrevActionsPrevRewards}
+_REWRITERS = {AdaptObservations, FlattenObservations, OneHotObservations, MeanStdFilter, PrevActionsPrevRewards}
 _FORMS: dict[type, Callable[[Any, Plan], None]] = {
+    AdaptObservations: _adapted,
     FlattenObservations: _flattened,
     OneHotObservations: _one_hot,
     MeanStdFilter: _filtered,
@@ -212,7 +258,11 @@ _FORMS: dict[type, Callable[[Any, Plan], None]] = {
 ActionForm = Callable[[dict[str, Any], Tree, Tree], tuple[Tree, Tree]]
 _UNCHANGED = {RemoveSingleTsTimeRankFromBatch, TensorToNumpy, UnBatchToIndividualItems, ListifyDataForVectorEnv} | {
     ModuleToAgentUnmapping,
-    EpsilonGreedy,  # which takes the likeliest action where nothing is explored
+    # These change nothing where nothing is explored.
+    EpsilonGreedy,
+    GaussianNoise,
+    OrnsteinUhlenbeckNoise,
+    Temperature,
 }
 
 
@@ -237,6 +287,12 @@ def action_form(piece: Any, policy: Any) -> ActionForm | None:
             return actions, _brought(piece, piece.input_action_space, actions) if for_env is None else for_env
 
         return brought
+    if type(piece) is AdaptActions:
+
+        def adapted(output: dict[str, Any], actions: Tree, for_env: Tree) -> tuple[Tree, Tree]:
+            return actions, _mapped(piece.map, actions if for_env is None else for_env)
+
+        return adapted
     raise _without_form(piece)
 
 

@@ -11,6 +11,7 @@ from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
 from rollflow.stream.graph.run_handle import RunHandle
+from rollflow.stream.graph.tracing import Traceable
 
 
 class AsyncDriver:
@@ -21,6 +22,7 @@ class AsyncDriver:
 
     def __init__(self, ring: Graph, rules: StallRules) -> None:
         ring.validate()
+        self.ring = ring
         self._handle: AbstractAsyncContextManager[Run] = RunHandle(ring, rules=rules)
         self._run: Run | None = None
 
@@ -40,6 +42,11 @@ class AsyncDriver:
         if self._run is None:
             raise RunError("the rollout's tasks have not started yet: nothing to report")
         return self._run
+
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
+        return Traceable(self.ring, (), ()) if self._run is None else self._run.doctor.traceable
 
     async def next(self) -> Any:
         """The next fragment. Raises anyio.EndOfStream when no more come, and what a node raised."""

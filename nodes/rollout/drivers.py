@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from time import monotonic
@@ -21,9 +21,10 @@ from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.doctor.waits import Look
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.inline_run import InlineRun
-from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run_handle import RunHandle
+from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,14 @@ _NODES_CLOSE_S = 2 * CLOSE_TIMEOUT_S  # which have limits of their own, as for w
 class Driver(Protocol):
     """Runs a rollout's ring, as far as the credits let it. One thread asks for fragments; any may close it."""
 
+    ring: Graph
+
     def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None: ...
+
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
+        ...
 
     def start(self) -> None:
         """Begin, once; `report` may come before. Raises what a node raised."""
@@ -44,8 +52,8 @@ class Driver(Protocol):
         """The next fragment; None when no more come, or it was closed. Raises what a node raised."""
         ...
 
-    def release(self, fragments: int) -> None:
-        """Give back the credits of so many fragments."""
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes."""
         ...
 
     def drain(self) -> None:
@@ -75,7 +83,7 @@ class InlineDriver:
     """Runs the ring in the reader's thread, whenever it asks for a fragment."""
 
     def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
-        self._credits = credits
+        self.ring, self._credits = ring, credits
         self._waiting: list[Any] = []
         self._interruption = Wakeup()
         self._run = InlineRun(ring, interruption=self._interruption)
@@ -105,9 +113,14 @@ class InlineDriver:
                     self._end()
         return self._waiting.pop(0) if self._waiting else None
 
-    def release(self, fragments: int) -> None:
-        """Give back the credits of so many fragments."""
-        self._credits.release(fragments)
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chain of the ring, for a trace."""
+        return self._run.traceable
+
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes."""
+        self._credits.release(lanes)
 
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
@@ -155,7 +168,7 @@ class ThreadDriver:
     """Runs the ring in a thread of its own, so that it can go on while the reader is at work."""
 
     def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
-        self._credits = credits
+        self.ring, self._credits = ring, credits
         self._bell = Wakeup()
         self._run = InlineRun(ring, self._bell)
         self._fragments: deque[Any] = deque()  # None: there are no more
@@ -190,23 +203,25 @@ class ThreadDriver:
         caller.items += 1
         return fragment
 
+    @breakable
     def _wait_for_some(self) -> None:
         """Wait until there are fragments, and take none of them: Ctrl-C may come meanwhile."""
-        try:
-            interrupts.lets_through = True
-            while not self._fragments:
-                self._arrived.wait()
-                self._arrived.clear()
-        finally:
-            interrupts.lets_through = False
+        while not self._fragments:
+            self._arrived.wait()
+            self._arrived.clear()
 
     def _put(self, fragment: Any) -> None:
         self._fragments.append(fragment)
         self._arrived.set()
 
-    def release(self, fragments: int) -> None:
-        """Give back the credits of so many fragments."""
-        self._command(lambda: self._credits.release(fragments))
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chain of the ring, for a trace."""
+        return self._run.traceable
+
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes."""
+        self._command(lambda: self._credits.release(lanes))
 
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""
@@ -285,15 +300,15 @@ class PortalDriver:
     def __init__(self, ring: Graph, credits: FragmentCredits, rules: StallRules) -> None:
         self._credits = credits
         self._stack = ExitStack()
-        self._ring, self._rules = ring, rules
+        self.ring, self._rules = ring, rules
         self._run: Any = None
         self._is_open = False
         self._received: Future[Any] | None = None  # the fragment that is waited for
 
     def start(self) -> None:
         """Start the thread and its event loop."""
-        self._ring.validate()
-        running = RunHandle(self._ring, rules=self._rules)
+        self.ring.validate()
+        running = RunHandle(self.ring, rules=self._rules)
         with ExitStack() as opening:
             self._portal = opening.enter_context(anyio.from_thread.start_blocking_portal())
             self._run = opening.enter_context(self._portal.wrap_async_context_manager(running))
@@ -315,17 +330,19 @@ class PortalDriver:
         self._received = None
         return fragment
 
+    @breakable
     def _awaited(self, received: "Future[Any]") -> Any:
         """The fragment that comes; where Ctrl-C comes first, the next call waits for it once more."""
-        try:
-            interrupts.lets_through = True
-            return received.result()
-        finally:
-            interrupts.lets_through = False
+        return received.result()
 
-    def release(self, fragments: int) -> None:
-        """Give back the credits of so many fragments."""
-        self._portal.call(self._credits.release, fragments)
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
+        return Traceable(self.ring, (), ()) if self._run is None else self._run.doctor.traceable
+
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes."""
+        self._portal.call(self._credits.release, lanes)
 
     def drain(self) -> None:
         """Stop the environments; `next` gives what is left."""

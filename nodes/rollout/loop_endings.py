@@ -1,4 +1,4 @@
-"""Endings of a loop over a rollout: what is lost with it, and the error of one that is closed while it runs."""
+"""Ends of a loop over a rollout: what is lost with it, and the errors of one that can't begin, or can't go on."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,6 +28,26 @@ def losses_of(
     elif ledger is not None:
         lost += ledger.lost_of(made)
     return {cause: steps for cause, steps in lost.items() if steps}
+
+
+def not_entered(state: str, driver: object, expected: str) -> RunError:
+    """The error of a loop over a rollout that was not entered as this loop expects.
+
+    driver    of a plain loop; None: it has none
+    """
+    entered = "by 'async with'" if driver is None else "by 'with' or start()"
+    shown = f"running, entered {entered}" if state == "running" else state
+    return RunError(f"the rollout is {shown}; this loop expects: {expected}")
+
+
+def not_reported(state: str, *, is_in_graph: bool) -> RunError:
+    """The error of a rollout that has no report."""
+    if is_in_graph:
+        return RunError(
+            "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with graph.run() "
+            "as run'"
+        )
+    return RunError(f"the rollout is not running, it is {state}: nothing to report")
 
 
 @contextmanager

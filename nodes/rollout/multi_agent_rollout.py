@@ -2,45 +2,43 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 
+from rollflow.nodes.argument_checks import check_flags, check_numbers, seeds_of
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.logs.figures import Axis
+from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.episode_returns import AgentReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.multi_rl_module import MultiRLModule
-from rollflow.nodes.modules.policy_weights import Weights
+from rollflow.nodes.modules.policy_weights import ActingWeights, Weights
 from rollflow.nodes.offloaded.offloaded import OffloadedRollouts
-from rollflow.nodes.policies.of_agent import policy_of_agent
+from rollflow.nodes.policies.evaluation import Evaluation, env_to_evaluate
+from rollflow.nodes.policies.of_agent import AgentPolicies, evaluate_agents
 from rollflow.nodes.policies.policy import Policy
 from rollflow.nodes.rollout.execution import execution_for
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Where
+from rollflow.nodes.rollout.launching import with_hosts
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place
 from rollflow.nodes.rollout.placement import SEVERAL_AGENTS, place
+from rollflow.nodes.rollout.placement_trials import trial_of_several
 from rollflow.nodes.rollout.policy import AgentsPolicy, StageOptions
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
+from rollflow.nodes.stages.acting import sampling_data
 from rollflow.nodes.stages.agent_learner import AgentLagBound, AgentLearner
 from rollflow.nodes.stages.agents_acting import agents_acting_for
-from rollflow.nodes.stages.argument_checks import check_flags, check_numbers, seeds_of
-from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces, lookback_for
+from rollflow.nodes.stages.connector_builders import lookback_for
 from rollflow.nodes.stages.credits import LaneGate
 from rollflow.nodes.stages.module_set import AgentToModule
-from rollflow.nodes.stages.ring import sampling_data
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import OnExcess
-from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.multi_agent.agent_part import AgentPart
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
-
-
-class ActingWeights(NamedTuple):
-    """The weights that a module acts with."""
-
-    version: int  # the policy version
-    weights: dict[str, Any]  # a `state_dict()`, copied
 
 
 class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
@@ -58,9 +56,9 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                  environment in threads, one for each worker in processes.
         where          "inline"  "inline": environments step in the loop's thread. "threads": each lane in a thread of
                                  its own, for environments that wait, or let the interpreter go. "processes": in worker
-                                 processes, for those that are costly. "rollouts": each lane's whole rollout in a worker
-                                 process, with connectors and copies of the modules. "auto": where it goes fastest,
-                                 measured on copies; `explain()` says why.
+                                 processes, for costly ones. "rollouts": each lane's whole rollout in a worker process,
+                                 with copies of the modules. "auto": where it goes fastest, measured on copies.
+                                 `OnProcesses`, `OnRay`: whole rollouts on hosts it starts, `num_envs` on each.
         workers        None      Worker processes. None: one for each core.
         step_timeout   60.0      Seconds after which environments in threads, in processes or on hosts are taken for
                                  hung in a step. None: never. On hosts this includes resets after ended episodes.
@@ -104,14 +102,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                           called for every `AgentPart`: the agents that have the same spaces. A piece is
                                           given the episodes of one module's agents that are to act, each agent's own.
         module_to_env_connector  None     `lambda part: piece or list of pieces`, put among the default ones, likewise.
-        learner_connector        None     `lambda obs_space, act_space: piece or list of pieces`, called for every
-                                          module.
+        learner_connector        None     `lambda obs_space, act_space: piece or list of pieces`, for every module.
         metrics                  None     What pieces log into. None: a `MetricsLogger`.
 
         FRAGMENTS        default  meaning
         fragment_length  128      Vector steps in a fragment (T).
-        lookback         None     Agent steps that a chunk can look back (H). None: as many as pieces need, and at least
-                                  1.
+        lookback         None     Agent steps that a chunk can look back (H). None: as many as pieces need, at least 1.
         num_fragments    None     A lane stops after so many. None: it never does.
         prefetch         0        Batches that the rollout may run ahead of its reader.
         max_lag          None     How many policy versions old a batch may be, of the modules that are trained, each
@@ -119,6 +115,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         on_excess        "drop"   What is done with older ones: see `LagBound`.
         stall_after      5.0      Seconds for which it stands still before the log says why: see `Rollout`.
         on_stall         "log"    "raise" ends the run as well.
+        log, trace       None     Where its figures, and a trace, are written: see `Rollout`, with `log_every`, `log_x`.
         debug            False    Everything inline, in the loop's thread, piece by piece, whatever else is asked for: a
                                   breakpoint stops right there. In a graph the graph says what runs where.
 
@@ -132,12 +129,12 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
                                       `by_module`.
         environments, lag             The node that steps them; the `AgentLagBound`.
         seed, placement               The seed in use; why it goes where it goes, with `where="auto"`.
-        stall                         The rules of the stall doctor, of `stall_after` and `on_stall`.
+        log                           Logs one's own values, `log("train/loss", loss)`; `dropped_rows`.
 
-    Also `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
+    Also `stall`, `is_running`, `policy_versions`, `num_steps`, `lost`, `version_elsewhere`.
 
-    Methods: `publish`, `acting_weights`, `policy`, `add_module` and `remove_module`; loop over `batches()` or
-    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`, whose `mermaid()` is a diagram.
+    Methods: `publish`, `acting_weights`, `policy`, `evaluate`, `add_module`, `remove_module`; loop over `batches()` or
+    `fragments()`; `start`, `drain`, `close`; `report`, `diagnose`, `explain`; `graph`, whose `mermaid()` draws it.
 
     Raises EnvError, ModuleError, ConnectorError or ValueError where an argument can't be worked with.
     """
@@ -152,7 +149,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         model_config: Any = None,
         num_envs: int | None = None,
         lanes: int | None = None,
-        where: Where = "inline",
+        where: Place = "inline",
         workers: int | None = None,
         step_timeout: float | None = 60.0,
         reset_timeout: float | None = 120.0,
@@ -178,6 +175,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
         metrics: Any = None,
         stall_after: float | None = 5.0,
         on_stall: OnStall = "log",
+        log: Log = None,
+        log_every: float = 1.0,
+        log_x: Axis = "steps",
+        trace: str | None = None,
         debug: bool = False,
     ) -> None:
         check_flags(debug=debug)
@@ -211,6 +212,7 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             max_lag=max_lag,
             on_excess=on_excess,
             stall=StallRules(stall_after, on_stall),
+            log=LogOptions(log, log_every, log_x, num_fragments, trace),
         )
         if debug:
             envs, options, flow = envs.debugged(), options.debugged(), flow.debugged()
@@ -221,7 +223,8 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             "module_to_env_connector": module_to_env_connector,
         }
         make_trial = partial(
-            _trial,
+            trial_of_several,
+            MultiAgentRollout,
             module,
             connectors,
             agent_to_module_mapping_fn=agent_to_module_mapping_fn,
@@ -235,8 +238,10 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             stall_after=None,
             **envs.timeouts,
         )
+        named = connectors | {"agent_to_module_mapping_fn": agent_to_module_mapping_fn}
+        hosted, envs, options = with_hosts(env, envs, options, flow, module, named)
         self.environments, self.placement = place(
-            env, envs, options, flow, places=SEVERAL_AGENTS, metrics=metrics, make_trial=make_trial
+            hosted, envs, options, flow, places=SEVERAL_AGENTS, metrics=metrics, make_trial=make_trial
         )
         with closing_on_error(self.environments.close):
             acting = agents_acting_for(
@@ -261,11 +266,14 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             for pipeline in self._pipelines:
                 pipeline.refuse_edits_while_run_by(self)
                 pipeline.fuses = pipeline.fuses and not debug
-            self._lookback_asked = flow.lookback
+            self._env, self._lookback_asked = env, flow.lookback
+            self._policies = AgentPolicies(self.environments.parts, acting)
             self.returns = AgentReturns(self.module.__contains__)
             lag = AgentLagBound(self._modules, self.learner.to_train, flow.max_lag, flow.on_excess)
             rounds: FragmentRounds[MultiAgentFragment] = FragmentRounds(self.environments.num_lanes, lag, self.returns)
-            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall)
+            super().__init__(
+                self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall, log_to=flow.log
+            )
             stages = StageOptions(options, flow.num_fragments, self.metrics, self._ledger, self.seed)
             self._execution = execution_for(self.environments, AgentsPolicy(acting, options), stages)
             self._follow_lanes(*self._execution.counting)
@@ -314,10 +322,17 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
 
         Raises PolicyError for an unknown agent, and where `joint_connector` pieces see all agents together.
         """
-        if self.joint is not None:
-            raise PolicyError(f"joint_connector pieces see all agents together, and agent {agent!r} can't act alone")
-        pipelines = list(zip(self.env_to_module, self.module_to_env, strict=True))
-        return policy_of_agent(agent, module_id, self.environments.parts, self._modules, pipelines, options)
+        return self._policies.of(agent, module_id, **options)
+
+    def evaluate(
+        self, env: Callable[[], Any] | None = None, episodes: int = 100, *, seed: int = 0
+    ) -> dict[Any, Evaluation]:
+        """Play whole episodes with the policies that act now: see `evaluate_agents`. Raises as `policy` does, too.
+
+        env    makes an environment; None: the function that the rollout was given
+        """
+        made = env_to_evaluate(env, self._env, may_be_id=False)
+        return evaluate_agents(self._policies.of_all(), made, episodes, seed=seed)
 
     def add_module(self, module_id: Any, module: Any, *, explore: bool | None = None) -> None:
         """Have a module act from now on, for agents that are mapped to it when they begin. From any thread.
@@ -383,11 +398,3 @@ class MultiAgentRollout(RolloutLoop[MultiAgentFragment]):
             self._modules,
             lambda lane, acting: sampling_data(lane, self.seed, acting.seed_name),
         )
-
-
-def _trial(module: Any, connectors: Mapping[str, Any], **options: Any) -> Callable[..., Any]:
-    """Maker of rollouts with copies of the modules and the pieces, to be tried where it might go fastest."""
-    several = isinstance(module, Mapping)
-    copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
-    pieces = {name: copied_pieces(connector) for name, connector in connectors.items()}
-    return partial(MultiAgentRollout, module=copies, **pieces, **options)

@@ -6,18 +6,21 @@ from typing import Any, Literal
 
 import gymnasium as gym
 
+from rollflow.nodes.argument_checks import check_flags, check_numbers
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.nodes.env.env_source import Autoreset
+from rollflow.nodes.launch.on_hosts import OnHosts
+from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.default_module import DefaultModule
 from rollflow.nodes.stages.acting import compile_options
-from rollflow.nodes.stages.argument_checks import check_flags, check_numbers
 from rollflow.nodes.stages.staleness import OnExcess, check_staleness
 from rollflow.stream.doctor.rules import StallRules
 
 Pieces = ConnectorV2 | Sequence[ConnectorV2]
 JOINT_PASSES = "max_batch, max_wait and forward_in_thread are for a forward pass over several lanes"
 Where = Literal["inline", "threads", "processes", "rollouts", "auto"]
+Place = Where | OnHosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ class EnvOptions:
 
     num_envs: int | None = None
     lanes: int | None = None
-    where: Where = "inline"
+    where: Place = "inline"
     autoreset_mode: Autoreset = None
     workers: int | None = None
     step_timeout: float | None = 60.0
@@ -151,10 +154,16 @@ class PolicyOptions:
     module_to_env_connector: Callable[[Any], Pieces] | None = None
     learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Pieces] | None = None
 
+    @property
+    def acting_connectors(self) -> dict[str, Any]:
+        """Functions that make the pieces that act, by their arguments' names."""
+        names = "env_to_module_connector", "module_to_env_connector"
+        return {name: getattr(self, name) for name in names}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowOptions:
-    """Options of the flow of fragments: their number, lookback, prefetch, staleness and stalls; see `Rollout`.
+    """Options of the flow of fragments: their number, lookback, prefetch, staleness, stalls and log; see `Rollout`.
 
     stall    rules of the stall doctor
 
@@ -167,6 +176,7 @@ class FlowOptions:
     max_lag: int | None = None
     on_excess: OnExcess = "drop"
     stall: StallRules = field(default_factory=StallRules)
+    log: LogOptions = field(default_factory=LogOptions)
 
     def __post_init__(self) -> None:
         check_numbers(

@@ -117,7 +117,7 @@ def environments_for(env: Any, envs: EnvOptions, places: Places) -> Any:
             _check_remote(envs)
         made = places.remote_envs if isinstance(env, RemoteEnvs) else places.remote_rollouts
         return made(env, lanes=lanes, **envs.timeouts, **options)
-    if where not in get_args(Where):
+    if not isinstance(where, str) or where not in get_args(Where):
         raise ValueError(f"where is {where!r}, expected {', '.join(map(repr, get_args(Where)))}")
     if workers is not None and where not in ("processes", "rollouts"):
         raise ValueError(f"workers is {workers}, but where='{where}' has none; expected 'processes' or 'rollouts'")

@@ -2,13 +2,16 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, PolicyOptions
 from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest, StepCosts
+from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +19,36 @@ _ROUNDS, _ROUND_S = 3, 0.2
 _FRAGMENT_S = 0.05  # what a fragment is to take at most
 _LONGEST_START_S = 5.0  # that environments may take to be made, those of all places
 _SLOW_S = 0.1  # steps that take longer are not tried: what is expected of them is true enough
+
+
+def trial_of(
+    rollout: type, policy: PolicyOptions, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions
+) -> Callable[..., Any]:
+    """Maker of rollouts with copies of the module and the pieces, to be tried where it might go fastest."""
+    return partial(
+        rollout,
+        module=copied_module(policy.module),
+        model_config=policy.model_config,
+        lookback=flow.lookback,
+        seed=envs.seed,
+        explore=forward.explore,
+        env_to_module_connector=copied_pieces(policy.env_to_module_connector),
+        module_to_env_connector=copied_pieces(policy.module_to_env_connector),
+        flat_forward=forward.flat,
+        forward_threads=forward.threads,
+        device=forward.device,
+        autoreset_mode=envs.autoreset_mode,
+        stall_after=None,
+        **envs.timeouts,
+    )
+
+
+def trial_of_several(rollout: type, module: Any, connectors: Mapping[str, Any], **options: Any) -> Callable[..., Any]:
+    """Maker of rollouts of several agents, with copies of the modules and the pieces; `options` are as given."""
+    several = isinstance(module, Mapping)
+    copies = {each: copied_module(one) for each, one in module.items()} if several else copied_module(module)
+    pieces = {name: copied_pieces(connector) for name, connector in connectors.items()}
+    return partial(rollout, module=copies, **pieces, **options)
 
 
 class TrialResult(NamedTuple):

@@ -9,16 +9,16 @@ from rollflow.nodes.offloaded.agent_fragment_message import PartSpaces, spaces_s
 from rollflow.nodes.offloaded.offloaded import AgentEmitter, Emitter
 from rollflow.nodes.offloaded.replica import PIPELINES, OneReplica, Published, Replica, SeveralReplica
 from rollflow.nodes.rollout.options import ForwardOptions
-from rollflow.nodes.stages.acting import Acting
+from rollflow.nodes.stages.acting import Acting, seed_lane
 from rollflow.nodes.stages.agent_forward import AgentForward
 from rollflow.nodes.stages.agents_acting import AgentsActing
 from rollflow.nodes.stages.agents_to_module import AgentsToModule
 from rollflow.nodes.stages.credits import GateRelay
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.nodes.stages.module_forward import ModuleForward, joint_forward
+from rollflow.nodes.stages.joint_forward import joint_forward
+from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_agents import ModuleToAgents
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
-from rollflow.nodes.stages.ring import seed_lane
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.episodes.multi_agent import DEFAULT_MODULE_ID
 from rollflow.stream.multi_agent.agent_part import AgentPart

@@ -7,30 +7,33 @@ from typing import Any
 
 import gymnasium as gym
 
+from rollflow.nodes.argument_checks import check_flags, seeds_of
 from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.env.env_source import Autoreset, EnvSource
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
+from rollflow.nodes.logs.figures import Axis
+from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.episode_returns import EpisodeReturns
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.loaded_weights import Loaded
 from rollflow.nodes.modules.policy_weights import PolicyWeights, Weights
-from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation
+from rollflow.nodes.policies.evaluation import EnvMaker, Evaluation, env_to_evaluate, name_of_env
 from rollflow.nodes.policies.policy import Policy
 from rollflow.nodes.rollout.execution import execution_for
-from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, PolicyOptions, Where
+from rollflow.nodes.rollout.launching import with_hosts
+from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
+from rollflow.nodes.rollout.placement_trials import trial_of
 from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck
-from rollflow.nodes.stages.acting import Acting, acting_for
-from rollflow.nodes.stages.argument_checks import check_flags, seeds_of
-from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces, lookback_for, pieces_given
+from rollflow.nodes.stages.acting import Acting, acting_for, seed_lane
+from rollflow.nodes.stages.connector_builders import lookback_for, pieces_given
 from rollflow.nodes.stages.credits import LaneGate
-from rollflow.nodes.stages.ring import seed_lane
 from rollflow.nodes.stages.rounds import FragmentRounds
 from rollflow.nodes.stages.staleness import LagBound, OnExcess
-from rollflow.stream.data.errors import ModuleError, PolicyError
+from rollflow.stream.data.errors import ModuleError
 from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.doctor.waits import Sign
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
@@ -58,6 +61,7 @@ class Rollout(RolloutLoop[Fragment]):
                                                     a copy of the module. For policies that run on CPUs
                                        "auto"       where it goes fastest, measured on copies of the module and of
                                                     the pieces, for some seconds. `explain()` says why
+                                       `OnProcesses`, `OnRay`: whole rollouts on hosts it starts, `num_envs` on each
     autoreset_mode           None      Of vector environments made here of plain ones, as gymnasium takes it; None:
                                        SAME_STEP. An id's vectorized form and ready vector environments have their own
     workers                  None      Worker processes; None: one for each core
@@ -110,6 +114,12 @@ class Rollout(RolloutLoop[Fragment]):
     stall_after              5.0       Seconds for which no fragment comes while its reader waits, after which the log
                                        says why, with file and line; None: never. In a graph `graph.run` has it
     on_stall                 "log"     "raise": a run that stands still also ends, with a StallError
+    log                      None      Where its figures are written, such as "tensorboard:runs/1"; or a list of them.
+                                       Kinds: csv, jsonl, mlflow, progress, prometheus, tensorboard, wandb. See `log()`
+    log_every                1.0       Seconds between two rows of the log, at least
+    log_x                    "steps"   x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
+    trace                    None      File for a trace of stages, lanes and fragments, for ui.perfetto.dev; compressed
+                                       where it ends in .gz. In a graph `graph.run` has it
     debug                    False     Run everything in the loop's thread, whatever else is asked for: a breakpoint in
                                        a piece stops right there. In a graph the graph says what runs where
     ======================== ========= ================================================================================
@@ -124,6 +134,7 @@ class Rollout(RolloutLoop[Fragment]):
         environments, lag                the node that steps them; the `LagBound`
         seed, placement                  the seed in use; why it goes where it goes, with `where="auto"`
         stall                            the rules of the stall doctor, of `stall_after` and `on_stall`
+        log                              logs one's own values, `log("train/loss", loss)`; `dropped_rows`
         is_running, policy_version, num_steps, lost, loaded
 
     Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report`,
@@ -144,7 +155,7 @@ class Rollout(RolloutLoop[Fragment]):
         model_config: Any = None,
         num_envs: int | None = None,
         lanes: int | None = None,
-        where: Where = "inline",
+        where: Place = "inline",
         autoreset_mode: Autoreset = None,
         workers: int | None = None,
         step_timeout: float | None = 60.0,
@@ -170,6 +181,10 @@ class Rollout(RolloutLoop[Fragment]):
         metrics: Any = None,
         stall_after: float | None = 5.0,
         on_stall: OnStall = "log",
+        log: Log = None,
+        log_every: float = 1.0,
+        log_x: Axis = "steps",
+        trace: str | None = None,
         debug: bool = False,
     ) -> None:
         check_flags(explore=explore, debug=debug)
@@ -210,13 +225,15 @@ class Rollout(RolloutLoop[Fragment]):
             max_lag=max_lag,
             on_excess=on_excess,
             stall=StallRules(stall_after, on_stall),
+            log=LogOptions(log, log_every, log_x, num_fragments, trace),
         )
         if debug:
             envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
-        make_trial = partial(_trial, policy, envs, forward, flow)
+        make_trial = partial(trial_of, Rollout, policy, envs, forward, flow)
         self._env = env
+        hosted, envs, forward = with_hosts(env, envs, forward, flow, policy.module, policy.acting_connectors)
         self.environments, self.placement = place(
-            env, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
+            hosted, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
         )
         self.returns = EpisodeReturns()
         self.metrics = MetricsLogger() if metrics is None else metrics
@@ -228,7 +245,9 @@ class Rollout(RolloutLoop[Fragment]):
             self._num_fragments = flow.num_fragments
             lag = LagBound(self._weights, flow.max_lag, flow.on_excess)
             rounds = FragmentRounds(self.environments.num_lanes, lag, self.returns, EpisodeCollector())
-            super().__init__(self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall)
+            super().__init__(
+                self.environments, lag=lag, rounds=rounds, prefetch=flow.prefetch, stall=flow.stall, log_to=flow.log
+            )
             stages = StageOptions(forward, flow.num_fragments, self.metrics, self._ledger, self.seed)
             acts = OnePolicy(acting, self._weights, forward)
             self._execution = execution_for(self.environments, acts, stages)
@@ -263,7 +282,7 @@ class Rollout(RolloutLoop[Fragment]):
     def explain(self) -> str:
         """A text on how it runs: tasks, what each edge holds, and why it goes where it goes."""
         self._prepare_lanes()
-        text = self._execution.explain(self._graph_gate() or self._credits)
+        text = self._execution.explain(self._ties.gate() or self._credits)
         return f"{text}\n{self.placement}" if self.placement else text
 
     def publish(self, weights: Weights) -> int:
@@ -301,7 +320,7 @@ class Rollout(RolloutLoop[Fragment]):
             **options,
         )
         made.publish(weights)
-        made.trained_on = {"environment": _name_of(self._env), "policy_version": version, "steps": self.num_steps}
+        made.trained_on = {"environment": name_of_env(self._env), "policy_version": version, "steps": self.num_steps}
         return made
 
     def save_policy(self, path: str | os.PathLike[str], *, explore: bool = False, **options: Any) -> None:
@@ -315,11 +334,7 @@ class Rollout(RolloutLoop[Fragment]):
 
         Raises PolicyError where such environments can't be made one by one.
         """
-        made = self._env if env is None else env
-        if not isinstance(made, str) and not callable(made):
-            raise PolicyError(
-                f"the rollout was given {_name_of(made)}, expected env: an id, or a function that makes one"
-            )
+        made = env_to_evaluate(env, self._env, may_be_id=True)
         return self.policy().evaluate(made, episodes, **options)
 
     def digest_loaded(self) -> None:
@@ -348,9 +363,10 @@ class Rollout(RolloutLoop[Fragment]):
                 f"for {self.module.observation_space}; expected such pieces by env_to_module_connector, or a module"
             )
 
-    def _signs(self) -> Sequence[Sign]:
+    def signs(self) -> Sequence[Sign]:
+        """Silent faults: those of every rollout, of its module and of its returns."""
         (published, returns), version = self._checks, self.policy_version
-        return *super()._signs(), *published.signs(version, self._learner_meter.items), *returns.signs(version)
+        return *super().signs(), *published.signs(version, self._learner_meter.items), *returns.signs(version)
 
     def _batch_of(self, fragments: Sequence[Fragment]) -> Batch:
         batch = self.learner_pipeline.of_fragments(fragments, self.module, self.metrics)
@@ -370,28 +386,3 @@ class Rollout(RolloutLoop[Fragment]):
         self.environments.set_lookback(lookback_for(self._lookback, self._pipelines(), stateful=self._is_stateful))
         for lane in self.environments.lanes:
             seed_lane(lane, self.seed)
-
-
-def _name_of(env: Any) -> str:
-    """The name of environments, as they were given."""
-    return env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
-
-
-def _trial(policy: PolicyOptions, envs: EnvOptions, forward: ForwardOptions, flow: FlowOptions) -> Callable[..., Any]:
-    """Maker of rollouts with copies of the module and the pieces, to be tried where it might go fastest."""
-    return partial(
-        Rollout,
-        module=copied_module(policy.module),
-        model_config=policy.model_config,
-        lookback=flow.lookback,
-        seed=envs.seed,
-        explore=forward.explore,
-        env_to_module_connector=copied_pieces(policy.env_to_module_connector),
-        module_to_env_connector=copied_pieces(policy.module_to_env_connector),
-        flat_forward=forward.flat,
-        forward_threads=forward.threads,
-        device=forward.device,
-        autoreset_mode=envs.autoreset_mode,
-        stall_after=None,
-        **envs.timeouts,
-    )

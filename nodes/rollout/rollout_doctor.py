@@ -1,25 +1,41 @@
 """RolloutDoctor: the stall doctor of a rollout, with its reader and the learner pipeline in the reader's thread."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import Protocol
+from typing import Any, Protocol
 
-from rollflow.stream.data.errors import StallError
+from rollflow.stream.data.errors import RunError, StallError
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.doctor.waits import READER, Exit, Look, Sign, Wait
 from rollflow.stream.doctor.watcher import Watcher
+from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.meter import NodeMeter, clock
+from rollflow.stream.graph.report import Report
+from rollflow.stream.graph.run_snapshot import run_snapshot
+from rollflow.stream.graph.tracing import Traceable, Tracing
+from rollflow.stream.snapshots.run_socket import RunSocket
+from rollflow.stream.traces.fragment_trace import FragmentName
 
 _KEPT = 101  # times of the reader
 
 
 class Watched(Protocol):
-    """A driver, as the doctor sees it."""
+    """A driver, as the doctor sees it.
+
+    ring    the graph that it runs
+    """
+
+    ring: Graph
+
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chains of the ring, as far as it has begun, for a trace."""
+        ...
 
     def look(self) -> Look | None:
         """What every stage does right now; None: it does not run."""
@@ -31,30 +47,47 @@ class Watched(Protocol):
 
 
 class RolloutDoctor:
-    """Watches a rollout's ring, its learner pipeline and its reader.
+    """Watches a rollout's ring, its learner pipeline and its reader, and shows them to who asks.
 
-    rules      when and how it speaks
-    learner    meter of the learner pipeline
-    signs      gives silent faults
+    rules       when and how it speaks
+    learner     meter of the learner pipeline
+    signs       gives silent faults
+    snapshot    method that gives what there is to see of the rollout; held weakly
+    trace_to    file for a trace; None: there is one only when it is asked for
     """
 
-    def __init__(self, rules: StallRules, learner: NodeMeter, signs: Callable[[], Sequence[Sign]]) -> None:
+    def __init__(
+        self,
+        rules: StallRules,
+        learner: NodeMeter,
+        signs: Callable[[], Sequence[Sign]],
+        snapshot: Callable[[], dict[str, Any]],
+        trace_to: str | None = None,
+    ) -> None:
         self.rules = rules
         self._learner, self._signs = learner, signs
         self._drive: Watched | None = None
         self._watcher = Watcher(self, rules, self._end_stalled)
+        self._tracing, self._trace_to = Tracing(self._traceable), trace_to
+        self._socket = RunSocket(snapshot, self._tracing.serve)
         self._times: deque[float] = deque(maxlen=_KEPT)  # seconds for which the reader had each of its last rounds
         self._given = 0  # time when it got the last one, in ns
         self._reader = 0  # its thread
+        self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
     def begin(self, drive: Watched) -> None:
         """Watch a driver, from before its start on."""
         self._drive, self._reader = drive, get_ident()
+        self._tracing.begin(self._trace_to)
         self._watcher.start()
+        self._socket.start()
 
     def end(self) -> None:
         """Watch no more; again does nothing."""
+        self._socket.stop()
         self._watcher.stop()
+        self._trace_update()
+        self._tracing.end()
         self._drive = None
 
     def reader_asks(self) -> None:
@@ -62,10 +95,16 @@ class RolloutDoctor:
         self._reader = get_ident()
         if self._given:
             self._times.append((clock() - self._given) / 1e9)
+        if self._tracing.fragments is not None:
+            self._trace_update()
+            self._tracing.follow()  # in a thread or a task of its own, the ring has its meters by now
 
-    def reader_gets(self) -> None:
-        """Take note that the reader gets a round."""
+    def reader_gets(self, fragments: Iterable[Any]) -> None:
+        """Take note that the reader gets a round of these fragments."""
         self._given = clock()
+        if self._tracing.fragments is not None:
+            names = [(fragment.lane, fragment.sequence) for fragment in fragments]
+            self._held = self._given, self._learner.busy_ns, names
 
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""
@@ -77,7 +116,7 @@ class RolloutDoctor:
         look = None if drive is None else drive.look()
         if look is None:
             return None
-        look = replace(look, noun="fragment", reader=tuple(self._times), notes=tuple(self._signs()))
+        look = replace(look, noun="fragment", reader=tuple(self._times))
         since, reader = self._learner.works_since, look.waits[READER]
         if since is None:
             age_s = (clock() - self._given) / 1e9 if self._given and reader.kind == "works" else 0.0
@@ -96,6 +135,32 @@ class RolloutDoctor:
         reader = replace(reader, kind="waits", doing="waits", on=(learner.name,), mark=since)
         exits = tuple(Exit(READER, each.items, waits=True) if each.party == READER else each for each in look.exits)
         return replace(look, exits=exits, waits={**look.waits, READER: reader, learner.name: learner})
+
+    def signs(self) -> Sequence[Sign]:
+        """Silent faults of the rollout."""
+        return self._signs()
+
+    def snapshot(self, report: Callable[[], Report]) -> dict[str, Any]:
+        """What there is to see of the run that is watched, as `run_snapshot` has it; empty: there is none."""
+        drive = self._drive
+        try:
+            return {} if drive is None else run_snapshot(drive.ring, report(), self.look(), self.diagnose())
+        except RunError:  # it has not begun yet, or has just ended
+            return {}
+
+    def _traceable(self) -> Traceable | None:
+        drive = self._drive
+        if drive is None:
+            return None
+        found = drive.traceable
+        return found._replace(meters=[*found.meters, self._learner])
+
+    def _trace_update(self) -> None:
+        """Record what the reader did with its last round, once the learner pipeline had made a batch of it."""
+        held, self._held, trace = self._held, None, self._tracing.fragments
+        if held is not None and trace is not None:
+            given, learner_ns, fragments = held
+            trace.update(fragments, given + self._learner.busy_ns - learner_ns, clock())
 
     def _end_stalled(self, error: StallError) -> None:
         if self._drive is not None:

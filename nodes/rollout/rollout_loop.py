@@ -7,15 +7,22 @@ from functools import partial
 from threading import Lock
 from typing import Any, Generic, Self, TypeVar
 
+import anyio
+import anyio.to_thread
+
+from rollflow.nodes.argument_checks import check_flags
 from rollflow.nodes.closing import closing_on_error
+from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.offloaded.replica import Replica
 from rollflow.nodes.rollout.async_driver import AsyncDriver
 from rollflow.nodes.rollout.drivers import Driver, InlineDriver, PortalDriver, ThreadDriver
 from rollflow.nodes.rollout.execution import Execution
-from rollflow.nodes.rollout.loop_endings import losses_of, raising_when_closed
+from rollflow.nodes.rollout.graph_ties import GraphTies
+from rollflow.nodes.rollout.loop_endings import losses_of, not_entered, not_reported, raising_when_closed
 from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
+from rollflow.nodes.rollout.rollout_log import RolloutLog
 from rollflow.nodes.rollout.silent_faults import signs_of_lag
-from rollflow.nodes.stages.credits import AllGates, FragmentCredits, LaneCounts, LaneGate
+from rollflow.nodes.stages.credits import LaneGate, credits_of
 from rollflow.nodes.stages.rounds import FragmentRounds, RolloutIterator
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.errors import GraphError, RunError
@@ -31,8 +38,10 @@ from rollflow.stream.graph.interrupts import HoldingBack
 from rollflow.stream.graph.meter import NodeMeter
 from rollflow.stream.graph.report import CALLER, Report
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+from rollflow.stream.pictures.run_html import run_html
 
 F = TypeVar("F", bound=AnyFragment)
+T = TypeVar("T")
 Batch = dict[str, Any]
 
 
@@ -42,39 +51,39 @@ class RolloutLoop(abc.ABC, Generic[F]):
     environments    the node that steps the environments
     lag             how old a fragment may be
     rounds          takes fragments and hands them out
-    prefetch        rounds that it may run ahead of its reader, in a thread of its own; 0: it stands still while
-                    the reader works
+    prefetch        rounds that it may run ahead of its reader, in a thread; 0: it stands still while the reader works
     stall           rules of the stall doctor
+    log_to          options of the log, which is `log`
     """
 
     _execution: Execution
 
     def __init__(
-        self, environments: Any, *, lag: LagBound, rounds: FragmentRounds[F], prefetch: int, stall: StallRules
+        self,
+        environments: Any,
+        *,
+        lag: LagBound,
+        rounds: FragmentRounds[F],
+        prefetch: int,
+        stall: StallRules,
+        log_to: LogOptions,
     ) -> None:
         self.environments = environments
         self.lag = lag
         self._rounds = rounds
         self._ledger = Ledger()  # of fragments in a graph
         self._ended_by: str | None = None  # the cause, of a loop
-        is_bound = lag.max_lag is not None and lag.on_excess == "pace"
-        ahead = min(prefetch, lag.max_lag or 0) if is_bound else prefetch
-        per_lane = 1 + ahead  # that may be begun and not done with
-        is_in_rounds = per_lane == 1 and environments.has_fixed_lanes
-        first = range(environments.num_lanes) if is_in_rounds else ()
-        self._credits = FragmentCredits(environments.num_lanes * per_lane, first=first)
-        self._lane_counts = LaneCounts(self._credits, rounds, per_lane)
+        self._credits, self._lane_counts = credits_of(environments, lag, rounds, prefetch)
         self._runs_ahead = prefetch > 0
-        self._gates: list[Gate] = []  # that hold it back in a graph
-        self._watching: list[Callable[[Any], None]] = []  # nodes that see its fragments there
-        self._is_in_graph = False
+        self._ties = GraphTies()
         self._drive: Driver | None = None
         self._async_drive: AsyncDriver | None = None
         self._state = "new"
         self._closing = Lock()  # held from the first call on that ends the run: others may come from other threads
         self._learner_meter = NodeMeter("learner_pipeline")
         self.stall = stall
-        self._doctor = RolloutDoctor(stall, self._learner_meter, self._signs)
+        self._doctor = RolloutDoctor(stall, self._learner_meter, self.signs, self.snapshot, log_to.trace)
+        self.log = RolloutLog(self, rounds.note, log_to)
 
     # Parts of a rollout
 
@@ -86,10 +95,6 @@ class RolloutLoop(abc.ABC, Generic[F]):
     def _batch_of(self, fragments: Sequence[F]) -> Batch:
         """A train batch of a round."""
 
-    def _check_before_graph(self, does: str) -> None:
-        if self._is_in_graph:
-            raise GraphError(f"the rollout is in a graph already, expected what {does} to come before that")
-
     def replica(self) -> Replica:
         """Copy of what acts, for another process."""
         return self._execution.policy.replica()
@@ -99,12 +104,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
 
         Raises GraphError where it runs, or has run.
         """
-        if self._state != "new" or self.environments.is_started:
-            raise GraphError(
-                "the rollout runs already, expected what holds it back, as a trainer's sink does, to be connected "
-                "before `with rollout:`, and before it is run"
-            )
-        self._is_in_graph = False
+        self._ties.be_drawn_anew(has_run=self._state != "new" or self.environments.is_started)
 
     def _check_ready(self) -> None:
         """Raise ModuleError where its parts don't fit together."""
@@ -112,10 +112,6 @@ class RolloutLoop(abc.ABC, Generic[F]):
     def _follow_lanes(self, *stages: Any, begin: Callable[[Any], None] | None = None) -> None:
         """Have stages that count lanes know of those that hosts bring and take; `begin` makes ready one that comes."""
         self._lane_counts.follow(stages, begin)
-
-    def _graph_gate(self) -> LaneGate | None:
-        """All that holds it back in a graph; None: nothing does."""
-        return AllGates(self._gates) if self._gates else None
 
     # The graph
 
@@ -129,19 +125,16 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 "on_excess='pace' is for a loop over the rollout; in a graph use 'drop' and a LearnerPipeline; where a "
                 "trainer elsewhere makes the batches, TrainerStream(max_lag=…, on_excess='pace')"
             )
-        self._is_in_graph = True
+        self._ties.is_in_graph = True
         self.environments.report_lanes_to(self._lane_counts)
-        ring = self._ring(self._graph_gate())
-        for number, node in enumerate(self._watching):
-            ring.add_node(name := f"seen_{number}", node)
-            ring.connect(".".join(ring.outputs["fragments"].source), name)
-        return ring
+        return self._ties.watch(self._ring(self._ties.gate()), self.log.node())
 
     # The loop
 
     def __enter__(self) -> Self:
         self._begin()
         with self._ending_on_error():
+            self.log.begin()
             ring = self._ring(self._credits)
             drive: type[Driver] = PortalDriver
             if can_run_inline(ring):
@@ -190,14 +183,16 @@ class RolloutLoop(abc.ABC, Generic[F]):
                 self.environments.close()
 
     def __repr__(self) -> str:
-        state = self._state
-        if self._is_in_graph and state == "new":
-            state = "ended" if self.environments.is_closed else "in a graph"
+        state = self._ties.state_of(self._state, is_closed=self.environments.is_closed)
         return f"<{type(self).__name__} {state}: {self.environments.describe()}, {self.num_steps:,} steps made>"
+
+    def _repr_html_(self) -> str:
+        return run_html(repr(self), self.snapshot())
 
     async def __aenter__(self) -> Self:
         self._begin()
         with self._ending_on_error():
+            self.log.begin()
             self._async_drive = AsyncDriver(self._ring(self._credits), self._doctor.rules)
             self._doctor.begin(self._async_drive)
             await self._async_drive.enter()
@@ -209,9 +204,10 @@ class RolloutLoop(abc.ABC, Generic[F]):
         try:
             return await self._async_drive.leave(kind, error, traceback)
         finally:
-            self._end(error)
+            with anyio.CancelScope(shield=True):  # other tasks go on while a log is written to its end
+                await anyio.to_thread.run_sync(self._end, error)
 
-    def fragments(self, *, complete_episodes: bool = False) -> RolloutIterator[F]:
+    def fragments(self, *, complete_episodes: bool = False, progress: bool = False) -> RolloutIterator[F]:
         """The fragments, one after the other: `for fragment in …` or `async for fragment in …`.
 
         Without `prefetch` the environments stand still until every lane's fragment has been taken and the next is
@@ -223,37 +219,35 @@ class RolloutLoop(abc.ABC, Generic[F]):
                                  of their episode, so memory grows with the longest ones; those whose episodes have
                                  not ended when the run does are counted in `lost["incomplete"]`. An episode may span
                                  several policy versions
+            progress             show steps per second, mean return and version, as `log="progress:"` does
 
         Raises ValueError for `complete_episodes` with several agents, or with `max_lag`.
         """
-        self._rounds.check_completes(complete_episodes)
-        return RolloutIterator(self, partial(self._rounds.hand_out, complete_episodes))
+        return self._iterator(self._rounds.hand_out, complete_episodes, progress)
 
-    def batches(self, *, complete_episodes: bool = False) -> RolloutIterator[Batch]:
+    def batches(self, *, complete_episodes: bool = False, progress: bool = False) -> RolloutIterator[Batch]:
         """Train batches, each of one fragment of every lane, from the learner pipeline: column -> tensor `any[B, ...]`.
 
         Rows are in the order of the fragments' episodes: lane by lane, slot by slot, then by time.
 
             complete_episodes    of the episodes that the fragments have ended, each whole: see `fragments`
+            progress             show how it goes: see `fragments`
         """
-        self._rounds.check_completes(complete_episodes)
-        return RolloutIterator(self, partial(self._batches, complete_episodes))
+        return self._iterator(self._batches, complete_episodes, progress)
 
     def hold_back(self, gate: Gate) -> None:
         """As a node of a graph: have a lane begin a fragment only when the gate admits the lane.
 
         Raises GraphError where the graph has it already.
         """
-        self._check_before_graph("holds it back")
-        self._gates.append(gate)
+        self._ties.add_gate(gate)
 
     def watch(self, node: Callable[[Any], None]) -> None:
         """As a node of a graph: have a synchronous node without outputs see every fragment, before it leaves here.
 
         Raises GraphError where the graph has it already.
         """
-        self._check_before_graph("watches it")
-        self._watching.append(node)
+        self._ties.add_node(node)
 
     @property
     def is_running(self) -> bool:
@@ -281,12 +275,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         drive = self._drive or self._async_drive
         if drive is not None:
             return self._execution.with_stages(drive.report().moved(CALLER, self._learner_meter))
-        if self._is_in_graph:
-            raise RunError(
-                "the rollout is in a graph, whose run has the report: expected run.report(), of 'async with "
-                "graph.run() as run'"
-            )
-        raise RunError(f"the rollout is not running, it is {self._state}: nothing to report")
+        raise not_reported(self._state, is_in_graph=self._ties.is_in_graph)
 
     def diagnose(self) -> Diagnosis:
         """What it waits for right now, and whether that is a stall: fields, and a text by `str`. From any thread.
@@ -295,9 +284,16 @@ class RolloutLoop(abc.ABC, Generic[F]):
         """
         return self._doctor.diagnose()
 
-    def _signs(self) -> Sequence[Sign]:
-        """Silent faults."""
-        return signs_of_lag(self.lag, self._rounds.handed_steps)
+    def snapshot(self) -> dict[str, Any]:
+        """What `rollflow top` shows of it, as plain values. From any thread; in a graph, its figures alone."""
+        own = {"kind": type(self).__name__, "name": self.environments.describe(), "figures": self.log.figures()}
+        return {**own, **self._doctor.snapshot(self.report)}
+
+    def signs(self) -> Sequence[Sign]:
+        """Silent faults: what flows, and can't be right. For the doctor's look alone, which has others looked at."""
+        version = max(self.lag.versions().values(), default=0)
+        found = self._rounds.checks.signs(version, self.environments.lanes_at_work)
+        return *signs_of_lag(self.lag, self._rounds.handed_steps), *found
 
     @property
     def num_steps(self) -> int:
@@ -322,7 +318,7 @@ class RolloutLoop(abc.ABC, Generic[F]):
         In a graph a fragment is under way until every sink has it.
         """
         source, taken = self.environments, (self.lag, self._rounds)
-        return losses_of(source, *taken, self._ended_by, self._ledger if self._is_in_graph else None)
+        return losses_of(source, *taken, self._ended_by, self._ledger if self._ties.is_in_graph else None)
 
     # Inside
 
@@ -343,20 +339,23 @@ class RolloutLoop(abc.ABC, Generic[F]):
             self._end(error)
             raise
 
-    def _not_entered(self, expected: str) -> str:
-        entered = "by 'async with'" if self._drive is None else "by 'with' or start()"
-        state = f"running, entered {entered}" if self._state == "running" else self._state
-        return f"the rollout is {state}; this loop expects: {expected}"
+    def _iterator(self, made: Callable[[bool], Iterator[T]], completes: bool, progress: bool) -> RolloutIterator[T]:
+        self._rounds.check_completes(completes)
+        check_flags(progress=progress)
+        if progress:
+            self.log.add("progress:")
+        return RolloutIterator(self, partial(made, completes))
 
     def _end(self, error: BaseException | None) -> None:
         self._doctor.end()
         self._state, self._ended_by = "closed", cause_of(error)
+        self.log.end()
 
     def take_rounds(self) -> Iterator[None]:
         """Have a round ready to be handed out, again and again, until no more fragments come."""
         drive, rounds = self._drive, self._rounds
         if drive is None or self._state != "running":
-            raise RunError(self._not_entered("with Rollout(...) as rollout, or rollout.start(), and for"))
+            raise not_entered(self._state, drive, "with Rollout(...) as rollout, or rollout.start(), and for")
         while True:
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
@@ -364,21 +363,23 @@ class RolloutLoop(abc.ABC, Generic[F]):
                     rounds.gather(drive.next, drive.release)
                 if rounds.is_empty:
                     return
-            self._doctor.reader_gets()
+            self._doctor.reader_gets(rounds.ready)
+            self.log.rounds += 1
             yield
 
     async def take_rounds_async(self) -> AsyncIterator[None]:
         """Have a round ready, as `take_rounds` does, in an event loop."""
         rounds = self._rounds
         if self._async_drive is None or self._state != "running":
-            raise RunError(self._not_entered("async with Rollout(...) as rollout, and async for"))
+            raise not_entered(self._state, self._drive, "async with Rollout(...) as rollout, and async for")
         while True:
             self._doctor.reader_asks()
             if not rounds.is_gathered or rounds.is_empty:
                 await rounds.gather_async(self._async_drive.next, self._credits.release)
                 if rounds.is_empty:
                     return
-            self._doctor.reader_gets()
+            self._doctor.reader_gets(rounds.ready)
+            self.log.rounds += 1
             yield
 
     def _batches(self, complete_episodes: bool) -> Iterator[Batch]:

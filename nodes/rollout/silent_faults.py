@@ -26,33 +26,34 @@ def signs_of_lag(lag: LagBound, handed_steps: int) -> Sequence[Sign]:
 
 
 class ReturnsCheck:
-    """Finds returns that stay the same, to the last digit, while the policy changes.
+    """Finds returns that are the same from the first on, to the last digit, while the policy changes.
+
+    Where they have changed once, nothing is said any more: a policy that has learnt may well have one return.
 
     returns    has the last finished episodes' returns, and the count of all
     """
 
     def __init__(self, returns: Any) -> None:
         self._returns = returns
-        self._since: tuple[float, int, int] | None = None  # return, version and count at the first look
+        self._since: tuple[float, int] | None = None  # return and version at the first look
+        self._has_changed = False
 
     def signs(self, version: int) -> Sequence[Sign]:
-        """A text where all returns that were looked at over many versions are one number.
+        """A text where all returns that were looked at are one number, through many versions.
 
         version    published last
         """
         last, count = list(self._returns.returns), self._returns.count
-        if len(last) < _EPISODES:
+        if not last or self._has_changed:
             return ()
-        if min(last) != max(last):
-            self._since = None
-            return ()
-        if self._since is None or self._since[0] != last[0]:
-            self._since = last[0], version, count
-        _, first, counted = self._since
-        if version < first + _VERSIONS or count < counted + _EPISODES:
+        if self._since is None:
+            self._since = last[0], version
+        value, first = self._since
+        self._has_changed = min(last) != value or max(last) != value
+        if self._has_changed or version < first + _VERSIONS or count < _EPISODES:
             return ()
         text = (
-            f"the returns of the last {count - counted + len(last):,} episodes are all {last[0]:g}, through "
+            f"the returns of all {count:,} episodes are {value:g}, through "
             f"{version - first} published versions: look at the rewards, and whether actions reach the environment"
         )
         return (Sign("returns", text),)

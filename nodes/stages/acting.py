@@ -1,4 +1,4 @@
-"""The acting copy of a module, the connector pipelines around it, and how its forward passes are done."""
+"""The acting copy of a module, the connector pipelines around it, its passes, and the generators it samples with."""
 
 import logging
 from collections.abc import Mapping
@@ -9,12 +9,15 @@ import gymnasium as gym
 import torch
 
 from rollflow.nodes.connectors.learner.values import device_of
+from rollflow.nodes.connectors.module_to_env.get_actions import RACES
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline, ModuleToEnvPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
+from rollflow.nodes.modules.distribution import Races
 from rollflow.nodes.stages.connector_builders import acting_copy, module_for, pieces_given
 from rollflow.nodes.stages.module_spaces import are_alike
 from rollflow.stream.data.space import is_columnar
-from rollflow.stream.graph.seeding import seed_for
+from rollflow.stream.fragments.lane import Lane
+from rollflow.stream.graph.seeding import generator_for, seed_for
 
 logger = logging.getLogger(__name__)
 
@@ -108,3 +111,17 @@ def chosen_space(module: Any, action_space: gym.Space[Any]) -> gym.Space[Any]:
 def compile_options(compile_forward: bool | Mapping[str, Any]) -> dict[str, Any] | None:
     """Options of `torch.compile`; None where passes are not compiled."""
     return None if compile_forward is False else {} if compile_forward is True else dict(compile_forward)
+
+
+def seed_lane(lane: Lane, seed: int) -> None:
+    """Give a lane the generators that its actions are sampled with."""
+    lane.shared_data |= sampling_data(lane.index, seed, "module")
+
+
+def sampling_data(lane: int, seed: int, name: str) -> dict[str, Any]:
+    """Entries of a lane's `shared_data` that a module of this name samples its actions with."""
+    return {
+        "lane": lane,
+        "generator": torch.Generator().manual_seed(seed_for(seed, name, lane)),
+        RACES: Races(generator_for(seed, name, lane)),
+    }

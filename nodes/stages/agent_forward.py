@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollflow.nodes.stages.acting_module import ActingModule, acting_in
-from rollflow.nodes.stages.joint_output import joint_pass, note_batch
+from rollflow.nodes.stages.module_forward import joint_pass, note_batch
 from rollflow.nodes.stages.module_set import ModuleSet
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 

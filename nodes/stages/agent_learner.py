@@ -124,6 +124,10 @@ class AgentLagBound(LagBound):
         super().__init__(None, max_lag, on_excess)
         self._modules, self._trained = modules, trained
 
+    def versions(self) -> dict[Any, int]:
+        """Module id -> policy version published last."""
+        return self._modules.versions()
+
     def lag(self, fragment: Any) -> int:
         """Versions published since the oldest that an action of the fragment was computed with."""
         newest = self._modules.versions()

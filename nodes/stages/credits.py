@@ -1,10 +1,12 @@
 """Credits and gates: how far a rollout may run ahead of the reader of its fragments."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from rollflow.nodes.env.lane_source import LaneListener, LaneSource
-from rollflow.nodes.stages.rounds import FragmentRounds
+from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds, NoFragment
+from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.graph.gate import Gate
 
@@ -64,14 +66,14 @@ class FragmentCredits:
 
     def leave(self, lane: int) -> None:
         """Give back the credit of the fragment that a lane began last, which never comes."""
-        self.release(1)
+        self.release([lane])
 
     def gone(self, lane: int, fragments: int) -> None:
         """Do nothing: a lane that is gone holds no credit."""
 
-    def release(self, fragments: int) -> None:
-        """Give back the credits of so many fragments. In the thread that the graph runs in."""
-        self._begun -= fragments
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
+        self._begun -= len(lanes)
         self._changed()
 
     def add(self, fragments: int) -> None:
@@ -90,6 +92,46 @@ class FragmentCredits:
     def watch(self, changed: Callable[[], None]) -> None:
         """Take the function to be called when credits come back."""
         self._changed = changed
+
+
+class LaneCredits(FragmentCredits):
+    """Credits of each lane by itself, for rounds of one fragment of every lane: none takes those of a slower one.
+
+    per_lane    fragments of a lane that may be begun and not yet done with
+    rounds      are told how many fragments a lane that is gone has given in all
+    """
+
+    wants_newest = True
+
+    def __init__(self, per_lane: int, rounds: FragmentRounds[Any]) -> None:
+        super().__init__(None)
+        self._per_lane, self._rounds = per_lane, rounds
+        self._held: Counter[int] = Counter()  # lane -> fragments begun and not done with
+
+    def admits(self, lane: CreditedLane) -> bool:
+        """True if the lane may take its next step; the first of a fragment takes a credit of the lane."""
+        if not lane.at_start or self._begun_by.get(lane.index) == lane.sequence:
+            return True
+        if self._held[lane.index] >= self._per_lane:
+            return False
+        self._held[lane.index] += 1
+        self._begun_by[lane.index] = lane.sequence
+        return True
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Have no round wait for a lane that gives no more than so many fragments in all."""
+        self._rounds.lane_gone(lane, fragments)
+
+    def release(self, lanes: Sequence[int]) -> None:
+        """Give back the credits of fragments, by their lanes. In the thread that the graph runs in."""
+        self._held.subtract(lanes)
+        self._changed()
+
+    def waits_for(self) -> Wait | None:
+        """What a lane that was refused waits for."""
+        return Wait(
+            "credits", "waits", f"are taken: {self._per_lane} fragments of every lane are begun and not given back"
+        )
 
 
 class AllGates:
@@ -166,17 +208,22 @@ class GateRelay:
         if self.gate is not None:
             self.gate.leave(lane)
 
-    def lane_set_aside(self, lane: int, fragments: int) -> None:
+    def lane_set_aside(self, lane: int, fragments: int, last: Any = None) -> Any:
         """Report that a lane was set aside after so many fragments: it is gone, unless the whole run comes to its end.
 
-        With it go all that were begun.
+        With it go all that were begun. Returns its last fragment; where it has none, `NoFragment` for a reader who may
+        wait for it in a round of every lane, else None.
         """
         if self.gate is not None and not self._environments.is_draining:
             self.gate.gone(lane, fragments)
+        return NoFragment(lane) if last is None and isinstance(self.gate, LaneCredits) else last
 
     def lane_finished(self, lane: int, fragments: int) -> None:
-        """Report that a lane has given all its fragments: it is gone where others, which have come later, go on."""
-        if not self._environments.has_fixed_lanes:
+        """Report that a lane has given all its fragments: it is gone where others go on.
+
+        Others do that where they have come later, and in rounds of every lane, in which empty fragments have no place.
+        """
+        if isinstance(self.gate, LaneCredits) or not self._environments.has_fixed_lanes:
             self.lane_set_aside(lane, fragments)
 
 
@@ -208,14 +255,33 @@ class LaneCounts(LaneListener):
         for stage in self._stages:
             stage.expect(int(not fills_a_vacancy))
         self._credits.add(self._fragments_per_lane)
-        self._rounds.size += int(not fills_a_vacancy)
+        self._rounds.lane_joined(lane.index, fills_a_vacancy)
 
     def lane_left(self, lane: Any, was_the_last: bool) -> None:
         """Give up the room of a lane that goes round for the last time; after the last lane, others are waited for."""
         self._credits.add(-self._fragments_per_lane)
         for stage in self._stages:
             stage.expect(int(was_the_last))
-        self._rounds.size -= int(not was_the_last)
+        self._rounds.lane_left(was_the_last)
+
+
+def credits_of(
+    environments: LaneSource, lag: LagBound, rounds: FragmentRounds[Any], prefetch: int
+) -> tuple[FragmentCredits, LaneCounts]:
+    """Credits for a loop over a rollout, and what keeps them and the rounds in step with lanes that come and go.
+
+    prefetch    rounds that it may run ahead of its reader; no more than `max_lag` under "pace"
+    """
+    lanes = range(environments.num_lanes)
+    if lag.max_lag is not None and lag.on_excess == "pace":
+        per_lane = 1 + min(prefetch, lag.max_lag)
+        rounds.every_lane = EveryLane(lanes)
+        credits: FragmentCredits = LaneCredits(per_lane, rounds)
+    else:
+        per_lane = 1 + prefetch
+        is_in_rounds = per_lane == 1 and environments.has_fixed_lanes
+        credits = FragmentCredits(len(lanes) * per_lane, first=lanes if is_in_rounds else ())
+    return credits, LaneCounts(credits, rounds, per_lane)
 
 
 def nobody() -> None:

@@ -2,24 +2,27 @@
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from rollflow.nodes.connectors.common.stateful_columns import TIME_RANK_ADDED
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import EnvToModulePipeline
-from rollflow.nodes.stages.credits import GateRelay
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ConnectorError
 from rollflow.stream.data.loss_ledger import Ledger
 from rollflow.stream.data.tree import Tree, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 
-L = TypeVar("L", Lane, MultiAgentLane)
+if TYPE_CHECKING:
+    from rollflow.nodes.stages.credits import GateRelay
+    from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
+    from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
+    from rollflow.stream.traces.fragment_trace import FragmentTrace
+
+L = TypeVar("L", Lane, "MultiAgentLane")
 P = TypeVar("P")
 
 
@@ -58,7 +61,7 @@ class CuttingStage(Generic[L, P]):
         num_lanes: int,
         num_fragments: int | None,
         ledger: Ledger | None,
-        relay: GateRelay | None = None,
+        relay: "GateRelay | None" = None,
     ) -> None:
         self._result = result
         self._ready: dict[int, P] = {}  # result of each lane at nearly every vector step
@@ -80,7 +83,7 @@ class CuttingStage(Generic[L, P]):
         self._ready.pop(lane.index, None)
         last = self._cut(lane.leave()) if was_under_way else None
         if self._relay is not None:
-            self._relay.lane_set_aside(lane.index, lane.sequence)
+            last = self._relay.lane_set_aside(lane.index, lane.sequence, last)
         return self._result(None, last)
 
     def _full(self, lane: L) -> P:
@@ -112,7 +115,11 @@ class CuttingStage(Generic[L, P]):
         """Take note of the cause that has ended the run."""
         self._ledger.end(cause)
 
-    def _cut(self, fragment: AnyFragment) -> AnyFragment:
+    def take_trace(self, name: str, trace: "FragmentTrace | None") -> None:
+        """Have the fragments that are cut be traced; None: no more."""
+        self._ledger.trace = trace
+
+    def _cut(self, fragment: "AnyFragment") -> "AnyFragment":
         self._ledger.cut(fragment)
         return fragment
 
@@ -142,7 +149,7 @@ class EnvToModule(CuttingStage[Lane, PreparedBatch]):
         num_fragments: int | None = None,
         metrics: Any = None,
         ledger: Ledger | None = None,
-        relay: GateRelay | None = None,
+        relay: "GateRelay | None" = None,
     ) -> None:
         super().__init__(PreparedBatch, num_lanes, num_fragments, ledger, relay)
         self.pipeline = pipeline

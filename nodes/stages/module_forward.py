@@ -1,30 +1,24 @@
-"""The forward pass: one lane at a time, or several ready lanes in one pass."""
+"""The forward pass: of one lane, or of several in one pass, whose output is kept until each lane has taken its rows."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from threading import get_ident
-from typing import Any, Generic, Protocol, TypeVar
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import anyio
-import anyio.to_thread
 import torch
 
+from rollflow.nodes.connectors.connector_v2 import Batch
+from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.flat_forward import FlatForward
 from rollflow.nodes.modules.policy_weights import PolicyWeights
 from rollflow.nodes.modules.torch_threads import TorchThreads
-from rollflow.nodes.stages.joint_output import joint_pass, note_batch
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import ModuleError
-from rollflow.stream.data.tree import leaves_of
-from rollflow.stream.doctor.stacks import stack_of_thread
-from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.data.errors import ModuleError, RollflowError, page_on
+from rollflow.stream.data.tree import leaves_of, map_tree
 from rollflow.stream.fragments.lane import Lane
-from rollflow.stream.graph.channel import Inlet, Outlet
-from rollflow.stream.graph.interrupts import interrupts
-from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.interrupts import breakable
 
-L = TypeVar("L")
-L_contra = TypeVar("L_contra", contravariant=True)
+if TYPE_CHECKING:
+    from rollflow.stream.doctor.waits import Wait
 
 _LOOK_EVERY = 16
 # What a rollout records itself, of which an output would be something else.
@@ -93,8 +87,10 @@ class ModuleForward:
         """The call in place of a pass that was broken off: the same pass again."""
         return self
 
-    def at_work(self, name: str) -> Iterator[Wait]:
+    def at_work(self, name: str) -> "Iterator[Wait]":
         """A pass, which may be the first, or be compiled."""
+        from rollflow.stream.doctor.waits import Wait  # a policy that acts alone has no doctor
+
         yield Wait(name, "call", "is in a forward pass", limit="compile" if self._is_compiled else None)
 
     def forward_lanes(self, lanes: Sequence[Lane]) -> None:
@@ -119,12 +115,7 @@ class ModuleForward:
         # A module that does it once does it always: to look at every pass would cost as much as a small operation.
         looks = self._passes % _LOOK_EVERY == 1
         versions = _versions(batch) if looks else None
-        with self._threads, self._inference_mode:
-            try:
-                interrupts.lets_through = True
-                output = self._forward(batch)
-            finally:
-                interrupts.lets_through = False
+        output = self._threads.run(self._pass, batch)
         if looks and versions != _versions(batch):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "
@@ -138,6 +129,14 @@ class ModuleForward:
         if looks:
             self._check_names(output)
         return output
+
+    def _pass(self, batch: dict[str, Any]) -> Any:
+        with self._inference_mode:
+            return self._call_module(batch)
+
+    @breakable
+    def _call_module(self, batch: dict[str, Any]) -> Any:
+        return self._forward(batch)
 
     def _check_names(self, output: Mapping[str, Any]) -> None:
         returned = f"{type(self.module).__name__}.{self._name} returned"
@@ -157,159 +156,101 @@ class ModuleForward:
         return "forward pass flat" if self._flat.reason is None else f"forward pass not flat: {self._flat.reason}"
 
 
-class LanesForward(Protocol[L_contra]):
-    """Forward passes over several lanes together, with one agent in each environment or several."""
-
-    def rows(self, lane: L_contra) -> int:
-        """Rows of a lane in a pass."""
-        ...
-
-    def forward_lanes(self, lanes: Sequence[L_contra]) -> None:
-        """Do the pass; each lane gets its rows of the output. May be called again for a pass that was broken off."""
-        ...
-
-
-class ReadyForward(Generic[L]):
-    """A node that runs the module over all lanes that are ready at a time, in one pass; it waits for none.
-
-    forward      the pass
-    max_batch    slots in one pass, at most
-    """
-
-    patience = None
-    completes_again = True  # a pass that was broken off is made again
-
-    def __init__(self, forward: LanesForward[L], *, max_batch: int) -> None:
-        self._forward = forward
-        self._max_batch = max_batch
-        self._ready: list[L] = []
-
-    def __call__(self, batches: L) -> L | None:
-        """Take a lane for the next pass."""
-        self._ready.append(batches)
-        return None
-
-    @property
-    def in_flight(self) -> int:
-        """Lanes that the next pass will be over."""
-        return len(self._ready)
-
-    def fileno(self) -> int:
-        """There is nothing to wait for."""
-        return -1
-
-    def completed(self) -> Iterator[L]:
-        """The lanes after a pass over them."""
-        ready = self._ready
-        while ready:
-            slots, count = self._forward.rows(ready[0]), 1
-            # A lane's slots go together, also where one came later that has more.
-            while count < len(ready) and (slots := slots + self._forward.rows(ready[count])) <= self._max_batch:
-                count += 1
-            lanes = ready[:count]
-            self._forward.forward_lanes(lanes)
-            del ready[:count]
-            yield from lanes
-
-    def describe(self) -> str:
-        """The bound of a pass, for `explain()`."""
-        return f"up to {self._max_batch} slots a pass"
-
-
-class GatheringForward(Generic[L]):
-    """A node that waits for what lanes are ready and runs the module over all of them in one pass.
-
-    forward      the pass
-    max_batch    slots in one pass, at most
-    max_wait     seconds to wait for further lanes once one is there
-    in_thread    run the pass in a worker thread, so that other lanes' environments step meanwhile
-    """
-
-    def __init__(
-        self, forward: LanesForward[L], *, max_batch: int, max_wait: float = 0.0, in_thread: bool = False
-    ) -> None:
-        self._forward = forward
-        self._max_batch = max_batch
-        self._max_wait = max_wait
-        self._in_thread = in_thread
-        self._passes = 0
-        self._begun: tuple[int, int] | None = None  # when the pass under way began, in ns, and its thread
-
-    async def run(self, batches: Inlet[L], outputs: Outlet[L]) -> None:
-        """Gather, pass, split, until no more lanes come."""
-        waiting: L | None = None  # came last, but did not fit into the pass before
-        async for first in batches:
-            waiting = first
-            while waiting is not None:
-                lanes, waiting = await self._gather(waiting, batches)
-                if self._in_thread:
-                    await anyio.to_thread.run_sync(self._pass, lanes)
-                else:
-                    self._pass(lanes)
-                for lane in lanes:
-                    await outputs.send(lane)
-
-    def at_work(self, name: str) -> Iterator[Wait]:
-        """The pass under way."""
-        begun = self._begun
-        if begun is not None:
-            age_s, stack = (clock() - begun[0]) / 1e9, partial(stack_of_thread, begun[1])
-            calls = self._passes
-            yield Wait(name, "call", "is in a forward pass", (), begun, age_s, calls, stack=stack)
-
-    def _pass(self, lanes: Sequence[L]) -> None:
-        self._begun = clock(), get_ident()
-        try:
-            self._forward.forward_lanes(lanes)
-        finally:
-            self._begun = None
-        self._passes += 1
-
-    def describe(self) -> str:
-        """The bounds of a pass, for `explain()`."""
-        return f"up to {self._max_batch} slots a pass, waits {self._max_wait * 1e3:g} ms"
-
-    async def _gather(self, first: L, batches: Inlet[L]) -> tuple[list[L], L | None]:
-        lanes, slots = [first], self._forward.rows(first)
-        with anyio.move_on_after(self._max_wait):
-            while slots < self._max_batch:
-                try:
-                    lane = batches.receive_nowait()
-                except anyio.WouldBlock:
-                    if self._max_wait == 0.0:
-                        break
-                    try:
-                        lane = await batches.receive()
-                    except anyio.EndOfStream:
-                        break
-                except anyio.EndOfStream:
-                    break
-                slots += self._forward.rows(lane)
-                if slots > self._max_batch:
-                    return lanes, lane
-                lanes.append(lane)
-        return lanes, None
-
-
-def joint_forward(
-    forward: LanesForward[L], largest: int, max_batch: int | None, max_wait: float, *, in_thread: bool
-) -> ReadyForward[L] | GatheringForward[L] | None:
-    """The node that does passes over several lanes; None: every lane has passes of its own.
-
-        largest    slots of the largest lane
-
-    Raises ValueError where a lane does not fit into a pass.
-    """
-    if max_batch is None and not in_thread:
-        return None
-    if max_batch is not None and max_batch < largest:
-        raise ValueError(f"max_batch is {max_batch}, expected at least {largest}: a lane's slots go together")
-    if not max_wait and not in_thread and max_batch is not None:
-        return ReadyForward(forward, max_batch=max_batch)
-    return GatheringForward(forward, max_batch=max_batch or largest, max_wait=max_wait, in_thread=in_thread)
-
-
 def _versions(batch: dict[str, Any]) -> list[int]:
     """The number of changes in place that each tensor has seen."""
     tensors = (tensor for tensor in batch.values() if type(tensor) is torch.Tensor)
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+class JointOutput:
+    """Output of a pass over several lanes, each of which has a `LaneOutput` of it.
+
+    output         column -> tree of tensors `any[K, ...]`, the rows of one lane after those of another
+    sizes          rows of each lane; K in all
+    shared_data    of each lane
+
+    Actions are made of it for all of them together where that can be; that costs little more than for one.
+    """
+
+    def __init__(self, output: Batch, sizes: Sequence[int], shared_data: Sequence[dict[str, Any]]) -> None:
+        self.output = output
+        self._sizes, self._shared_data = sizes, shared_data
+        self._acted: Batch | None = None
+        self._has_tried = False
+
+    def parts(self) -> list["LaneOutput"]:
+        """Each lane's, in their order."""
+        ends = accumulate(self._sizes)
+        return [LaneOutput(self, end - size, end) for size, end in zip(self._sizes, ends, strict=True)]
+
+    def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
+        """Actions and all else that the pipeline makes of all of it; None where it is to be run for each lane alone."""
+        if not self._has_tried:
+            self._has_tried = True
+            self._acted = pipeline.run_jointly(module, self.output, self._sizes, explore, self._shared_data)
+        return self._acted
+
+
+class LaneOutput(NamedTuple):
+    """Rows of one lane in a joint output, from `begin` to `end`."""
+
+    joint: JointOutput
+    begin: int
+    end: int
+
+    def rows(self) -> Batch:
+        """The output's rows: column -> tree of tensors `any[N, ...]`."""
+        columns = self.joint.output.items()
+        return {name: map_tree(lambda leaf: leaf[self.begin : self.end], column) for name, column in columns}
+
+    def acted(self, pipeline: ModuleToEnvPipeline, module: Any, explore: bool) -> Batch | None:
+        """The rows of what the pipeline makes for all lanes; None where it is to be run over these alone."""
+        acted = self.joint.acted(pipeline, module, explore)
+        return None if acted is None else {name: array[self.begin : self.end] for name, array in acted.items()}
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """The rows of one batch after those of another, column -> tree of tensors `any[K, ...]`.
+
+    Raises ModuleError where their columns differ.
+    """
+    names = batches[0].keys()
+    if any(batch.keys() != names for batch in batches):
+        columns = "; ".join(sorted({str(sorted(batch)) for batch in batches}))
+        raise ModuleError(f"lanes that go into one forward pass have batches of {columns}, expected the same columns")
+    return {
+        name: torch.cat([batch[name] for batch in batches])
+        if type(column) is torch.Tensor
+        else map_tree(lambda *parts: torch.cat(parts), *(batch[name] for batch in batches))
+        for name, column in batches[0].items()
+    }
+
+
+def joint_pass(
+    forward: Callable[[Batch], Batch],
+    batches: Sequence[Batch],
+    sizes: Sequence[int],
+    shared_data: Sequence[dict[str, Any]],
+    where: str,
+) -> Sequence[Any]:
+    """Do one forward pass over the batches of several lanes; each lane's part of the output, of one lane all of it.
+
+    sizes, shared_data    of each lane, as `JointOutput` takes them
+    where                 the lanes, for a note on an error
+    """
+    batch: Batch = {}
+    try:
+        batch = joined(batches)
+        output = forward(batch)
+    except Exception as error:
+        note_batch(error, where, batch)
+        raise
+    return [output] if len(batches) == 1 else JointOutput(output, sizes, shared_data).parts()
+
+
+def note_batch(error: Exception, where: str, batch: Batch) -> None:
+    """Add a note to an error of a forward pass: where it was raised, the shapes of its batch, the page that helps."""
+    shapes = {name: map_tree(lambda leaf: list(leaf.shape), column) for name, column in batch.items()}
+    columns = ", ".join(f"'{name}' {shape}" for name, shape in shapes.items())
+    page = "" if isinstance(error, RollflowError) else f"; {page_on('module')}"
+    error.add_note(f"{where}, batch: {columns}{page}")

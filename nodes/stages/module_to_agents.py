@@ -36,9 +36,11 @@ class ModuleToAgents:
     def __call__(self, outputs: MultiAgentLane) -> MultiAgentLane:
         """Work out the actions of all agents that are to act."""
         lane = outputs
-        with self._threads:
-            lane.actions = [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]
+        lane.actions = self._threads.run(self._all_actions, lane)
         return lane
+
+    def _all_actions(self, lane: MultiAgentLane) -> list[tuple[Slots | None, Tree]]:
+        return [self._actions(lane, *each) for each in zip(lane.parts, self.pipelines, strict=True)]
 
     def _actions(
         self, lane: MultiAgentLane, part: AgentLane, pipeline: ModuleToEnvPipeline

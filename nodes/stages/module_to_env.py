@@ -7,7 +7,7 @@ import gymnasium as gym
 from rollflow.nodes.connectors.connector_v2 import Batch
 from rollflow.nodes.connectors.pipelines.default_pipelines import ModuleToEnvPipeline
 from rollflow.nodes.modules.torch_threads import TorchThreads
-from rollflow.nodes.stages.joint_output import LaneOutput
+from rollflow.nodes.stages.module_forward import LaneOutput
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
@@ -47,9 +47,8 @@ class ModuleToEnv:
         """Work out the actions for the lane's environments."""
         lane = outputs
         try:
-            with self._threads:
-                batch = acted(self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
-            lane.batch = batch
+            act = self._threads.run
+            lane.batch = batch = act(acted, self.pipeline, lane.batch, lane.episodes, lane.shared_data, self._context)
             if lane.index not in self._checked:
                 self._checked.add(lane.index)
                 check_first_actions(batch, lane.layout.action_space, self._env_space, lane.layout.num_slots)

@@ -2,23 +2,18 @@
 
 from typing import Any
 
-import torch
-
-from rollflow.nodes.connectors.module_to_env.get_actions import RACES
 from rollflow.nodes.env.environments import Environments
 from rollflow.nodes.env.multi_agent.agent_environments import AgentEnvironments
 from rollflow.nodes.env.workers.thread_environments import ThreadEnvironments
-from rollflow.nodes.modules.distribution import Races
 from rollflow.nodes.stages.agent_forward import AgentForward
 from rollflow.nodes.stages.agents_to_module import AgentsToModule
 from rollflow.nodes.stages.env_to_module import EnvToModule
-from rollflow.nodes.stages.module_forward import GatheringForward, ModuleForward, ReadyForward
+from rollflow.nodes.stages.joint_forward import GatheringForward, ReadyForward
+from rollflow.nodes.stages.module_forward import ModuleForward
 from rollflow.nodes.stages.module_to_agents import ModuleToAgents
 from rollflow.nodes.stages.module_to_env import ModuleToEnv
-from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.graph import Graph
-from rollflow.stream.graph.seeding import generator_for, seed_for
 
 STAGES = ("env", "env_to_module", "module", "module_to_env")  # of a ring whose forward pass waits for no other lanes
 
@@ -48,20 +43,6 @@ def ring_of(
         graph.connect("module", "module_to_env", capacity=lanes)
     graph.connect("module_to_env", "env", feedback=True)
     return graph
-
-
-def seed_lane(lane: Lane, seed: int) -> None:
-    """Give a lane the generators that its actions are sampled with."""
-    lane.shared_data |= sampling_data(lane.index, seed, "module")
-
-
-def sampling_data(lane: int, seed: int, name: str) -> dict[str, Any]:
-    """Entries of a lane's `shared_data` that a module of this name samples its actions with."""
-    return {
-        "lane": lane,
-        "generator": torch.Generator().manual_seed(seed_for(seed, name, lane)),
-        RACES: Races(generator_for(seed, name, lane)),
-    }
 
 
 def _passed_on(batches: Any) -> Any:

@@ -1,29 +1,83 @@
 """Rounds: one fragment of every lane, taken from the ring and handed to the reader of a loop."""
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 
-from rollflow.nodes.stages.argument_checks import check_flags
+from rollflow.nodes.argument_checks import check_flags
+from rollflow.nodes.metrics.fragment_checks import FragmentChecks
 from rollflow.stream.data.errors import RunError
 from rollflow.stream.fragments.episode_collector import EpisodeCollector
-from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.interrupts import was_forced
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
 F = TypeVar("F", bound=AnyFragment)
 T = TypeVar("T")
 
 
+class NoFragment(NamedTuple):
+    """Word in place of a fragment that a lane, gone for good, does not give any more."""
+
+    lane: int
+
+
+class EveryLane:
+    """Lanes whose rounds have one fragment of each, however much sooner one of them gives its next.
+
+    lanes    at first
+    """
+
+    def __init__(self, lanes: Iterable[int]) -> None:
+        self.lanes = set(lanes)
+        self._gone: dict[int, int] = {}  # lane -> fragments that it gives in all
+        self._given: dict[int, int] = {}  # lane -> those that have come
+        self._present: set[int] = set()  # in the round
+        self._early: dict[int, deque[Any]] = {}  # lane -> fragments of later rounds
+
+    @property
+    def are_complete(self) -> bool:
+        """True if the round has a fragment of every lane that gives more."""
+        # Copies, each made at once: the ring's thread adds lanes to both.
+        over = {lane for lane, total in self._gone.copy().items() if self._given.get(lane, 0) >= total}
+        return bool(self._present) and not self.lanes.copy() - over - self._present
+
+    def gone(self, lane: int, fragments: int) -> None:
+        """Wait for no more than so many fragments of a lane. From any thread."""
+        self._gone[lane] = fragments
+
+    def come(self, lane: int, sequence: int) -> None:
+        """Take note that a fragment of this number has come."""
+        self._given[lane] = sequence + 1
+
+    def takes(self, fragment: Any) -> bool:
+        """True if the fragment is in this round; one of a later round is kept for it."""
+        lane = fragment.lane
+        if lane in self._present:
+            self._early.setdefault(lane, deque()).append(fragment)
+            return False
+        self._present.add(lane)
+        return True
+
+    def next_round(self) -> list[Any]:
+        """Begin the next round: the fragments of it that have come already, of each lane its oldest."""
+        self._present = set(self._early)
+        begun = [waiting.popleft() for waiting in self._early.values()]
+        self._early = {lane: waiting for lane, waiting in self._early.items() if waiting}
+        return begun
+
+
 class FragmentRounds(Generic[F]):
-    """Takes fragments from the ring a round at a time, one for every lane, and hands them out.
+    """Takes fragments from the ring a round at a time, as many as there are lanes, and hands them out.
 
         size       fragments in a round
         collector  makes whole episodes of them; None: it can't be asked for those
     lag        leaves out what is too old: when it comes, and again when it is handed out
         returns    called with every fragment
 
+        every_lane      has each round be of one fragment of every lane; None: of the first that come
+        checks          find silent faults in fragments
         handed_steps    transitions handed out
         error           that ended the ring; None: none did
         is_gathered     True if the round has all the fragments that it gets, and not all of them are handed out
@@ -35,15 +89,18 @@ class FragmentRounds(Generic[F]):
     def __init__(
         self, size: int, lag: Any, returns: Callable[[F], None], collector: EpisodeCollector | None = None
     ) -> None:
-        self.size, self.collector = size, collector
+        self.collector = collector
+        self.every_lane: EveryLane | None = None
+        self.checks = FragmentChecks()
         self.handed_steps = 0
         self.is_gathered = False
         self._failure: str | None = None  # why no more rounds come
         self.error: Exception | None = None
+        self._size = size
         self._lag = lag
         self._returns = returns
         self._waiting: deque[F] = deque()
-        self._taken = 0  # of the ring, and not given back
+        self._taken: list[int] = []  # lanes of the round's fragments, which are not given back
         self._again: list[Any] = []  # what was handed out and is to be handed out again, first of all
         self._completes: bool | None = None  # whether whole episodes are handed out; None: nothing has been
 
@@ -53,30 +110,66 @@ class FragmentRounds(Generic[F]):
         return not (self._waiting or self._again)
 
     @property
+    def ready(self) -> list[Any]:
+        """Fragments of the round that have not been handed out."""
+        return [*self._again, *self._waiting]
+
+    @property
     def is_full(self) -> bool:
         """True if the round has all its fragments."""
-        return len(self._waiting) >= self.size
+        return len(self._waiting) >= self._size if self.every_lane is None else self.every_lane.are_complete
 
-    def give_back(self, release: Callable[[int], None]) -> None:
+    def lane_joined(self, lane: int, fills_a_vacancy: bool) -> None:
+        """Have rounds of a lane more; one that fills a vacancy is counted already. From any thread."""
+        self._size += int(not fills_a_vacancy)
+        if self.every_lane is not None:
+            self.every_lane.lanes.add(lane)
+
+    def lane_left(self, was_the_last: bool) -> None:
+        """Have rounds of a fragment less, unless no lane is left: then others are waited for. From any thread."""
+        self._size -= int(not was_the_last)
+
+    def lane_gone(self, lane: int, fragments: int) -> None:
+        """Take note that a lane gives so many fragments in all. From any thread."""
+        if self.every_lane is not None:
+            self.every_lane.gone(lane, fragments)
+
+    def give_back(self, release: Callable[[Sequence[int]], None]) -> None:
         """Let the ring go on: the reader is done with the round before."""
-        taken, self._taken = self._taken, 0
+        taken, self._taken = self._taken, []
         if taken:
             release(taken)
+        if self.every_lane is not None:
+            for fragment in self.every_lane.next_round():
+                self._append(fragment)
 
-    def take(self, fragment: F, release: Callable[[int], None]) -> None:
-        """Take a fragment of the ring; one that is empty, or too old, is given back at once."""
+    def note(self, fragment: F) -> None:
+        """Count a fragment, also one that goes elsewhere."""
         self._returns(fragment)
-        if not fragment.is_empty and self._lag.admits(fragment):
-            self._waiting.append(fragment)
-            self._taken += 1
-        else:
-            release(1)
+        self.checks(fragment)
 
-    def gather(self, take: Callable[[], F | None], release: Callable[[int], None]) -> None:
+    def take(self, fragment: F | NoFragment, release: Callable[[Sequence[int]], None]) -> None:
+        """Take a fragment of the ring; one that is empty, or too old, is given back at once."""
+        if isinstance(fragment, NoFragment):
+            return
+        self.note(fragment)
+        every = self.every_lane
+        if every is not None:
+            every.come(fragment.lane, fragment.sequence)
+        if fragment.is_empty or not self._lag.admits(fragment):
+            release([fragment.lane])
+        elif every is None or every.takes(fragment):
+            self._append(fragment)
+
+    def _append(self, fragment: F) -> None:
+        self._waiting.append(fragment)
+        self._taken.append(fragment.lane)
+
+    def gather(self, take: Callable[[], F | NoFragment | None], release: Callable[[Sequence[int]], None]) -> None:
         """Take the fragments of a round, or those that are missing where this was interrupted before.
 
         take       gives the next fragment; None: no more come
-        release    lets the ring make so many fragments more
+        release    gives lanes back a fragment each, of which they may make another
 
         Raises what `take` raises, and RunError after it has raised, or after Ctrl-C broke off what can't be done again.
         """
@@ -89,18 +182,20 @@ class FragmentRounds(Generic[F]):
                 self.take(fragment, release)
             self.is_gathered = True
         except KeyboardInterrupt:
-            if interrupts.is_forced:
+            if was_forced():
                 self._failure = "Ctrl-C came twice, and broke off what can't be done again"
             raise
 
-    def _next(self, take: Callable[[], F | None]) -> F | None:
+    def _next(self, take: Callable[[], F | NoFragment | None]) -> F | NoFragment | None:
         try:
             return take()
         except Exception as error:
             self._failure, self.error = f"it has failed with {type(error).__name__}: {error}", error
             raise
 
-    async def gather_async(self, receive: Callable[[], Awaitable[F]], release: Callable[[int], None]) -> None:
+    async def gather_async(
+        self, receive: Callable[[], Awaitable[F | NoFragment]], release: Callable[[Sequence[int]], None]
+    ) -> None:
         """Take the fragments of a round in an event loop; `receive` raises `anyio.EndOfStream` where no more come."""
         if self.is_empty:
             self.give_back(release)

@@ -18,6 +18,8 @@ class LagBound:
                  once per batch; one that is older nonetheless raises LagError
 
     dropped_fragments, dropped_steps    what was left out so far
+    is_asked                            True to have the age of the next fragment looked at, also without a bound
+    last                                age of the fragment that was looked at last; None: none was
     """
 
     also = ""  # further advice in the error, where none may be older
@@ -28,6 +30,8 @@ class LagBound:
         self.on_excess: OnExcess = on_excess
         self.dropped_fragments = 0
         self.dropped_steps = 0
+        self.is_asked = False
+        self.last: int | None = None
         self._weights = weights
 
     def lag(self, fragment: Any) -> int:
@@ -36,11 +40,22 @@ class LagBound:
         version: int = fragment.policy_version
         return max(0, self._weights.version - version)  # another place may know of a version a moment sooner
 
+    def versions(self) -> dict[Any, int]:
+        """Module -> policy version published last; "" stands for the only module."""
+        assert self._weights is not None
+        return {"": self._weights.version}
+
+    def look_at(self, fragment: Any) -> None:
+        """Look at the age of a fragment, if that is asked for: it takes a pass over a column."""
+        if self.is_asked:
+            self.is_asked, self.last = False, self.lag(fragment)
+
     def admits(self, fragment: Any) -> bool:
         """True if the fragment is fresh enough for a learner; others are counted. Raises LagError under "pace"."""
         if self.max_lag is None:
+            self.look_at(fragment)
             return True
-        lag = self.lag(fragment)
+        self.last = lag = self.lag(fragment)
         if lag <= self.max_lag:
             return True
         if self.on_excess == "pace":

@@ -3,8 +3,9 @@
 Names are imported when they are first asked for: a shelf needs no web framework.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from rollflow.policy.serving.http_server import HttpServer
@@ -23,10 +24,4 @@ _HOMES = {
     "Watcher": "watch",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"rollflow.policy.serving.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

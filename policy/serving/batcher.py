@@ -58,6 +58,7 @@ class Batcher:
         self._book = SessionBook(policy, max_sessions, idle_after)
         self._waiting: deque[ActRequest] = deque()
         self._changed = threading.Condition()
+        self._acting = threading.Lock()
         self._is_closing = False
         self._weights = 0
         self._thread = threading.Thread(target=self._run, name=f"rollflow batches of {version}", daemon=True)
@@ -102,10 +103,17 @@ class Batcher:
             if len(self._waiting) == 1 or len(self._waiting) >= self._max_batch:
                 self._changed.notify()
 
-    def publish(self, weights: Any) -> int:
-        """Have the next batch use these weights, a `state_dict()`; the policy version that they get."""
-        self._weights = int(self.policy.publish(weights))
-        return self._weights
+    def publish(self, weights: Any, version: int | None = None) -> int:
+        """Have the next batch use these weights, a `state_dict()`; the policy version that answers have for them.
+
+            version    None: the next one of the policy's own
+
+        Raises ModuleError for weights that are not the module's.
+        """
+        with self._acting:  # an answer has the version of the weights that it was chosen with
+            own = int(self.policy.publish(weights))
+            self._weights = own if version is None else version
+            return self._weights
 
     def forget(self, session: Hashable) -> bool:
         """Release a session's memory before the next batch; False where it has none."""
@@ -172,19 +180,20 @@ class Batcher:
         sessions = self._book.enter(batch)
         rewards = np.array([request.reward for request in batch], np.float32)
         try:
-            actions = self.policy.act_batch(
-                stack_trees([request.observation for request in batch]),
-                None if np.isnan(rewards).all() else rewards,
-                sessions,
-            )
+            with self._acting:
+                weights = self._weights
+                actions = self.policy.act_batch(
+                    stack_trees([request.observation for request in batch]),
+                    None if np.isnan(rewards).all() else rewards,
+                    sessions,
+                )
         except Exception as error:
             _log.exception("a batch of %d failed; its sessions are lost", len(batch))
             self.tally.failed.add(len(batch))
             self._book.lose(batch)
             return [error] * len(batch)
         made: list[Outcome] = [
-            Acted(tree_at(actions, row), self.version, self._weights, request.number)
-            for row, request in enumerate(batch)
+            Acted(tree_at(actions, row), self.version, weights, request.number) for row, request in enumerate(batch)
         ]
         self._book.note(batch, made)
         return made

@@ -32,6 +32,7 @@ from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream.data.tree import Tree
 
 TIDY_SECONDS = 5.0
+_SCHEMES = b"Bearer ", b"Api-Key "  # the second one as openpi's clients have it
 _FIELDS = {"observation", "reward", "session", "begins", "number", "version"}
 
 
@@ -142,7 +143,7 @@ class HttpFront:
             WebSocketRoute("/v1/policies/{name}/stream", self._stream),
         ]
         if self._openpi_for is not None:
-            routes.append(WebSocketRoute("/", self._openpi))
+            routes += [WebSocketRoute("/", self._openpi), Route("/healthz", self._health)]
         return Starlette(routes=routes, lifespan=self._tidying)
 
     @asynccontextmanager
@@ -178,7 +179,7 @@ class HttpFront:
         if self._secret is None:
             return
         shown = connection.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(shown, b"Bearer " + self._secret):
+        if not any(hmac.compare_digest(shown, scheme + self._secret) for scheme in _SCHEMES):
             raise UnprovedError("expected the header 'Authorization: Bearer SECRET' with this server's secret")
 
     async def _health(self, _: Request) -> Response:

@@ -10,6 +10,8 @@ from gymnasium import spaces
 from rollflow.policy.serving.request import RequestError
 from rollflow.stream.data.tree import Tree
 
+_NUMBERS = "biuf"  # kinds of their dtypes
+
 
 def item_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, ...] = ()) -> Tree:
     """An item of the space, a tree of arrays dtype[...] in the space's dtypes, out of what a client wrote.
@@ -90,8 +92,9 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
         array = np.asarray(value)
     except ValueError:  # lists of several lengths
         raise RequestError(f"{field} is a ragged list, {expected}") from None
-    if array.dtype.kind not in "biuf":
-        raise RequestError(f"{field} is {_kind(value)}, {expected}")
+    if array.dtype.kind not in _NUMBERS:
+        where, part = _not_a_number(value, field)
+        raise RequestError(f"{where} is {_kind(part)}, {expected}{'' if where == field else f' for {field}'}")
     if array.shape != shape:
         raise RequestError(f"{field} has shape {list(array.shape)}, {expected}")
     made = array.astype(space.dtype)
@@ -105,6 +108,14 @@ def _array_from(space: gym.Space[Any], value: Any, field: str, lead: tuple[int, 
     elif not isinstance(space, spaces.Box) and not space.contains(made[()] if not made.ndim else made):
         raise RequestError(f"{field} is {array.tolist()}, expected an item of {space}")
     return made[()] if not made.ndim else made
+
+
+def _not_a_number(value: Any, field: str) -> tuple[str, Any]:
+    """Place and value of the first item within nested lists that is no number."""
+    for place, item in enumerate(value if isinstance(value, list | tuple) else ()):
+        if np.asarray(item).dtype.kind not in _NUMBERS:
+            return _not_a_number(item, f"{field}[{place}]")
+    return field, value
 
 
 def _kind(value: Any) -> str:

@@ -1,8 +1,5 @@
 """`PolicyServer`: serves a shelf of policies to `PolicyClient`s, by rollflow's own protocol."""
 
-import logging
-import secrets
-import socket
 import ssl
 import threading
 from collections import deque
@@ -19,51 +16,32 @@ from rollflow.policy.serving.items import check_items
 from rollflow.policy.serving.request import Acted, ActRequest, ClientSession, Outcome, RequestError
 from rollflow.policy.serving.shelf import Shelf
 from rollflow.stream import wire
-from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.data.errors import WireError, error_field
 from rollflow.stream.data.space_codec import describe_space
 from rollflow.stream.data.tree import Tree, stack_trees, tree_at
-from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.request_clients import (
+    MOST_STRANGERS,
+    ClientPeer,
+    RequestClient,
+    RequestClients,
+    ServerOptions,
+)
 from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted
-from rollflow.stream.net.transport import check_server_tls, transport_for
+from rollflow.stream.net.transport import check_server_tls
 from rollflow.stream.wire.codec.rows import check_numbers
 from rollflow.stream.wire.codec.spaces import placed
 
-logger = logging.getLogger(__name__)
-
 SERVING_LIMITS = wire.Limits(max_frame=1 << 24, undelivered=1 << 25)
-_MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _TIDY_S = 5.0
 _GOODBYE_S = 1.0
 _DRAIN_S = 30.0
 
 
 @dataclass(eq=False)
-class _Client:
-    """A client that has proved itself; it may come back by another connection until `grace_s` is over.
-
-    peer       its newest connection
-    lost_at    when that was lost; None: it is there
-    """
-
-    name: str
-    session: wire.ServerSession
-    peer: "_ClientPeer"
-    lost_at: float | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _ClientPeer(Peer[wire.ServerConnection]):
-    """Connection of a client; `client` is None until it has been taken in."""
-
-    client: _Client | None = None
-
-
-@dataclass(eq=False)
 class _Pending:
     """A request whose observations are being acted on; `outcomes` has one for each place, None: it is under way."""
 
-    client: _Client
+    client: RequestClient
     number: int
     outcomes: list[Outcome | None] = field(default_factory=list)
     left: int = 0
@@ -100,18 +78,22 @@ class PolicyServer:
         window: int = 256,
     ) -> None:
         check_server_tls(tls)
-        address, self._secret = wire.parse_address(listen), secret_bytes(secret)
-        wire.check_secret(address, self._secret)
-        self._shelf, self._tls, self._limits = shelf, tls, limits or SERVING_LIMITS
-        self._max_clients, self._window = max_clients, window
-        self._clients: dict[bytes, _Client] = {}
+        address, known = wire.parse_address(listen), secret_bytes(secret)
+        wire.check_secret(address, known)
+        self._shelf = shelf
         self._answered: deque[Sequence[tuple[tuple[_Pending, int], Outcome]]] = deque()  # by the threads that act
         self._policies: tuple[tuple[tuple[str, str], ...], dict[str, Any]] = (), {}
         self._closing = threading.Event()
         self._sockets = listen_on(address)
         self.address = str(address_of(self._sockets[0]))
-        self._loop: SocketLoop[_ClientPeer] = SocketLoop(self, max_strangers=_MOST_STRANGERS)
-        self._loop.listen(self._sockets, self)
+        self._loop: SocketLoop[ClientPeer] = SocketLoop(self, max_strangers=MOST_STRANGERS)
+        options = ServerOptions(
+            known, tls, limits or SERVING_LIMITS, software(), wire.ServerConnection, max_clients, window
+        )
+        self._clients = RequestClients(
+            self._loop, options, lambda client: self._shelf.forget_client(client.session.token)
+        )
+        self._loop.listen(self._sockets, self._clients)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._run, "rollflow serves policies"), (self._tidy, "rollflow tidies policies"))
@@ -150,7 +132,7 @@ class PolicyServer:
                 self._turn(None)
             self._loop.stop_listening()
             until = monotonic() + _DRAIN_S
-            while any(each.session.num_under_way for each in self._clients.values()) and monotonic() < until:
+            while any(each.session.num_under_way for each in self._clients) and monotonic() < until:
                 self._turn(until)  # requests that come now are another server's
             for peer in self._loop.peers:
                 peer.connection.goodbye("the server is closing")
@@ -169,8 +151,7 @@ class PolicyServer:
         if self._policies[0] != versions:
             self._policies = versions, {name: self._described(name) for name in self._shelf.names}
             self._loop.send(self._tell)
-        overdue = [each.lost_at + self._limits.grace_s for each in self._clients.values() if each.lost_at is not None]
-        ready = self._loop.wait_until(until, min(overdue, default=None))
+        ready = self._loop.wait_until(until, self._clients.due)
         now = monotonic()
         self._loop.serve(ready, now)
         self._loop.tick(now)
@@ -178,11 +159,9 @@ class PolicyServer:
             for (pending, place), outcome in self._answered.popleft():
                 pending.outcomes[place] = outcome
                 self._settle(pending, 1)
-        for client in [each for each in self._clients.values() if each.lost_at is not None]:
-            if client.lost_at is not None and now >= client.lost_at + self._limits.grace_s:
-                self._forget(client)
+        self._clients.tick(now)
 
-    def _tell(self, peer: _ClientPeer) -> None:
+    def _tell(self, peer: ClientPeer) -> None:
         """Tell a client which policies there are."""
         if peer.client is not None and peer.connection.phase is wire.ConnectionPhase.RUNNING:
             peer.connection.tell(wire.Settings({"policies": self._policies[1]}))
@@ -197,7 +176,7 @@ class PolicyServer:
             "has_memory": newest.has_memory,
         }
 
-    def _take(self, client: _Client, act: wire.Act) -> None:
+    def _take(self, client: RequestClient, act: wire.Act) -> None:
         """Have the observations of a request acted on."""
         count = len(act.sessions)
         pending = _Pending(client, act.number, [None] * count, count)
@@ -241,46 +220,19 @@ class PolicyServer:
         pending.left -= count
         if pending.left:
             return
-        client = pending.client
         acted = _answer_of(pending.number, pending.outcomes)
-        connection = client.peer.connection
-        try:
-            try:
-                connection.answer(acted)
-            except WireError as error:
-                if error.code == "undelivered":
-                    raise
-                connection.answer(_answer_of(pending.number, [error] * len(pending.outcomes)))
-        except WireError as error:
-            self._loop.fail(client.peer, error, monotonic())
-        else:
-            self._loop.peers.write(client.peer)
-
-    def _forget(self, client: _Client) -> None:
-        """Know a client no longer, nor its sessions."""
-        if self._clients.get(client.session.token) is client:
-            del self._clients[client.session.token]
-            self._shelf.forget_client(client.session.token)
+        count = len(pending.outcomes)
+        self._clients.answer(pending.client, acted, lambda error: _answer_of(pending.number, [error] * count))
 
     # What the loop asks for
 
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> _ClientPeer:
-        """Peer of a socket with a client at its other end, which has to prove itself."""
-        nonce = secrets.token_bytes(wire.NONCE_BYTES)
-        connection = wire.ServerConnection(
-            software=software(), nonce=nonce, secret=self._secret, limits=self._limits, now=now
-        )
-        return _ClientPeer(transport_for(sock, connection, self._tls, dialled=None), connection, where)
-
-    def handle(self, peer: _ClientPeer, event: wire.Message, now: float) -> None:
+    def handle(self, peer: ClientPeer, event: wire.Message, now: float) -> None:
         """Take a message of a client."""
-        if isinstance(event, wire.Hello):
-            self._take_in(peer, event)
-        elif (client := peer.client) is None or client.peer is not peer:
+        client = self._clients.take(peer, event)
+        if client is None:
             return
-        elif isinstance(event, wire.Goodbye):
-            self._loop.drop(peer)
-            self._forget(client)
+        if isinstance(event, wire.Hello):
+            self._tell(peer)
         elif isinstance(event, wire.Act):
             self._take(client, event)
         elif isinstance(event, wire.Release):
@@ -288,40 +240,9 @@ class PolicyServer:
                 if event.policy in self._shelf.names:
                     self._shelf.forget(event.policy, ClientSession(client.session.token, name))
 
-    def fail(self, peer: _ClientPeer, error: Exception, now: float) -> None:
+    def fail(self, peer: ClientPeer, error: Exception, now: float) -> None:
         """Refuse a client that something has failed for; it may come back."""
-        code = error.code if isinstance(error, WireError) else "message"
-        reason = str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
-        peer.connection.refuse(code, reason)
-        client = peer.client
-        if client is None:
-            logger.warning("a connection from %s is refused: %s", peer.where, quoted(reason))
-        elif client.peer is peer and client.lost_at is None:
-            client.lost_at = now
-            logger.info("client %s at %s is lost: %s", quoted(client.name), peer.where, quoted(reason))
-
-    def _take_in(self, peer: _ClientPeer, hello: wire.Hello) -> None:
-        """Take in a client that has proved itself: a new one, or one that comes back. Raises WireError if too many."""
-        client = self._clients.get(hello.session)
-        if client is None:
-            self._make_room()
-            client = _Client(hello.name, wire.ServerSession(hello.session, self._window), peer)
-            peer.connection.welcome(client.session)
-            self._clients[hello.session] = client
-        else:
-            peer.connection.welcome(client.session)
-            older, client.peer, client.lost_at = client.peer, peer, None
-            self._loop.drop(older)
-        peer.client = client
-        self._tell(peer)
-
-    def _make_room(self) -> None:
-        if len(self._clients) < self._max_clients:
-            return
-        lost = [each for each in self._clients.values() if each.lost_at is not None]
-        if not lost:
-            raise WireError(f"{self._max_clients} clients are served already, expected fewer", "busy")
-        self._forget(min(lost, key=lambda each: each.lost_at or 0.0))
+        self._clients.fail(peer, error, now)
 
     def _tidy(self) -> None:
         while not self._closing.wait(_TIDY_S):
@@ -332,7 +253,7 @@ def _answer_of(number: int, outcomes: Sequence[Outcome | None]) -> wire.Acted:
     """The answer to a request with these outcomes, one for each observation."""
     acted = [(place, each) for place, each in enumerate(outcomes) if isinstance(each, Acted)]
     refused = [
-        [place, getattr(each, "status", 500), _text_of(each)]
+        [place, getattr(each, "status", 500), error_field(each)]
         for place, each in enumerate(outcomes)
         if isinstance(each, Exception)
     ]
@@ -341,8 +262,3 @@ def _answer_of(number: int, outcomes: Sequence[Outcome | None]) -> wire.Acted:
     actions = stack_trees([each.action for _, each in acted]) if acted else None
     versions, weights = tuple(each.version for _, each in acted), tuple(each.weights for _, each in acted)
     return wire.Acted(number, tuple(place for place, _ in acted), actions, versions, weights, tuple(refused))
-
-
-def _text_of(error: Exception) -> str:
-    text = str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
-    return text[:4096].encode(errors="replace").decode()

@@ -4,12 +4,13 @@ import logging
 import random
 import threading
 import zlib
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 from rollflow.policy.serving.batcher import Batcher
 from rollflow.policy.serving.request import ActRequest, ClosedError, UnknownPolicyError
 from rollflow.policy.serving.tally import Tally
+from rollflow.stream.data.errors import ModuleError
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,26 @@ class Shelf:
                 self._canaries.pop(name, None)
         _log.info("policy '%s': version %s takes %s of what begins", name, version, f"{share:.0%}")
 
+    def publish(self, weights: Mapping[str, Any], version: int, name: str | None = None) -> list[str]:
+        """Have the newest versions of policies act with a trainer's weights; the policies' names.
+
+            weights    a `state_dict()`; of several modules one with names `module id/name`
+            version    policy version, which answers have
+            name       of a policy; None: the only one, or of several those whose names are ids of modules
+
+        Canaries keep theirs. Raises UnknownPolicyError, and ModuleError for weights that are not the module's.
+        """
+        named = {each: _part_of(weights, each) for each in self.names if name in (None, each)}
+        parts = {each: part for each, part in named.items() if part}
+        if not parts and len(named) > 1:
+            raise ModuleError(
+                f"weights have {', '.join(list(weights)[:4])}, and {', '.join(named)} are served; expected "
+                f"'{next(iter(named))}/…', or to be told whose weights they are"
+            )
+        for each in parts or [name or next(iter(named), "")]:
+            self.newest(each).publish(parts.get(each, weights), version)
+        return list(parts) or list(named)
+
     def submit(self, name: str, request: ActRequest, version: str | None = None) -> None:
         """Have a request answered, by the version asked for or by the session's own.
 
@@ -158,6 +179,12 @@ class Shelf:
     @staticmethod
     def _settled(versions: dict[str, Batcher], canary: str) -> Batcher:
         return next(batcher for version, batcher in reversed(versions.items()) if version != canary)
+
+
+def _part_of(weights: Mapping[str, Any], module_id: str) -> dict[str, Any]:
+    """The weights of one of several modules; empty where there are none."""
+    begin = f"{module_id}/"
+    return {name.removeprefix(begin): value for name, value in weights.items() if name.startswith(begin)}
 
 
 def _draw(session: Hashable) -> float:

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rollflow.nodes.policies.policy import Policy
 from rollflow.policy.serving.shelf import Shelf
@@ -75,13 +75,21 @@ class WatchedPolicy:
         return self._path / "policy.json" if self._path.is_dir() else self._path
 
 
+class Looker(Protocol):
+    """Something that is looked at now and then."""
+
+    def look(self) -> object:
+        """See whether anything has changed, and do what is due then."""
+        ...
+
+
 class Watcher:
-    """Looks at watched policies from a thread, until it is closed.
+    """Looks at watched policies, and whatever else changes, from a thread, until it is closed.
 
     seconds    between two looks
     """
 
-    def __init__(self, watched: Collection[WatchedPolicy], seconds: float = 1.0) -> None:
+    def __init__(self, watched: Collection[Looker], seconds: float = 1.0) -> None:
         self._watched, self._seconds = list(watched), seconds
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rollflow watches policies", daemon=True)

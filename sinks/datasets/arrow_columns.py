@@ -8,9 +8,10 @@ import math
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.data.tree import Tree
+from rollflow.stream.data.tree import Tree, map_tree
 
 Description = dict[str, Any]
 
@@ -58,11 +59,16 @@ def arrow_of(tree: Tree, description: Description) -> Any:
         return pa.StructArray.from_arrays(arrays, names=[str(key) for key, _ in parts])
     values = np.ascontiguousarray(tree)
     if not description["shape"]:
-        return pa.array(values)
+        return array_of(values)
     size = math.prod(description["shape"])
     if values.dtype == np.uint8:  # Parquet holds a list of bytes as four bytes each
         return pa.FixedSizeBinaryArray.from_buffers(pa.binary(size), len(values), [None, pa.py_buffer(values)])
-    return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), size)
+    return pa.FixedSizeListArray.from_arrays(array_of(values.reshape(-1)), size)
+
+
+def arrow_type(description: Description) -> Any:
+    """The Arrow type of a column that `arrow_of` makes."""
+    return arrow_of(empty_tree(description, 0), description).type
 
 
 def tree_of(array: Any, description: Description) -> Tree:
@@ -72,8 +78,7 @@ def tree_of(array: Any, description: Description) -> Tree:
         array = array.chunk(0) if array.num_chunks == 1 else pa.concat_arrays(array.chunks)
     if (parts := _parts_of(description)) is not None:
         trees = [tree_of(each, part) for each, (_, part) in zip(array.flatten(), parts, strict=True)]
-        kind = next(iter(description))
-        return dict(zip((key for key, _ in parts), trees, strict=True)) if kind == "dict" else _SEQUENCES[kind](trees)
+        return _tree_with(description, parts, trees)
     shape = description["shape"]
     if not shape:
         return array.to_numpy(zero_copy_only=False)
@@ -85,15 +90,37 @@ def tree_of(array: Any, description: Description) -> Tree:
     return values.reshape(len(array), *shape)
 
 
-def dictionary_paths(name: str, description: Description) -> list[str]:
-    """Paths, as Parquet names them, of the leaves of a column for which a dictionary pays: of whole numbers."""
+def array_of(values: NDArray[Any]) -> Any:
+    """Arrow array of numbers or bools, any[n] end to end in memory; only bools are copied."""
+    pa, _ = import_pyarrow()
+    if values.dtype == np.bool_:
+        return pa.array(values, pa.bool_())
+    # `pyarrow.array` would look for pandas in every call.
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def empty_tree(description: Description, count: int) -> Tree:
+    """A tree of new arrays any[count, ...] with undefined contents, for items of a description."""
     if (parts := _parts_of(description)) is not None:
-        return [path for key, part in parts for path in dictionary_paths(f"{name}.{key}", part)]
-    if description["dtype"].startswith("float"):
-        return []
-    if not description["shape"]:
-        return [name]
-    return [] if description["dtype"] == "uint8" else [f"{name}.list.element"]
+        trees = [empty_tree(part, count) for _, part in parts]
+        return _tree_with(description, parts, trees)
+    return np.empty((count, *description["shape"]), description["dtype"])
+
+
+def scatter(items: Tree, rows: NDArray[np.int64], target: Tree, to: NDArray[np.int64]) -> None:
+    """Copy the items at `rows`, i64[K] ascending, of any[n, ...] to `to`, i64[K], in a tree of arrays any[S, ...].
+
+    All items are copied in their order where there are as many rows.
+    """
+    map_tree(lambda leaf, into: _scatter_leaf(leaf, rows, into, to), items, target)
+
+
+def _scatter_leaf(items: NDArray[Any], rows: NDArray[np.int64], into: NDArray[Any], to: NDArray[np.int64]) -> None:
+    if len(rows) < len(items):
+        items = items.take(rows, axis=0)
+    # As one opaque value each: with several axes, numpy copies number by number.
+    opaque = np.dtype((np.void, into.itemsize * math.prod(into.shape[1:])))
+    np.reshape(into, (len(into), -1)).view(opaque)[to, 0] = np.reshape(items, (len(items), -1)).view(opaque)[:, 0]
 
 
 def first_difference(ours: Any, others: Any, where: str) -> str | None:
@@ -106,6 +133,12 @@ def first_difference(ours: Any, others: Any, where: str) -> str | None:
         same = ours == others
         return None if same else f"{where} is {str(ours)[:120]} in the dataset, but {str(others)[:120]} in the fragment"
     return next((text for place, one, other in pairs if (text := first_difference(one, other, place))), None)
+
+
+def _tree_with(description: Description, parts: list[tuple[Any, Description]], trees: list[Tree]) -> Tree:
+    """The dict, tuple or list of the trees of its parts."""
+    kind = next(iter(description))
+    return dict(zip((key for key, _ in parts), trees, strict=True)) if kind == "dict" else _SEQUENCES[kind](trees)
 
 
 def _parts_of(description: Description) -> list[tuple[Any, Description]] | None:

@@ -11,7 +11,9 @@ whole. The file of episodes is renamed first: the file of steps, which comes aft
 
 import fcntl
 import json
+import logging
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,19 @@ from typing import Any
 from rollflow.nodes.policies.artifact_files import write_file
 from rollflow.nodes.policies.space_text import space_of
 from rollflow.sinks.datasets.arrow_columns import first_difference, import_pyarrow
+from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, PolicyError
 
 FORMAT, VERSION = "rollflow dataset", 1
 STEPS, EPISODES = "steps", "episodes"
-_DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
+LAST_OBS = "last_obs"
+_REPEATED = [Columns.EPS_ID]  # columns of steps that are written with a dictionary: numbers take longer, for no less
+_SOUGHT = ["run", Columns.EPS_ID, Columns.T]  # and those with least and largest values, by which readers seek rows
+DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
+
+
+logger = logging.getLogger(__name__)
 
 
 class DatasetFolder:
@@ -67,11 +76,11 @@ class DatasetFolder:
 
     def read(self) -> dict[str, Any]:
         """The description. Raises DatasetError where there is none, or it is damaged or of a newer format."""
-        path = self.path / _DESCRIPTION
+        path = self.path / DESCRIPTION
         try:
             text = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise DatasetError(f"there is no dataset at {self.path}, expected a folder with {_DESCRIPTION}") from None
+        except (FileNotFoundError, NotADirectoryError):
+            raise self._missing() from None
         except (ValueError, OSError) as error:
             raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered").see("dataset") from None
         if not isinstance(text, dict) or text.get("format") != FORMAT or type(text.get("version")) is not int:
@@ -85,6 +94,13 @@ class DatasetFolder:
                 raise DatasetError(f"{path}: {field} is {str(text.get(field))[:80]}, expected that of a dataset")
         return text
 
+    def _missing(self) -> DatasetError:
+        if self.path.is_file():
+            return DatasetError(f"{self.path} is a file, expected the folder of a dataset")
+        if (self.path / _LOCK).exists():
+            return no_steps(self.path)
+        return DatasetError(f"there is no dataset at {self.path}, expected a folder with {DESCRIPTION}")
+
     def space(self, description: dict[str, Any], name: str) -> Any:
         """The space of a name in a description; None if it is not known. Raises DatasetError if it is damaged."""
         if description[name] is None:
@@ -92,15 +108,23 @@ class DatasetFolder:
         try:
             return space_of(description[name], name)
         except PolicyError as error:
-            raise DatasetError(f"{self.path / _DESCRIPTION}: {error}") from None
+            raise DatasetError(f"{self.path / DESCRIPTION}: {error}") from None
 
     # Writing
 
     def lock(self) -> None:
-        """Make the folder, and hold it against other sinks. Raises DatasetError where another one writes there."""
-        for kind in (STEPS, EPISODES):
-            (self.path / kind).mkdir(parents=True, exist_ok=True)
-        fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        """Make the folder, and hold it against other sinks.
+
+        Raises DatasetError where another one writes there, and where no folder can be made.
+        """
+        if self.path.is_file():
+            raise DatasetError(f"{self.path} is a file, expected a folder, or a path where one can be made")
+        try:
+            for kind in (STEPS, EPISODES):
+                (self.path / kind).mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -113,12 +137,12 @@ class DatasetFolder:
 
     def _check_is_dataset(self) -> None:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
-        if (self.path / _DESCRIPTION).exists():
+        if (self.path / DESCRIPTION).exists():
             return
         for kind in (STEPS, EPISODES):
             if found := sorted((self.path / kind).glob(f"*{_SUFFIX}")):
                 raise DatasetError(
-                    f"{self.path} has {kind}/{found[0].name} but no {_DESCRIPTION}, expected a dataset, or a folder "
+                    f"{self.path} has {kind}/{found[0].name} but no {DESCRIPTION}, expected a dataset, or a folder "
                     f"without files in {STEPS} and {EPISODES}"
                 ).see("dataset")
 
@@ -140,26 +164,34 @@ class DatasetFolder:
         for path in (self.path / EPISODES).glob(f"*{_SUFFIX}"):
             if path.stem.isdecimal() and int(path.stem) not in committed:
                 path.unlink(missing_ok=True)
-        for path in self.path.glob(f".{_DESCRIPTION}.*"):
+        for path in self.path.glob(f".{DESCRIPTION}.*"):
             path.unlink(missing_ok=True)
         return committed
 
-    def add_run(self, kind: dict[str, Any], version: str, run: dict[str, Any]) -> int:
-        """Add the record of a run to the description, which is made if there is none; returns the run's number.
+    def add_runs(self, kind: dict[str, Any], version: str, runs: Sequence[dict[str, Any]]) -> int:
+        """Add records of runs to the description, which is made if there is none; returns the first one's number.
 
-        kind    `observation_space`, `action_space` and `columns` of what the run will write
+        kind    `observation_space`, `action_space` and `columns` of what the runs will write
 
-        Raises DatasetError where the dataset is of another kind.
+        Logs that the runs are of other environments than those before. Raises DatasetError where the dataset is of
+        another kind, and where it can't be written to.
         """
-        if (self.path / _DESCRIPTION).exists():
+        if (self.path / DESCRIPTION).exists():
             description = self.read()
             self.check_kind(description, kind)
         else:
             description = {"format": FORMAT, "version": VERSION, "rollflow": version, **kind, "runs": []}
-        description["runs"].append(run)
-        write_file(self.path / _DESCRIPTION, json.dumps(description, indent=1).encode())
-        sync_folder(self.path)
-        return len(description["runs"]) - 1
+        first = len(description["runs"])
+        description["runs"] += runs
+        envs = [env for run in description["runs"] if (env := environment_of(run)) is not None]
+        if others := sorted({*envs[1:]} - {*envs[:1]}):
+            logger.warning("%s has steps of %s and of %s: expected one environment", self.path, envs[0], others[0])
+        try:
+            write_file(self.path / DESCRIPTION, json.dumps(description, indent=1).encode())
+            sync_folder(self.path)
+        except OSError as error:
+            raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
+        return first
 
     def check_kind(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
         """Raise DatasetError, with the first field that differs, unless fragments of a kind fit a description."""
@@ -175,6 +207,19 @@ class DatasetFolder:
                 raise DatasetError(
                     f"a fragment does not fit the dataset at {self.path}: {difference}; expected fragments of one kind"
                 ).see("dataset")
+
+
+def environment_of(run: Mapping[str, Any]) -> str | None:
+    """Id of the environment in the record of a run, as far as it is known."""
+    rollout = run.get("rollout")
+    return rollout.get("env") if isinstance(rollout, Mapping) else None
+
+
+def no_steps(path: Path) -> DatasetError:
+    """The error for a dataset without a committed file."""
+    return DatasetError(
+        f"the dataset at {path} has no steps yet: its sink has committed no file; expected one that was closed"
+    ).see("dataset")
 
 
 def sync_folder(path: Path) -> None:
@@ -207,11 +252,8 @@ class FilePair:
         """Bytes written so far to both files."""
         return sum(file.tell() for file in self._files.values())
 
-    def write(self, kind: str, table: Any, dictionary: list[str]) -> None:
-        """Write a table as one row group.
-
-        dictionary    paths of the columns that are written with a dictionary
-        """
+    def write(self, kind: str, table: Any) -> None:
+        """Write a table as one row group."""
         _, pq = import_pyarrow()
         if kind not in self._writers:
             file = self._files[kind] = self._folder.partial(kind, self.number).open("wb")
@@ -220,7 +262,8 @@ class FilePair:
                 table.schema,
                 compression="zstd",
                 compression_level=1,
-                use_dictionary=dictionary,
+                use_dictionary=_REPEATED if kind == STEPS else False,
+                write_statistics=_SOUGHT if kind == STEPS else True,
                 write_page_checksum=True,
             )
         self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))

@@ -9,25 +9,25 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
 from rollflow.nodes.rollout.rollout import Rollout
-from rollflow.sinks.datasets.arrow_columns import arrow_of, describe_tree, dictionary_paths, import_pyarrow
+from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
 from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder, FilePair
+from rollflow.sinks.datasets.fragment_tables import tables_of
 from rollflow.sinks.datasets.run_record import checked_rollout, run_record, version_of
+from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, PolicyError
-from rollflow.stream.data.tree import map_tree
+from rollflow.stream.data.tree import kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Fragment
 
 RESERVED = ("run", Columns.EPS_ID, Columns.T)
-LAST_OBS = "last_obs"
-
 
 logger = logging.getLogger(__name__)
 
@@ -44,22 +44,24 @@ class _StepCounts:
 class DatasetSink:
     """Writes fragments of one agent to the dataset in a folder: an object that one calls, and a node of a graph.
 
-        path             folder; a dataset that is there already is added to
+        path             folder, which is made; a dataset that is there already is added to
         max_file_bytes   a file that has so many bytes is ended, and committed
         max_file_s       seconds after which a file is ended, at the next fragment
         queue_size       fragments that may wait for the thread that writes; a call waits while there are so many
         extra            names of the module's outputs to be written; None: all
-        rollout          whose seed, environment's id, module and connector pieces `dataset.json` names; in a graph
-                         it is found
+        rollout          whose seed, environment's id, module and connector pieces `dataset.json` names for the sink's
+                         first run; in a graph it is found
         metadata         further values of JSON's types for `dataset.json`
 
     A file that is committed stays whole, whatever happens then. What is not committed is lost with the process. Use the
     sink in a `with` block, or `close` it: this commits what is written. In a graph, that happens at the run's end. A
     sink that is never closed logs how many steps are lost.
 
-    Raises ValueError for arguments out of bounds; DatasetError without pyarrow, and for metadata that JSON can't hold.
-    A call raises DatasetError for a fragment of another kind, where another sink writes to the folder, and if writing
-    has failed.
+    Steps of each rollout are a run of their own, and so are those of each run that a `DatasetSource` has read.
+
+    Raises ValueError for arguments out of bounds; DatasetError without pyarrow, for metadata that JSON can't hold,
+    where another sink writes to the folder, and where nothing can be written there. A call raises DatasetError for a
+    fragment of another kind, after `close`, and if writing has failed.
     """
 
     where: Literal["inline", "thread"] = "thread"
@@ -87,21 +89,20 @@ class DatasetSink:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DatasetError(f"metadata {self._metadata!r} has no form in JSON: {error}") from None
-        self._folder = DatasetFolder(path)
         self._kind: dict[str, Any] | None = None
-        self._spaces: tuple[tuple[Any, Any], dict[str, Any]] | None = None  # of the last fragment, and their texts
-        self._dictionary: list[str] = []  # paths of the columns that are written with one
-        self._run: int | None = None
+        self._last: tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]] | None = None  # see `_kind_of`
+        self._runs: dict[tuple[Any, int], int] = {}  # (what has made it, number there) -> number of a run here
         self._executor: ThreadPoolExecutor | None = None
         self._room = threading.BoundedSemaphore(self._queue_size)
         self._pending: list[Any] = []
         self._pair: FilePair | None = None
         self._opened_at = 0.0
-        self._next_number = 0
         self._failure: Exception | None = None
         self._steps = _StepCounts()
-        self._warning: Any = None  # finalizer, while the sink is open
         self._is_reported = False
+        self._folder = DatasetFolder(path)
+        self._next_number = self._opened()
+        self._abandon: Any = weakref.finalize(self, _abandon, self._folder, self._steps)  # while the sink is open
 
     @property
     def num_steps(self) -> int:
@@ -113,18 +114,17 @@ class DatasetSink:
         if not isinstance(fragment, Fragment):
             raise DatasetError(f"a dataset takes fragments of one agent, got {type(fragment).__name__}").see("dataset")
         self._raise_failure()
+        if not self._abandon.alive:
+            raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one").see("dataset")
         if not fragment.num_steps:
             return
-        kind = self._kind_of(fragment)
-        if self._kind is not None:
-            self._folder.check_kind(self._kind, kind)
+        runs = self._runs_of(fragment, self._kind_of(fragment))
         if self._executor is None:
-            self._begin(kind)
-        assert self._executor is not None
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()
         self._steps.handed_over += fragment.num_steps
         self._pending = [each for each in self._pending if not each.done()]
-        self._pending.append(self._executor.submit(self._write, fragment))
+        self._pending.append(self._executor.submit(self._write, fragment, runs))
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
         """Find the rollout among the nodes that lead to the sink, unless it was an argument; no node changes."""
@@ -150,16 +150,15 @@ class DatasetSink:
     def close(self) -> None:
         """Commit all that was handed over, end the thread, and let other sinks write.
 
-        Raises DatasetError if writing has failed, unless a call has raised it already. A later call opens the dataset
-        again.
+        Raises DatasetError if writing has failed, unless a call has raised it already.
         """
-        executor = self._executor
-        if executor is None:
+        if not self._abandon.alive:
             return
-        self._pending.append(executor.submit(self._commit))
-        executor.shutdown()
-        self._executor = None
-        self._warning.detach()
+        if self._executor is not None:
+            self._pending.append(self._executor.submit(self._commit))
+            self._executor.shutdown()
+            self._executor = None
+        self._abandon.detach()
         self._folder.unlock()
         if not self._is_reported:
             self._raise_failure(is_last=True)
@@ -176,17 +175,27 @@ class DatasetSink:
     # Inside: in the caller's thread
 
     def _kind_of(self, fragment: Fragment) -> dict[str, Any]:
-        """Kind of a fragment, in JSON's types: spaces and columns, which are the same throughout a dataset."""
+        """Kind of a fragment, in JSON's types: spaces and columns, which are the same throughout a dataset.
+
+        Fragments with the last one's spaces and types of columns are of its kind. Raises DatasetError for another kind
+        than before.
+        """
         columns = {name: fragment.columns[name].tree for name in self._names(fragment)}
-        kinds = {name: describe_tree(map_tree(lambda leaf: leaf[0], tree), name) for name, tree in columns.items()}
         spaces = fragment.observation_space, fragment.layout.action_space
-        if self._spaces is None or any(one is not other for one, other in zip(spaces, self._spaces[0], strict=True)):
-            try:
-                texts = [None if space is None else described(space) for space in spaces]
-            except PolicyError as error:
-                raise DatasetError(str(error)) from None
-            self._spaces = spaces, dict(zip(("observation_space", "action_space"), texts, strict=True))
-        return {**self._spaces[1], "columns": kinds}
+        types = {name: kind_of(tree) for name, tree in columns.items()}
+        if self._last is not None and self._last[0][0] is spaces[0] and self._last[0][1] is spaces[1]:
+            if self._last[1] == types:
+                return self._last[2]
+        try:
+            texts = [None if space is None else described(space) for space in spaces]
+        except PolicyError as error:
+            raise DatasetError(str(error)) from None
+        kinds = {name: describe_tree(map_tree(lambda leaf: leaf[0], tree), name) for name, tree in columns.items()}
+        kind = {"observation_space": texts[0], "action_space": texts[1], "columns": kinds}
+        if self._kind is not None:
+            self._folder.check_kind(self._kind, kind)
+        self._last = spaces, types, kind
+        return kind
 
     def _names(self, fragment: Fragment) -> list[str]:
         extra = fragment.extra_columns if self._extra is None else [*self._extra, Columns.POLICY_VERSION]
@@ -200,26 +209,37 @@ class DatasetSink:
             raise DatasetError(f"a module's output is called {taken[0]!r}, expected none of {', '.join(RESERVED)}")
         return names
 
-    def _begin(self, kind: dict[str, Any]) -> None:
-        """Lock the folder, remove what a killed sink has left, note the run, and start the thread."""
-        folder = self._folder
+    def _opened(self) -> int:
+        """Lock the folder, and remove what a killed sink has left; the number of the next file."""
+        self._folder.lock()
         try:
-            folder.lock()
-            self._next_number = max(folder.remove_left(), default=0) + 1
-            if self._kind is None:
-                record = run_record(self._metadata, self._rollout)
-                self._run = folder.add_run(kind, version_of("rollflow"), record)
-                self._kind = kind
-                of_columns = kind["columns"].items()
-                self._dictionary = [path for name, each in of_columns for path in dictionary_paths(name, each)]
-        except OSError as error:
-            folder.unlock()
-            raise DatasetError(f"no dataset can be written to {folder.path}: {error}").see("dataset") from error
+            return max(self._folder.remove_left(), default=0) + 1
         except BaseException:
-            folder.unlock()
+            self._folder.unlock()
             raise
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
-        self._warning = weakref.finalize(self, _warn_unclosed, folder.path, self._steps)
+
+    def _runs_of(self, fragment: Fragment, kind: dict[str, Any]) -> NDArray[np.int32]:
+        """i32[C]: the number of each chunk's run; what no run has yet gets one, with a record in the description."""
+        maker: object
+        if isinstance(fragment, StoredFragment):
+            maker, numbers = fragment.dataset, fragment.runs
+        else:
+            maker = None if fragment.origin is None else fragment.origin.ledger
+            numbers = np.zeros(len(fragment.chunks.slot), np.int64)
+        found, places = np.unique(numbers, return_inverse=True)
+        if new := [each for each in found.tolist() if (maker, each) not in self._runs]:
+            records = [self._record_of(fragment, each) for each in new]
+            first = self._folder.add_runs(kind, version_of("rollflow"), records)
+            self._runs |= {(maker, each): number for number, each in enumerate(new, first)}
+            self._kind = kind
+        return np.array([self._runs[maker, each] for each in found.tolist()], np.int32)[places]
+
+    def _record_of(self, fragment: Fragment, number: int) -> dict[str, Any]:
+        """The record of a run: of the rollout that has made a fragment, or as the dataset had it that was read."""
+        if isinstance(fragment, StoredFragment):
+            record = fragment.dataset.description["runs"][number]
+            return {**record, "metadata": {**record["metadata"], **self._metadata}}
+        return run_record(self._metadata, None if self._runs else self._rollout)
 
     def _raise_failure(self, *, is_last: bool = False) -> None:
         """Raise DatasetError if writing has failed, once all that waits is counted; `is_last` waits in any case."""
@@ -235,13 +255,13 @@ class DatasetSink:
 
     # Inside: in the thread that writes
 
-    def _write(self, fragment: Fragment) -> None:
+    def _write(self, fragment: Fragment, runs: NDArray[np.int32]) -> None:
         try:
             if self._failure is not None:
                 self._steps.unwritten += fragment.num_steps
                 return
             try:
-                self._write_fragment(fragment)
+                self._write_fragment(fragment, runs)
             except Exception as error:
                 self._fail(error, fragment.num_steps)
                 return
@@ -251,16 +271,15 @@ class DatasetSink:
         if self._pair.nbytes >= self._max_bytes or time.monotonic() - self._opened_at >= self._max_s:
             self._commit()
 
-    def _write_fragment(self, fragment: Fragment) -> None:
+    def _write_fragment(self, fragment: Fragment, runs: NDArray[np.int32]) -> None:
         assert self._kind is not None
-        assert self._run is not None
         if self._pair is None:
             self._pair, self._opened_at = FilePair(self._folder, self._next_number), time.monotonic()
             self._next_number += 1
-        steps, episodes = tables_of(fragment, self._kind["columns"], self._run)
+        steps, episodes = tables_of(fragment, self._kind["columns"], runs)
         # Steps come last: only they are counted, and both are there then.
-        self._pair.write(EPISODES, episodes, ["run", Columns.EPS_ID, "lane", "slot", "lost"])
-        self._pair.write(STEPS, steps, ["run", Columns.EPS_ID, *self._dictionary])
+        self._pair.write(EPISODES, episodes)
+        self._pair.write(STEPS, steps)
 
     def _commit(self) -> None:
         pair = self._pair
@@ -284,50 +303,14 @@ class DatasetSink:
         self._failure = error
 
 
-def _warn_unclosed(path: Path, steps: _StepCounts) -> None:
-    """Log the steps that a sink loses which is gone, or whose process ends, before it was closed."""
+def _abandon(folder: DatasetFolder, steps: _StepCounts) -> None:
+    """Unlock the folder of a sink that is gone, or whose process ends, before it was closed; log what it loses."""
+    folder.unlock()
     lost = steps.handed_over - steps.committed - steps.unwritten
     if lost:
         logger.warning(
             "a DatasetSink to %s was not closed: %d steps that were handed over are not in the dataset; expected a "
             "with block, or close()",
-            path,
+            folder.path,
             lost,
         )
-
-
-def tables_of(fragment: Fragment, columns: Mapping[str, Any], run: int) -> tuple[Any, Any]:
-    """Arrow tables of a fragment's steps, a row each in chunk order, and of its chunks, a row each.
-
-    columns    name -> description of what is written
-    run        number of the run, which stands in every row
-    """
-    pa, _ = import_pyarrow()
-    chunks = fragment.chunks
-    lengths = chunks.stop - chunks.start
-    count, total = len(lengths), int(lengths.sum())
-    keys = list(zip(chunks.slot.tolist(), chunks.number.tolist(), strict=True))
-    ids = pa.array([fragment.layout.episode_id(*key) for key in keys])
-    firsts = np.cumsum(lengths) - lengths
-    trees = {name: fragment.gather(name) for name in columns}
-    of_step = np.repeat(np.arange(count, dtype=np.int32), lengths)
-    step = {
-        "run": pa.array(np.full(total, run, np.int32)),
-        Columns.EPS_ID: pa.DictionaryArray.from_arrays(pa.array(of_step), ids),
-        Columns.T: pa.array(np.arange(total) - np.repeat(firsts - chunks.t_started, lengths)),
-    } | {name: arrow_of(trees[name], description) for name, description in columns.items()}
-    lost = {key: values["lost"] for key, values in fragment.custom_data.items() if "lost" in values}
-    episode = {
-        "run": pa.array(np.full(count, run, np.int32)),
-        Columns.EPS_ID: ids,
-        "lane": pa.array(np.full(count, fragment.lane)),
-        "slot": pa.array(np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)),
-        "t_started": pa.array(chunks.t_started),
-        "num_steps": pa.array(lengths),
-        "return": pa.array(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
-        "terminated": pa.array(chunks.terminated),
-        "truncated": pa.array(chunks.truncated),
-        "lost": pa.array([lost.get(key) for key in keys], pa.string()) if lost else pa.nulls(count, pa.string()),
-        LAST_OBS: arrow_of(fragment.last_observations(), columns[Columns.OBS]),
-    }
-    return pa.table(step), pa.table(episode)

@@ -1,8 +1,10 @@
 """DatasetSource: episodes, fragments and train batches of a dataset, as from a rollout."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
@@ -15,10 +17,11 @@ from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import pieces_given
-from rollflow.sinks.datasets.arrow_columns import import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import DatasetFolder
-from rollflow.sinks.datasets.episode_index import EpisodeIndex, Ints
-from rollflow.sinks.datasets.stored_fragment import EpisodeBlock, Part, fragment_of
+from rollflow.sinks.datasets.episode_block import BlockRest, EpisodeBlock, Ints
+from rollflow.sinks.datasets.episode_stores import episodes_at
+from rollflow.sinks.datasets.episode_summary import EpisodeSummary, summary_of, windows_of
+from rollflow.sinks.datasets.stored_fragment import StoredFragment
+from rollflow.sinks.trainer.trainer_side.item_maker import check_module
 from rollflow.stream.data.errors import DatasetError
 from rollflow.stream.episodes.single_agent import SingleAgentEpisode
 from rollflow.stream.fragments.fragment import Fragment
@@ -39,7 +42,8 @@ class Position:
 class DatasetSource(IterableDataset[Any]):
     """Reads the dataset in a folder: episodes, fragments, and train batches by a learner pipeline.
 
-        path                 folder that a `DatasetSink` has written
+        path                 folder that a `DatasetSink` has written, a dataset's folder of Minari's, a file of D4RL's,
+                             or a folder with RLlib's Parquet files of episodes
         batch_size           steps in a fragment, and in a batch; the last one of a pass may have fewer
         complete_episodes    whether a fragment has whole episodes alone: then as many as make `batch_size` steps
         shuffle_seed         of the order of the episodes, which is another one in each pass; None: as they were made
@@ -48,13 +52,16 @@ class DatasetSource(IterableDataset[Any]):
         passes               how often each episode comes in a loop; None: for ever
         lookback             steps before a chunk that its episode shows, where a fragment begins within an episode
         rank, world_size     number of this process, and of all: each gets other episodes, and together they get all
+        episodes             numbers of the episodes that are read, such as `numpy.flatnonzero(summary.returns > 400)`,
+                             with the `summary` of a source without `episodes`; None: all
         module               passed to the learner pieces as `rl_module`
         learner_connector    `lambda obs_space, act_space: piece or list of pieces`, before the default ones
 
         observation_space    of what the module got, as stored
         action_space         of what it chose
-        num_episodes         in the whole dataset
-        num_steps            in the whole dataset
+        num_episodes         that are read, cut ones included, by all ranks together
+        num_steps            of these
+        columns              name -> what is stored of each step, in JSON's types
         description          what `dataset.json` says, with the record of each run
 
     What was committed when the source was made is read. An episode whose end is not in the dataset is truncated at
@@ -79,10 +86,10 @@ class DatasetSource(IterableDataset[Any]):
         lookback: int = 1,
         rank: int = 0,
         world_size: int = 1,
+        episodes: Sequence[int] | Ints | None = None,
         module: Any = None,
         learner_connector: Callable[[gym.Space[Any], gym.Space[Any]], Any] | None = None,
     ) -> None:
-        import_pyarrow()
         self.batch_size = checked_count("batch_size", batch_size, 1)
         self.complete_episodes = complete_episodes
         self._seed = None if shuffle_seed is None else checked_count("shuffle_seed", shuffle_seed, 0)
@@ -92,40 +99,48 @@ class DatasetSource(IterableDataset[Any]):
         self._rank, self._ranks = checked_count("rank", rank, 0), checked_count("world_size", world_size, 1)
         if self._rank >= self._ranks:
             raise ValueError(f"rank is {rank}, expected less than world_size, {world_size}")
-        self._module, self._learner_connector = module, learner_connector
-        self._folder = DatasetFolder(path)
-        self.description = self._folder.read()
-        self._columns: dict[str, Any] = self.description["columns"]
-        self.observation_space = self._folder.space(self.description, "observation_space")
-        self.action_space = self._folder.space(self.description, "action_space")
-        self._index = EpisodeIndex(self._folder)
+        check_module(module)
+        self._module = module
+        self._path = Path(path)
+        self._store = episodes_at(self._path)
+        self.description, self.columns = self._store.description, self._store.columns
+        self.observation_space, self.action_space = self._store.observation_space, self._store.action_space
+        self._episodes = _checked_episodes(episodes, len(self._store.num_steps))
+        spaces = self.observation_space, self.action_space
+        pieces = pieces_given(learner_connector, "learner_connector", *spaces)
+        self.learner_pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=is_stateful(module))
         self._at = Position()
         self._is_in_worker = False
         self._sequence = 0
-        self._pipeline: LearnerConnectorPipeline | None = None
         self._tensors = NumpyToTensor()  # without a module, the pipeline's own leaves arrays as they are
 
     @property
     def num_episodes(self) -> int:
-        """Number of episodes in the whole dataset, cut ones included."""
-        return len(self._index)
+        """Number of episodes that are read, cut ones included, by all ranks together."""
+        return len(self._episodes)
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in the whole dataset."""
-        return int(self._index.num_steps.sum())
+        """Number of steps in these episodes."""
+        return int(self._store.num_steps[self._episodes].sum())
+
+    def summary(self) -> EpisodeSummary:
+        """Returns, lengths and policy versions of all episodes of the dataset, to choose `episodes` by.
+
+        Reads the rewards of every step. Raises DatasetError for a damaged file.
+        """
+        return summary_of(self._store)
 
     # Reading
 
     def episodes(self) -> Iterator[SingleAgentEpisode]:
         """Whole episodes, one after the other; the first is the rest of one where a batch has had its beginning."""
-        for parts in self._parts(1, whole=True):
-            yield self._fragment(parts).chunk(0)
+        for fragment in self._fragments(1, whole=True):
+            yield fragment.chunk(0)
 
     def fragments(self) -> Iterator[Fragment]:
         """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other."""
-        for parts in self._parts(self.batch_size, whole=self.complete_episodes):
-            yield self._fragment(parts)
+        yield from self._fragments(self.batch_size, whole=self.complete_episodes)
 
     def batches(self) -> Iterator[Batch]:
         """Train batches, column name -> tensor any[B, ...], by the learner pieces and the default ones."""
@@ -136,15 +151,6 @@ class DatasetSource(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
-
-    @property
-    def learner_pipeline(self) -> LearnerConnectorPipeline:
-        """The pipeline that makes the batches: the pieces of `learner_connector`, then the default ones."""
-        if self._pipeline is None:
-            spaces = self.observation_space, self.action_space
-            pieces = pieces_given(self._learner_connector, "learner_connector", *spaces)
-            self._pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=is_stateful(self._module))
-        return self._pipeline
 
     async def run(self, fragments: Outlet[Fragment]) -> None:
         """Send the fragments of one loop, as a node of a graph: `graph.connect("source.fragments", "learner")`."""
@@ -161,40 +167,42 @@ class DatasetSource(IterableDataset[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly behind the place of a state. Raises DatasetError for a state of another dataset or order."""
-        for name, own in self._identity().items():
+        identity = self._identity()
+        if not isinstance(state, Mapping) or not state.keys() >= {"pass", *identity}:
+            raise DatasetError(f"the state is {state!r:.80}, expected what state_dict() has given").see("dataset")
+        for name, own in identity.items():
             if state.get(name) != own:
                 raise DatasetError(f"the state has {name}={state.get(name)!r}, expected {own!r}").see("dataset")
         self._at = Position(*(checked_count(name, state.get(name), 0) for name in ("pass", "episode", "step")))
 
     def __repr__(self) -> str:
         size = f"{self.num_episodes} episodes, {self.num_steps} steps"
-        return f"<DatasetSource {os.fspath(self._folder.path)!r}: {size}>"
+        return f"<DatasetSource {os.fspath(self._path)!r}: {size}>"
 
     # Inside
 
     def _identity(self) -> dict[str, Any]:
         """Files and arguments on which the order of the steps depends."""
         return {
-            "files": self._index.numbers,
+            "files": self._store.version,
             "num_steps": self.num_steps,
+            "episodes": zlib.crc32(self._episodes.tobytes()),
             "shuffle_seed": self._seed,
             "window_steps": self._window_steps,
             "rank": self._rank,
             "world_size": self._ranks,
         }
 
-    def _fragment(self, parts: list[Part]) -> Fragment:
-        self._sequence += 1
-        spaces = self.observation_space, self.action_space
-        return fragment_of(parts, self._index, spaces, self._sequence - 1, f"the dataset at {self._folder.path}")
-
-    def _parts(self, size: int, *, whole: bool) -> Iterator[list[Part]]:
-        """The parts of the next fragments, up to the end of the loop."""
+    def _fragments(self, size: int, *, whole: bool) -> Iterator[StoredFragment]:
+        """The next fragments, up to the end of the loop."""
         if get_worker_info() is not None:
             self._begin_in_worker()
+        name = f"the dataset at {self._path}"
         while True:
             windows = self._windows(self._at.number)
-            yield from self._pass(windows, size, whole=whole)
+            for block, begin, end in self._pass(windows, size, whole=whole):
+                self._sequence += 1
+                yield StoredFragment(block, begin, end, lookback=self._lookback, sequence=self._sequence - 1, name=name)
             self._at = Position(self._at.number + 1)
             if not windows or (self.passes is not None and self._at.number % self.passes == 0):
                 return
@@ -208,37 +216,31 @@ class DatasetSource(IterableDataset[Any]):
             ).see("dataset")
         self._is_in_worker, self._at = True, Position(self._at.number)
 
-    def _pass(self, windows: list[Ints], size: int, *, whole: bool) -> Iterator[list[Part]]:
-        """The parts of the fragments of one pass, from the present place on."""
-        number, begin_at, begin = self._at.number, self._at, 0
-        parts, steps = list[Part](), 0
+    def _pass(self, windows: list[Ints], size: int, *, whole: bool) -> Iterator[tuple[EpisodeBlock, int, int]]:
+        """The rows of the fragments of one pass, from the present place on: a block, and begin and end in it."""
+        number, first, row, ordinal = self._at.number, self._at.episode, self._at.step, 0
+        rest: BlockRest | None = None
+        block: EpisodeBlock | None = None
         for episodes in windows:
-            end = begin + len(episodes)
-            if end > begin_at.episode:
-                left = episodes[max(0, begin_at.episode - begin) :]
-                block = EpisodeBlock(self._folder, self._index, self._columns, left)
-                for place, episode in enumerate(left.tolist(), end - len(left)):
-                    start = begin_at.step if place == begin_at.episode else 0
-                    length = int(self._index.num_steps[episode])
-                    while start < length:
-                        stop = length if whole else min(length, start + size - steps)
-                        parts.append(Part(block, episode, start, stop, min(start, self._lookback)))
-                        steps += stop - start
-                        start = stop
-                        if steps >= size:
-                            is_over = stop == length
-                            self._at = Position(number, place + is_over, 0 if is_over else stop)
-                            yield parts
-                            parts, steps = [], 0
-            begin = end
-        if parts:
-            self._at = Position(number, begin)
-            yield parts
+            ordinal += len(episodes)
+            if ordinal <= first:
+                continue
+            left = episodes[max(0, len(episodes) - (ordinal - first)) :]
+            block = EpisodeBlock(self._store, left, ordinal - len(left), rest)
+            row = row if rest is None else rest.row
+            while (end := block.end_of(row, size, whole=whole)) is not None:
+                self._at = Position(number, *block.place_of(end))
+                yield block, row, end
+                row = end
+            rest = block.rest(row, self._lookback)
+            row = 0
+        if rest is not None and block is not None:
+            self._at = Position(number, *block.place_of(block.num_rows))
+            yield block, block.num_rows - rest.num_rows + rest.row, block.num_rows
 
     def _windows(self, number: int) -> list[Ints]:
         """The episodes of this share in a pass, window by window, in their order."""
-        window = (np.cumsum(self._index.num_steps) - 1) // self._window_steps
-        windows = np.split(np.arange(len(window)), np.flatnonzero(np.diff(window)) + 1)
+        windows = windows_of(self._store.num_steps, self._episodes, self._window_steps)
         if self._seed is not None:
             generator = np.random.default_rng([self._seed, number])
             windows = [generator.permutation(windows[each]) for each in generator.permutation(len(windows))]
@@ -248,3 +250,15 @@ class DatasetSource(IterableDataset[Any]):
         firsts = np.cumsum([len(each) for each in windows]) - [len(each) for each in windows]
         mine = [each[(rank - first) % ranks :: ranks] for each, first in zip(windows, firsts.tolist(), strict=True)]
         return [each for each in mine if len(each)]
+
+
+def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints:
+    """The numbers of the episodes that are read, i64[K], ascending. Raises ValueError for others than there are."""
+    if episodes is None:
+        return np.arange(count)
+    numbers = np.unique(np.asarray(episodes))
+    if numbers.dtype.kind not in "iu" or not len(numbers) or not 0 <= numbers[0] <= numbers[-1] < count:
+        raise ValueError(
+            f"episodes are {episodes!r:.80}, expected whole numbers from 0 to {count - 1}, and at least one"
+        )
+    return numbers.astype(np.int64)

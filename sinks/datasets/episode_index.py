@@ -6,11 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder, no_steps
+from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
-
-Ints = NDArray[np.int64]
 
 # What reading a file raises that is not as the sink has written it; the last two: a column of another type.
 UNREADABLE = (OSError, ValueError, KeyError, AttributeError, TypeError)
@@ -26,10 +25,13 @@ class EpisodeIndex:
 
         numbers              of the files
         group                i64[P]     number of each chunk's row group, counted over all files
+        file                 i64[P]     number of each chunk's file
         row                  i64[P]     of the chunk's first step in the row group
         place                i64[P]     of the chunk among those of the row group
         chunk_steps          i64[P]
         groups               (file, row group in the file) of each row group
+        group_chunks         i64[G]     chunks in each row group
+        footers              file -> the metadata of its file of each kind
 
         order                i64[P]     chunks, episode by episode, by time
         first, count         i64[E]     an episode's chunks are `order[first : first + count]`
@@ -48,23 +50,24 @@ class EpisodeIndex:
     def __init__(self, folder: DatasetFolder) -> None:
         self.numbers = folder.check_pairs()
         self.groups: list[tuple[int, int]] = []
+        self.footers: dict[int, dict[str, Any]] = {}
         tables, sizes = [], []
         pa, _ = import_pyarrow()
         for number in self.numbers:
-            table, in_groups = _chunks_of(folder, number)
+            table, in_groups, footers = read_chunks(folder, number)
+            self.footers[number] = footers
             tables.append(table)
             self.groups += [(number, each) for each in range(len(in_groups))]
             sizes += in_groups
         if not tables:
-            raise DatasetError(
-                f"the dataset at {folder.path} has no steps yet: its sink has committed no file; expected one that was "
-                "closed"
-            ).see("dataset")
+            raise no_steps(folder.path)
         table = pa.concat_tables(tables)
         columns = {name: table.column(name).combine_chunks() for name in _COLUMNS}
         run, t_started, steps = (_numbers(columns[name]) for name in ("run", "t_started", "num_steps"))
         self.group: Ints = np.repeat(np.arange(len(sizes)), sizes)
         firsts: Ints = np.cumsum(np.array(sizes, np.int64)) - np.array(sizes, np.int64)  # first chunk of each row group
+        self.group_chunks: Ints = np.array(sizes, np.int64)
+        self.file: Ints = np.array([number for number, _ in self.groups], np.int64)[self.group]
         self.place: Ints = np.arange(len(steps)) - firsts[self.group]
         before = np.cumsum(steps) - steps
         self.row, self.chunk_steps = before - before[firsts][self.group], steps
@@ -110,12 +113,15 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     return np.arange(int(lengths.sum())) + shifts
 
 
-def open_file(folder: DatasetFolder, kind: str, number: int) -> Any:
-    """A committed file, for reading. Raises DatasetError, with its name, if it is damaged or missing."""
+def open_file(folder: DatasetFolder, kind: str, number: int, footer: Any = None) -> Any:
+    """A committed file, for reading. Raises DatasetError, with its name, if it is damaged or missing.
+
+    footer    its `metadata`, if it was read before
+    """
     _, pq = import_pyarrow()
     path = folder.file(kind, number)
     try:
-        return pq.ParquetFile(path, page_checksum_verification=True)
+        return pq.ParquetFile(path, metadata=footer, page_checksum_verification=True)
     except FileNotFoundError:
         raise DatasetError(f"{path} is missing, expected a file for each in {STEPS} and {EPISODES}") from None
     except UNREADABLE as error:
@@ -129,8 +135,8 @@ def damaged(path: Any, error: object) -> DatasetError:
     )
 
 
-def _chunks_of(folder: DatasetFolder, number: int) -> tuple[Any, list[int]]:
-    """The table of a file's chunks, and how many there are in each of its row groups."""
+def read_chunks(folder: DatasetFolder, number: int) -> tuple[Any, list[int], dict[str, Any]]:
+    """The table of a file's chunks, how many there are in each of its row groups, and its footers by kind."""
     with open_file(folder, EPISODES, number) as file, open_file(folder, STEPS, number) as steps:
         path = folder.file(EPISODES, number)
         sizes = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
@@ -144,7 +150,7 @@ def _chunks_of(folder: DatasetFolder, number: int) -> tuple[Any, list[int]]:
         wanted = [int(lengths[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
         if wanted != rows or not sizes:
             raise damaged(folder.file(STEPS, number), f"its row groups have {rows} steps, {path.name} says {wanted}")
-    return table, sizes
+    return table, sizes, {EPISODES: file.metadata, STEPS: steps.metadata}
 
 
 def _numbers(array: Any) -> Ints:

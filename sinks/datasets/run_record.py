@@ -36,7 +36,8 @@ def checked_rollout(rollout: Any) -> Rollout | None:
 
 def _described(rollout: Rollout) -> dict[str, Any]:
     """Id of the environment where it is known here, seed, and names of the classes of the module and the pieces."""
-    spec = getattr(rollout.environments.envs[0], "spec", None)
+    env = rollout.environments.envs[0]
+    spec = getattr(env, "spec", None) or getattr(next(iter(getattr(env, "envs", ())), None), "spec", None)
     return {
         "env": None if spec is None else spec.id,
         "seed": rollout.seed,

@@ -4,9 +4,9 @@ import abc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.stages.agent_learner import AgentLearner
-from rollflow.nodes.stages.argument_checks import check_numbers
 from rollflow.nodes.stages.staleness import LagBound
 from rollflow.stream.data.loss_ledger import BatchOrigins, Origin
 from rollflow.stream.fragments.fragment import Fragment

@@ -7,7 +7,8 @@ I·r - S.
     n steps may be inserted    if I + n - D ≤ m or the balance stays at most m·r + b
 
 An insert that begins below the minimum is always let through: nothing can be sampled until the minimum is reached.
-The two conditions leave always one side free if 2·b ≥ (steps of a sample) + (steps of an insert)·r.
+The two conditions leave always one side free if 2·b ≥ (steps of a sample) + (steps of an insert)·r. To ask changes no
+count: an insert counts among the sizes once it has come, even if it waits, and a sample once it is drawn.
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ class SamplesPerInsert:
 
         ratio           steps sampled for each step inserted, above 0
         min_size        steps that must be there before the first sample, from 1 on
-        error_buffer    sampled steps by which either side may be ahead; None: as few as the first insert and sample
+        error_buffer    sampled steps by which either side may be ahead; None: as few as the inserts and samples so far
                         allow
 
     Raises ValueError for numbers outside these bounds, and for an error buffer that would hold up both sides.
@@ -86,53 +87,63 @@ class ReplayReport:
 class RateLimiter:
     """Counts inserts and samples, and says which may go on.
 
-    rate    None: inserts always may, samples from the first step on
+    rate       None: inserts always may, samples from the first step on
+    samples    steps of an ordinary sample
 
     sampled                  number of steps sampled
-    most_inserts             steps of the largest insert so far
+    most_inserts             steps of the largest insert that has come so far, or waits
     most_samples             steps of the largest sample so far
+
+    Raises ReplayError for a rate whose error buffer is too small for an ordinary sample.
     """
 
-    def __init__(self, rate: SamplesPerInsert | None) -> None:
-        self.rate = rate
+    def __init__(self, rate: SamplesPerInsert | None, samples: int = 1) -> None:
+        self.rate, self._ordinary = rate, samples
         self.sampled = 0
-        self.most_inserts, self.most_samples = 1, 1
+        self.most_inserts, self.most_samples = 1, samples
+        self.check()
 
     def check(self, *, inserts: int = 0, samples: int = 0) -> None:
-        """Take note of a size. Raises ReplayError where such inserts and samples could hold up each other."""
-        most_inserts, most_samples = max(self.most_inserts, inserts), max(self.most_samples, samples)
+        """Raise ReplayError where such an insert, or such a sample, might wait for ever.
+
+        An insert has to go with ordinary samples, a sample with the largest insert so far.
+        """
         if self.rate is not None:
-            self.rate.check(most_inserts, most_samples)
-        self.most_inserts, self.most_samples = most_inserts, most_samples
+            self.rate.check(max(self.most_inserts, inserts), max(self._ordinary, samples))
 
     def admits_insert(self, steps: int, inserted: int, removed: int) -> bool:
         """True if so many steps may be inserted."""
         rate = self.rate
         if rate is None or inserted - removed < rate.min_size:
             return True
-        return (inserted + steps) * rate.ratio - self.sampled <= rate.min_size * rate.ratio + self._buffer
+        most = rate.min_size * rate.ratio + self._buffer(steps)
+        return (inserted + steps) * rate.ratio - self.sampled <= most
 
     def admits_sample(self, steps: int, inserted: int, removed: int) -> bool:
-        """True if so many steps may be sampled."""
+        """True if so many steps may be sampled.
+
+        The buffer of a rate without one suits the samples so far. A larger sample goes on where the largest insert
+        would have to wait, so that one of them always goes on.
+        """
         rate = self.rate
         if rate is None:
             return inserted > removed
         if inserted - removed < rate.min_size:
             return False
-        return inserted * rate.ratio - self.sampled - steps >= rate.min_size * rate.ratio - self._buffer
+        least = min(steps - self._buffer(), self._buffer() - self.most_inserts * rate.ratio)
+        return (inserted - rate.min_size) * rate.ratio - self.sampled >= least
 
     def reached(self, inserted: int) -> float:
         """Steps sampled for each one inserted beyond the minimum; 0 before any."""
         beyond = inserted - (0 if self.rate is None else self.rate.min_size)
         return self.sampled / beyond if beyond > 0 else 0.0
 
-    @property
-    def _buffer(self) -> float:
-        """The error buffer: the one asked for, or the smallest that suits all sizes so far."""
+    def _buffer(self, inserts: int = 0) -> float:
+        """The error buffer: the one asked for, or the smallest that suits such an insert and all sizes so far."""
         assert self.rate is not None
         if self.rate.error_buffer is not None:
             return self.rate.error_buffer
-        return self.rate.needed(self.most_inserts, self.most_samples)
+        return self.rate.needed(max(self.most_inserts, inserts), self.most_samples)
 
     def get_state(self) -> dict[str, Any]:
         """The counts."""

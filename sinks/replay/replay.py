@@ -18,8 +18,8 @@ from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInse
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.row_columns import RowColumns, columns_of, items_of
 from rollflow.sinks.replay.row_index import RowIndex
-from rollflow.sinks.replay.sampled_steps import SampledSteps
-from rollflow.sinks.replay.samplers import Draw, Sampler, Uniform
+from rollflow.sinks.replay.sampled_steps import SampledSteps, check_size
+from rollflow.sinks.replay.samplers import Sampler, Uniform
 from rollflow.sinks.replay.turns import Side, Turns
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
@@ -56,6 +56,8 @@ class Replay:
         pieces        learner pieces that change each batch, in order; they get the `SampledSteps` as `episodes`
         storage       where and how steps are kept
         seed          of all that is drawn; None: a fresh one
+
+        turns         of inserts and samples, for whoever waits in an event loop
 
     A batch maps names to tensors any[B, ...]: `obs`, `new_obs`, `actions`, `rewards`, `terminateds`, `truncateds`, the
     module's outputs and `policy_version`, with dtypes as they came; and
@@ -97,15 +99,14 @@ class Replay:
                 "a min_size below the capacity"
             ).see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
-        self._rate = RateLimiter(rate)
-        self._rate.check(samples=self.batch_size * self.sampler.steps)
+        self._rate = RateLimiter(rate, self.batch_size * self.sampler.steps)
         self._rows = RowIndex(num_rows, frames - 1)
         self._columns: RowColumns | None = None
         self._generator = np.random.default_rng(seed)
         self.sampler.begin(self._rows)
         self.remover.begin(self._rows)
-        self._turns = Turns()
-        self._lock = self._turns.lock
+        self.turns = Turns()
+        self._lock = self.turns.lock
 
     # Taking and giving
 
@@ -124,42 +125,47 @@ class Replay:
 
         Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind.
         """
-        if not isinstance(fragment, Fragment):
-            raise ReplayError(f"a replay takes fragments of one agent, got {type(fragment).__name__}").see("replay")
-        steps = fragment.num_steps
-        if not steps:
-            return
         with self._lock:
-            self._rate.check(inserts=steps)
-            self._wait("insert", lambda: self._admits_insert(steps), wait_s)
-            self._insert(fragment)
-            self._turns.notify()
+            if steps := self._announced(fragment):
+                self._wait("insert", lambda: self._admits_insert(steps), wait_s)
+                self._insert(fragment)
+                self.turns.notify()
+
+    async def insert_in_loop(self, fragment: Fragment) -> None:
+        """Insert a fragment as soon as the rate lets it through; in an event loop that `turns` has entered."""
+        with self._lock:
+            steps = self._announced(fragment)
+        await self.turns.wait_in_loop("insert", lambda: not steps or self._admits_insert(steps))
+        self.insert(fragment)
 
     def may_insert(self, steps: int) -> bool:
-        """True if the rate lets so many steps be inserted now."""
+        """True if the rate lets so many steps be inserted now. Raises ReplayError where it never can."""
         with self._lock:
             return self._admits_insert(steps)
 
-    def sample(self, count: int | None = None, *, wait_s: float | None = 0.0) -> Batch:
+    def sample(self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None) -> Batch:
         """A batch of `count` rows; None: of `batch_size`.
 
-        wait_s    seconds to wait for other threads' inserts, where the rate holds the sample back; None: any time
+        wait_s       seconds to wait for other threads' inserts, where the rate holds the sample back; None: any time
+        max_bytes    of the batch; None: any number
 
-        Raises ReplayError where the rate lets it through no sooner, and where nothing can be sampled.
+        Raises ReplayError where the rate lets it through no sooner, and where nothing can be sampled, or the batch is
+        larger; nothing is counted or removed then.
         """
         count = self.batch_size if count is None else checked_count("count", count, 1)
         steps = count * self.sampler.steps
         with self._lock:
-            self._rate.check(samples=steps)
             self._wait("sample", lambda: self._admits_sample(steps), wait_s)
-            batch = self._sample(count)
-            self._turns.notify()
+            batch = self._sample(count, max_bytes)
+            self._rate.most_samples = max(self._rate.most_samples, steps)
+            self.turns.notify()
         return batch
 
     def may_sample(self, count: int | None = None) -> bool:
-        """True if the rate lets a batch of `count` rows be sampled now; None: of `batch_size`."""
+        """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
+        steps = (self.batch_size if count is None else count) * self.sampler.steps
         with self._lock:
-            return self._admits_sample((self.batch_size if count is None else count) * self.sampler.steps)
+            return self._admits_sample(steps)
 
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Batches for as long as the rate lets them be sampled: after each insert in a plain loop.
@@ -179,7 +185,7 @@ class Replay:
 
         Steps that have gone meanwhile are passed over. Raises ReplayError for a sampler without priorities.
         """
-        numbers, magnitudes = as_array(ids).astype(np.int64), _detached(values)
+        numbers, magnitudes = as_array(ids).astype(np.int64), detached(values)
         if numbers.shape != magnitudes.shape or numbers.ndim != 1:
             raise ReplayError(
                 f"update_priorities: ids are {list(numbers.shape)} and values {list(magnitudes.shape)}, expected one "
@@ -198,9 +204,9 @@ class Replay:
                 sampled=rate.sampled,
                 ratio=rate.reached(rows.inserted),
                 wanted=None if rate.rate is None else rate.rate.ratio,
-                waiting=self._turns.waiting,
-                insert_wait_s=self._turns.waited["insert"],
-                sample_wait_s=self._turns.waited["sample"],
+                waiting=self.turns.waiting,
+                insert_wait_s=self.turns.waited_s("insert"),
+                sample_wait_s=self.turns.waited_s("sample"),
             )
 
     @property
@@ -216,24 +222,19 @@ class Replay:
         After the last fragment, sends what the rate still allows; without a rate, nothing more.
         """
         is_over = False
-        self._turns.enter_loop()
+        self.turns.enter_loop()
 
         async def insert_all() -> None:
             nonlocal is_over
             async for fragment in fragments:
-                steps = fragment.num_steps
-                with self._lock:
-                    self._rate.check(inserts=steps)
-                await self._turns.wait_in_loop("insert", lambda steps=steps: self._admits_insert(steps))  # type: ignore[misc]
-                self.insert(fragment)
+                await self.insert_in_loop(fragment)
             is_over = True
             with self._lock:
-                self._turns.notify()
+                self.turns.notify()
 
         async def send_all() -> None:
-            steps = self.batch_size * self.sampler.steps
             while True:
-                await self._turns.wait_in_loop("sample", lambda: is_over or self._admits_sample(steps))
+                await self.turns.wait_in_loop("sample", lambda: is_over or self.may_sample())
                 if not self.may_sample() or (is_over and self._rate.rate is None):
                     return
                 await batches.send(self.sample())
@@ -289,7 +290,7 @@ class Replay:
             self.remover.set_state(state["remover"])
             self._rate.set_state(state["rate"])
             self._generator.bit_generator.state = state["generator"]
-            self._turns.notify()
+            self.turns.notify()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state into a file, which takes the place of an older one only when it is whole."""
@@ -307,7 +308,8 @@ class Replay:
         if self._columns is None:
             self._columns = self._make_columns(items_of(columns))
         self._columns.check(columns)
-        placement = rows.place(_lane_name(fragment), fragment.layout, chunks)
+        lane = f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"  # no other lane's, also when a run goes on
+        placement = rows.place(lane, fragment.layout, chunks)
         self._columns.write(placement.begin, placement.source, columns)
         if len(placement.ended):
             last = fragment.last_observations()
@@ -317,7 +319,7 @@ class Replay:
         self._remove(self.remover.after_insert(rows, self.sampler, placement.inserted))
         self._check_min_size()
 
-    def _sample(self, count: int) -> Batch:
+    def _sample(self, count: int, max_bytes: int | None) -> Batch:
         rows = self._rows
         if not rows.num_live:
             raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
@@ -329,15 +331,13 @@ class Replay:
         context: Any = steps  # which pieces for replays take in the place of episodes
         for piece in self.pieces:
             batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
-        self._count(draw)
         convert = tensor_of if self.pieces else torch.from_numpy  # a piece's arrays may be read-only
         for name, data in batch.items():
             batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
-        return batch
-
-    def _count(self, draw: Draw) -> None:
+        check_size(batch, max_bytes)
         self._rate.sampled += draw.num_steps
-        self._remove(self.remover.after_sample(self._rows, draw))
+        self._remove(self.remover.after_sample(rows, draw))
+        return batch
 
     def _remove(self, positions: NDArray[np.int64]) -> None:
         if len(positions):
@@ -358,35 +358,41 @@ class Replay:
                 "or a larger capacity"
             ).see("replay")
 
+    def _announced(self, fragment: Fragment) -> int:
+        """Steps of a fragment that comes; samples that wait look again if none was as large. The lock is held."""
+        if not isinstance(fragment, Fragment):
+            raise ReplayError(f"a replay takes fragments of one agent, got {type(fragment).__name__}").see("replay")
+        steps = fragment.num_steps
+        self._rate.check(inserts=steps)
+        if steps > self._rate.most_inserts:
+            self._rate.most_inserts = steps
+            self.turns.notify()
+        return steps
+
     def _admits_insert(self, steps: int) -> bool:
+        self._rate.check(inserts=steps)
         return self._rate.admits_insert(steps, self._rows.inserted, self._rows.removed)
 
     def _admits_sample(self, steps: int) -> bool:
+        self._rate.check(samples=steps)
         return self._rate.admits_sample(steps, self._rows.inserted, self._rows.removed)
 
     def _wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""
-        if not self._turns.wait(side, admits, wait_s):
-            raise self._held_back(side)
-
-    def _held_back(self, side: Side) -> ReplayError:
+        if self.turns.wait(side, admits, wait_s):
+            return
         if self._rate.rate is None:
-            return ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
+            raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
         other = "sample more first" if side == "insert" else "insert more first"
-        return ReplayError(
+        raise ReplayError(
             f"the rate holds this {side} back: {self._rows.inserted} steps are inserted, {self._rows.num_live} there, "
             f"{self._rate.sampled} sampled, at {self._rate.rate}; {other}, or give wait_s where another thread does"
         ).see("replay")
 
 
-def _lane_name(fragment: Fragment) -> str:
-    """A name of the fragment's lane that no other lane of the run has, also in a run that goes on later."""
-    return f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"
-
-
-def _detached(values: Any) -> NDArray[Any]:
-    array = np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))
-    return array
+def detached(values: Any) -> NDArray[Any]:
+    """A tensor's values, or an array's or a list's, as an array any[...]."""
+    return np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))
 
 
 def _tensor(leaf: Any) -> Any:

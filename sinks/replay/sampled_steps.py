@@ -1,5 +1,6 @@
 """Sampled steps: where the rows of a batch stand in a replay, and what stands around them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from rollflow.sinks.replay.row_columns import RowColumns
 from rollflow.sinks.replay.row_index import RowIndex
 from rollflow.sinks.replay.samplers import Draw
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.tree import Tree, map_tree
+from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.tree import Tree, leaves_of, map_tree
 
 IDS, AGE, WEIGHTS = "ids", "age", "weights"
 
@@ -119,3 +121,13 @@ class SampledSteps:
         there = np.stack([*(gone for _, gone in found), np.zeros(len(flat), np.int64)], axis=-1) == wanted
         shape = (*positions.shape, self._frames)
         return at.reshape(shape), there.reshape(shape)
+
+
+def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:
+    """Raise ReplayError for a batch of arrays or tensors that has more bytes; None: it may have any number."""
+    if max_bytes is None:
+        return
+    size = sum(getattr(leaf, "nbytes", 0) for tree in batch.values() for leaf in leaves_of(tree))
+    if size > max_bytes:
+        text = f"the batch has {size:,} bytes, expected at most {max_bytes:,}: ask for fewer rows"
+        raise ReplayError(text).see("replay")

@@ -15,19 +15,23 @@ class Turns:
     """Lets threads, or tasks of one event loop, wait until their side may go on.
 
     lock       held while anything is changed, or looked at
-    waited     side -> seconds for which it has waited
     """
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
-        self.waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}
-        self._waiting: list[Side] = []
+        self._waited: dict[Side, float] = {"insert": 0.0, "sample": 0.0}  # by waits that are over
+        self._waiting: list[tuple[Side, float]] = []  # since when
         self._changed: anyio.Event | None = None  # where a graph runs
 
     @property
     def waiting(self) -> Side | None:
         """The side that waits now; None: neither does."""
-        return self._waiting[0] if self._waiting else None
+        return self._waiting[0][0] if self._waiting else None
+
+    def waited_s(self, side: Side) -> float:
+        """Seconds for which a side has waited, until now."""
+        now = monotonic()
+        return self._waited[side] + sum(now - began for each, began in self._waiting if each == side)
 
     def enter_loop(self) -> None:
         """Let tasks of the event loop wait, from now on."""
@@ -39,6 +43,11 @@ class Turns:
         if self._changed is not None:
             self._changed.set()
             self._changed = anyio.Event()
+
+    def look_again(self) -> None:
+        """Have those that wait look again. The lock is not held."""
+        with self.lock:
+            self.notify()
 
     def wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> bool:
         """Wait, with the lock held, until a side may go on; False: not within `wait_s` seconds. None: any time."""
@@ -62,10 +71,10 @@ class Turns:
 
     @contextmanager
     def _counted(self, side: Side) -> Iterator[None]:
-        began = monotonic()
-        self._waiting.append(side)
+        wait = side, monotonic()
+        self._waiting.append(wait)
         try:
             yield
         finally:
-            self._waiting.remove(side)
-            self.waited[side] += monotonic() - began
+            self._waiting.remove(wait)
+            self._waited[side] += monotonic() - wait[1]

@@ -55,7 +55,7 @@ def feed(
                    beginning, are made here. None: "batches" of a `MultiAgentRollout`, "fragments" of a `Rollout`
         on_end     called with the run's report when it has ended, unless it raised an error
 
-    All other parameters are those of `TrainerSink`; `stall_after` and `on_stall` are the rollout's. Returns the
+    All other parameters are those of `TrainerSink`; `stall_after`, `on_stall` and `log` are the rollout's. Returns the
     trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent of a rollout with
     learner_connector or max_lag, which the `TrainerStream` takes instead, and errors of the rollout, its environments
     or the connection.

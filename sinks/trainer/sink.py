@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import anyio
 
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
-from rollflow.nodes.stages.argument_checks import check_numbers
 from rollflow.sinks.trainer.messages.agents_description import newest_acting
 from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps
 from rollflow.sinks.trainer.messages.item_message import AnyFragment, Batch, message_of_batch, nbytes_of
@@ -248,6 +248,7 @@ class TrainerSink:
             look_up=self._notify,
             trainer=self._trainer_name,
             ring=lambda: self._uplink.bell.ring(),
+            ask=lambda: self._uplink.inspect(),
         )
 
     def _hello(self) -> wire.Hello:
@@ -266,7 +267,12 @@ class TrainerSink:
         self._has_ended = True
         self._uplink.finish()
         with anyio.move_on_after(self.linger):
-            await self._wait_until(lambda: self._session.done == self._session.given or self._has_left())
+            await self._wait_until(lambda: self._is_done_with_all() or self._has_left())
+
+    def _is_done_with_all(self) -> bool:
+        """True if the trainer is done with all fragments, and has acknowledged them where it has a rollout stay."""
+        order, session = self._rollout_end.gate.order, self._session
+        return session.given == (session.kept if order is not None and order.stays else session.done)
 
     async def _follow_uplink(self, scope: anyio.CancelScope) -> None:
         """Let the rollout and waiting tasks see each change of the uplink; cancel the scope if that has failed."""

@@ -1,7 +1,6 @@
 """Trainer's end of the stream: an ordinary loop over what rollouts in other processes and on other hosts send."""
 
 import ssl
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, closing
 from multiprocessing.connection import wait
@@ -10,9 +9,12 @@ from typing import Any, Literal, Self
 import anyio
 import anyio.to_thread
 
+from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, close_sockets, listen_on, secret_bytes
+from rollflow.nodes.logs.figures import Axis
+from rollflow.nodes.logs.log_options import Log, LogOptions
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
-from rollflow.nodes.stages.argument_checks import check_numbers
 from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights, own_shapes
 from rollflow.sinks.trainer.messages.compression import check_available
 from rollflow.sinks.trainer.own_folder import OwnFolder
@@ -29,7 +31,7 @@ from rollflow.sinks.trainer.trainer_side.item_maker import (
     check_choices,
     check_module,
 )
-from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
+from rollflow.sinks.trainer.trainer_side.listener import TrainerListener, checked_address
 from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows, OnExcess, StalenessBound
@@ -42,11 +44,11 @@ from rollflow.sinks.trainer.trainer_side.state import (
     state_from,
     weights_in_use,
 )
+from rollflow.sinks.trainer.trainer_side.stream_log import StreamLog
 from rollflow.stream.data.errors import EnvError, RunError
+from rollflow.stream.doctor.stack_dumps import answering_dumps
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.net.descriptor_transport import check_shared
-from rollflow.stream.net.transport import check_server_tls
-from rollflow.stream.wire import Address, Limits, SharedAddress, check_secret, parse_trainer_address
+from rollflow.stream.wire import Address, Limits, SharedAddress
 
 _NOT_YET = object()
 
@@ -64,7 +66,7 @@ class TrainerStream:
                                are lanes in all the rollouts that are there or may come back; under "pace", one of each
         learner_connector      `lambda obs_space, act_space: piece or list of pieces`, before the default ones
         module                 passed to the pieces as `rl_module`
-        sources                number of rollouts that are waited for before the first batch; others may come any time
+        sources                rollouts that are waited for first; others may come any time. None: 0, and no end
         join_timeout           seconds that they are waited for; when all are lost, seconds that others are waited for
                                after the time that they had to come back, `grace_s` of `limits`. None: for ever
         prefetch               batches that rollouts may send ahead
@@ -82,6 +84,7 @@ class TrainerStream:
                                both ends. None: they do not
         metrics                passed to the pieces; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
+        log, log_every, log_x  of figures, as for `Rollout`; `stream.log(name, value)` logs one's own
 
         address    listened on, with its port, once the block is entered: for `feed`, or as text, `str(address)`
         handed     records of the items in the batch that was handed over last
@@ -103,7 +106,7 @@ class TrainerStream:
         fragments_per_batch: int | None = None,
         learner_connector: LearnerConnector | None = None,
         module: Any = None,
-        sources: int = 1,
+        sources: int | None = 1,
         join_timeout: float | None = 120.0,
         prefetch: int = 1,
         max_lag: int | None = None,
@@ -112,24 +115,20 @@ class TrainerStream:
         compression: Literal["zstd"] | None = None,
         metrics: Any = None,
         limits: Limits | None = None,
+        log: Log = None,
+        log_every: float = 1.0,
+        log_x: Axis = "steps",
     ) -> None:
-        check_numbers(
-            fragments_per_batch=(fragments_per_batch, 1),
-            sources=(sources, 1),
-            join_timeout=(join_timeout, 0),
-            prefetch=(prefetch, 0),
-            max_lag=(max_lag, 0),
-        )
+        check_numbers(fragments_per_batch=(fragments_per_batch, 1), sources=(sources, 1))
+        check_numbers(join_timeout=(join_timeout, 0), prefetch=(prefetch, 0), max_lag=(max_lag, 0))
         check_available(compression)
         check_choices(yields, on_excess, ack, count=fragments_per_batch, max_lag=max_lag, taught=learner_connector)
         check_module(module)
-        self.address: Address = parse_trainer_address(address)
-        check_secret(self.address, secret_bytes(secret))
-        check_shared(self.address, tls)
-        check_server_tls(tls)
+        self.address: Address = checked_address(address, secret_bytes(secret), tls)
         self.yields = yields
         self.handed: list[BatchItem] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
+        self.log = StreamLog(self, LogOptions(log, log_every, log_x))
         self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
         self._setup = StreamSetup(yields, learner_connector, module, max_lag, on_excess)
         self._staleness = StalenessBound(max_lag, on_excess)
@@ -145,7 +144,7 @@ class TrainerStream:
             limits=limits or Limits(),
             ahead=self._staleness.ahead,
             compression=compression,
-            windows=FlowWindows(self._staleness, yields, prefetch=prefetch, count=fragments_per_batch),
+            windows=FlowWindows(self._staleness, yields, prefetch, fragments_per_batch, stays=sources is None),
             shares=isinstance(self.address, SharedAddress),
             own=own_shapes(module),
         )
@@ -168,6 +167,9 @@ class TrainerStream:
             self._listener.sockets = listen_on(self.address)
         except EnvError as error:
             raise RunError(str(error)) from error
+        with closing_on_error(lambda: close_sockets(self._listener.sockets)):
+            self.log.begin()
+        self._closing.enter_context(answering_dumps())
         if not isinstance(self.address, SharedAddress):
             self.address = address_of(self._listener.sockets[0])
         self._state = "running"
@@ -180,6 +182,7 @@ class TrainerStream:
         self._closing.close()
         self._listener.close(HAS_ENDED if error is None else None, failure_of(error))
         close_sockets(self._listener.sockets)
+        self.log.end()
 
     async def __aenter__(self) -> Self:
         return self.__enter__()
@@ -192,7 +195,8 @@ class TrainerStream:
         while True:
             patience = self._begin_next()
             while (item := self._try_next(patience)) is _NOT_YET:
-                self._wait(patience.left)
+                if not self._listener.serve(seconds := patience.left):
+                    wait([self._listener.bell.fileno()], seconds)
             if item is None:
                 return
             yield item
@@ -270,11 +274,20 @@ class TrainerStream:
         """Let the loop end when the rollouts have that are there, and wait for no others. From any thread."""
         self._intake.expect_no_more()
 
-    def ack(self) -> None:
-        """Acknowledge all that has been handed over, for ack="manual". Raises RunError once the stream is closed."""
+    def ack(self, state: Mapping[str, Any] | None = None) -> None:
+        """Acknowledge all that was handed over, or what an earlier `state_dict()` has. Raises RunError once closed."""
         self._check_open()
-        self._move_on()
-        self._intake.keep()
+        if state is None:
+            self._move_on()
+        self._intake.keep(state)
+
+    def put_back(self) -> None:
+        """Before the block is left: be not done with what was handed over last, so that its rollout keeps it."""
+        self._current = []
+
+    def refuse(self, reason: str) -> None:
+        """Refuse the rollouts of what was handed over last, since that can't be used."""
+        self._intake.refuse(self._current, reason)
 
     def weights_in_use(self) -> list[WeightsInUse]:
         """Weights that every forward node of every rollout was last seen to use.
@@ -303,10 +316,7 @@ class TrainerStream:
         """
         if self._listener.is_open:
             raise RunError("the stream has begun, expected load_state_dict before the first batch is asked for")
-        loaded = state_from(state)
-        self._listener.sources.update(loaded.sources)
-        self._listener.weights.resume(loaded.version, loaded.digest)
-        self._staleness.lost = Counter(loaded.lost)
+        state_from(state).resume(self._listener.sources, self._listener.weights, self._staleness)
 
     @property
     def version(self) -> int:
@@ -343,14 +353,14 @@ class TrainerStream:
 
     def _begin_next(self) -> WaitReminder:
         self._open()
+        self._listener.reader.asks()
         self._move_on()
         return WaitReminder(self._join_timeout)
 
     def _open(self) -> None:
         """Let rollouts connect, unless they may already."""
         self._check_running()
-        if not self._listener.is_open:
-            self._listener.open()
+        self._listener.open()
 
     def _check_running(self) -> None:
         if self._state != "running":
@@ -362,38 +372,29 @@ class TrainerStream:
         if self._server is not None:
             self._server.move_on()
 
-    def _wait(self, seconds: float) -> None:
-        if not self._listener.serve(seconds):
-            wait([self._listener.bell.fileno()], seconds)
-
     def _try_next(self, patience: WaitReminder) -> Any:
-        """Next item; `_NOT_YET` if it has to be waited for, None if none comes any more.
-
-        Raises RunError where no rollout comes.
-        """
+        """Next item; `_NOT_YET`: it is waited for; None: no more come. Raises RunError where no rollout comes."""
         while (made := next(self._items, None)) is None:
             arrived = self._intake.try_take(patience)
             if not arrived:
                 return None if arrived is None else _NOT_YET
             # If no item can be made of them, they stay in the intake, and the next try raises again.
-            self._items = self._item_maker.items_of(arrived)
-            made = next(self._items, None)
+            with self._listener.reader.making():
+                self._items = self._item_maker.items_of(arrived)
+                made = next(self._items, None)
             self._left_out += self._intake.forget(arrived)
             if made is not None:
                 break
             self._intake.be_done_with([*arrived, *self._left_out])  # agents may wait all the while
             self._left_out = []
-        return self._hand_over(made)
-
-    def _hand_over(self, made: LoopItem) -> Any:
         version = self.version
         if self.yields == "batches":
             self._staleness.mask(made.item, made.of, version)
         self._note_handed([BatchItem.of(arrived, version) for arrived in made.of])
-        self._current = []
-        if made.is_last:
-            self._current, self._left_out = [*made.of, *self._left_out], []
+        self._current, self._left_out = ([*made.of, *self._left_out], []) if made.is_last else ([], self._left_out)
         return made.item
 
     def _note_handed(self, items: list[BatchItem]) -> None:
         self.handed = items
+        self._listener.reader.gets()
+        self.log.take(items)

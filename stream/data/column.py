@@ -141,7 +141,11 @@ class Column:
         return self._mismatch(items, (count,)) is None
 
     def copy_rows(self, source: "Column", start: int, stop: int) -> None:
-        """Copy rows `start` to `stop` of `source` into the first rows of this column."""
+        """Copy rows `start` to `stop` of `source`, a column of the same types, into the first rows of this one.
+
+        Rows of the dtype of those that `source` was given need no other check.
+        """
+        self._source_dtype = source._source_dtype
         for leaf, other in zip(self._leaves, source._leaves, strict=True):
             leaf[: stop - start] = other[start:stop]
 

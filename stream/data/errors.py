@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Self
 
-_SEE = "see docs/"
+SEE = "see docs/"  # begins a line that names a page
 
 HELP_PAGES = {
     "environment": "how_to/environments.md#what-env-may-be",
@@ -28,6 +28,7 @@ HELP_PAGES = {
     "pickle": "tutorials/several_processes.md#what-goes-to-a-worker",
     "timeout": "tutorials/several_processes.md#timeouts",
     "hosts": "tutorials/remote_hosts.md#when-a-connection-breaks",
+    "started hosts": "how_to/start_hosts.md#when-hosts-do-not-come",
     "trainer away": "tutorials/trainer_elsewhere.md#when-the-trainer-is-away",
     "checkpoint": "how_to/save_and_go_on.md#with-a-trainer-elsewhere",
     "lag": "explanation/freshness.md#a-bound",
@@ -47,7 +48,7 @@ HELP_PAGES = {
 
 def page_on(topic: str) -> str:
     """The words that name the page for a topic of `HELP_PAGES`: `see docs/…`."""
-    return f"{_SEE}{HELP_PAGES[topic]}"
+    return f"{SEE}{HELP_PAGES[topic]}"
 
 
 class RollflowError(Exception):
@@ -61,12 +62,12 @@ class RollflowError(Exception):
     @property
     def pages(self) -> list[str]:
         """The notes that name a page: `see docs/…`."""
-        return [note for note in getattr(self, "__notes__", ()) if note.startswith(_SEE)]
+        return [note for note in getattr(self, "__notes__", ()) if note.startswith(SEE)]
 
     def add_note(self, note: str, /) -> None:
         """Add a note before the one that names a page."""
         super().add_note(note)
-        self.__notes__.sort(key=lambda each: each.startswith(_SEE))
+        self.__notes__.sort(key=lambda each: each.startswith(SEE))
 
 
 class GraphError(RollflowError, ValueError):
@@ -144,6 +145,16 @@ class WireError(RollflowError, ValueError):
         self.code = code
         if code in ("secret", "tls"):
             self.see(code)
+
+
+def error_text(error: Exception) -> str:
+    """The text of an error for whoever is refused by it: of one that is not rollflow's, with its type."""
+    return str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
+
+
+def error_field(error: Exception) -> str:
+    """The same as a field of a message: at most 4096 characters, all of which UTF-8 has."""
+    return error_text(error)[:4096].encode(errors="replace").decode()
 
 
 @contextmanager

@@ -31,18 +31,23 @@ class Ledger:
     cut_steps    transitions in the fragments that were cut
     ending       how the run has ended, `closed` or `failed`; None: it has not ended
     lost         transitions in lost fragments, by cause
+    trace        has a method `cut`, which is told of every fragment as well; None: nothing is traced
     """
 
     def __init__(self) -> None:
         self.cut_steps = 0
         self.ending: str | None = None
         self.lost: Counter[str] = Counter()
+        self.trace: Any = None
 
     def cut(self, fragment: Any) -> None:
         """Count a fragment that leaves the rollout, and set its `origin`."""
         steps = fragment.num_steps
         self.cut_steps += steps
         fragment.origin = Origin(self, steps)
+        trace = self.trace
+        if trace is not None:
+            trace.cut(fragment)
 
     def end(self, cause: str) -> None:
         """Record how the run has ended; only the first call counts."""
@@ -58,21 +63,22 @@ class Ledger:
 class Origin:
     """Link from a fragment to the ledger that counts its transitions if they are lost.
 
-    steps    transitions in the fragment
+    ledger    of the rollout that has cut the fragment, and of no other
+    steps     transitions in the fragment
     """
 
-    __slots__ = ("_is_lost", "_ledger", "steps")
+    __slots__ = ("_is_lost", "ledger", "steps")
 
     def __init__(self, ledger: Ledger, steps: int) -> None:
         self.steps = steps
-        self._ledger = ledger
+        self.ledger = ledger
         self._is_lost = False
 
     def lose(self, cause: str) -> None:
         """Count the transitions as lost; only the first call counts."""
         if not self._is_lost:
             self._is_lost = True
-            self._ledger.lost[cause] += self.steps
+            self.ledger.lost[cause] += self.steps
 
 
 class Traced:

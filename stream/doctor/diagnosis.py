@@ -1,11 +1,12 @@
 """Diagnosis: what a run waits for, as fields and as text."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from rollflow.stream.data.errors import HELP_PAGES
 from rollflow.stream.doctor.rules import median
-from rollflow.stream.doctor.stacks import Frame, told
-from rollflow.stream.doctor.waits import READER, Look, Wait, Way
+from rollflow.stream.doctor.stacks import Frame, stack_lines
+from rollflow.stream.doctor.waits import READER, Look, Sign, Wait, Way
 
 _SLOW_READER = 10.0  # times its median
 _REMEDIES = {
@@ -61,7 +62,7 @@ class Diagnosis:
     def __str__(self) -> str:
         lines = [self._first_line(), *self.notes]
         if self.state in ("stalled", "waits"):
-            lines += [*told(self.stack), f"do: {self.remedy}"]
+            lines += [*stack_lines(self.stack), f"do: {self.remedy}"]
         return "\n".join(lines)
 
     def _first_line(self) -> str:
@@ -88,11 +89,13 @@ class Diagnosis:
         return f"the reader works: it has had its {self.noun} for {self.stood_s:.1f} s{usual}"
 
 
-def diagnosed(look: Look | None, way: Way | None, waited_s: float, stood_s: float, *, is_stalled: bool) -> Diagnosis:
-    """The diagnosis of a look, with the way from its consumer if one waits."""
+def diagnosed(
+    look: Look | None, way: Way | None, waited_s: float, stood_s: float, signs: Iterable[Sign], *, is_stalled: bool
+) -> Diagnosis:
+    """The diagnosis of a look, with the way from its consumer if one waits, and the silent faults found last."""
     if look is None:
         return Diagnosis("not running")
-    notes = tuple(note.text for note in look.notes)
+    notes = tuple(sign.text for sign in signs)
     if way is None:
         reader = look.waits.get(READER)
         if reader is not None and reader.kind == "works" and reader.calls:
@@ -100,6 +103,9 @@ def diagnosed(look: Look | None, way: Way | None, waited_s: float, stood_s: floa
             return Diagnosis(state, look.noun, 0.0, (), reader.age_s, reader_s=look.reader, notes=notes)
         return Diagnosis("flows", look.noun, reader_s=look.reader, notes=notes)
     blocker = way.blocker
+    if blocker.ask is not None:
+        blocker = blocker.ask()
+        way = replace(way, waits=(*way.waits[:-1], blocker))
     state = "stalled" if is_stalled else "reader works" if blocker.party == READER else "waits"
     return Diagnosis(state, look.noun, waited_s, way.waits, stood_s, way.is_closed, blocker.stack(), look.reader, notes)
 

@@ -19,23 +19,38 @@ _THREAD = re.compile(r"^(?:Current thread|Thread) 0x(?P<ident>[0-9a-f]+)")
 
 
 class Frame(NamedTuple):
-    """One call on a stack; `line` is 0 where it is not known."""
+    """One call on a stack.
+
+    line      0: not known
+    source    text of the line, as another machine has said it; None: it is in a file of this one
+    owner     whether it is the user's code, as another machine has said; None: it is told by its file
+    """
 
     file: str
     line: int
     name: str
+    source: str | None = None
+    owner: bool | None = None
 
     @property
     def is_own(self) -> bool:
         """True for the user's code: neither rollflow's, nor the standard library's, nor an installed package's."""
+        if self.owner is not None:
+            return self.owner
         if self.file.startswith("<") or "site-packages" in self.file or "dist-packages" in self.file:
             return False
         path = str(Path(self.file).resolve()) if self.file.startswith(_LIBRARIES) else self.file
         return not path.startswith((*_LIBRARIES, *_OWN)) and "/rollflow/" not in path
 
+    @property
+    def text(self) -> str:
+        """Text of the line; "": not known."""
+        if self.source is not None:
+            return self.source
+        return linecache.getline(self.file, self.line).strip() if self.line else ""
+
     def __str__(self) -> str:
-        source = linecache.getline(self.file, self.line).strip() if self.line else ""
-        return f"{self.file}:{self.line} in {self.name}{f': {source}' if source else ''}"
+        return f"{self.file}:{self.line} in {self.name}{f': {self.text}' if self.text else ''}"
 
 
 def stack_of_thread(ident: int) -> tuple[Frame, ...]:
@@ -61,6 +76,14 @@ def stack_of_coroutine(coroutine: Any) -> tuple[Frame, ...]:
 
 def stack_in_dump(text: str, ident: int) -> tuple[Frame, ...]:
     """The stack of one thread in what `faulthandler` has written; of the only thread where there is no other."""
+    stacks = stacks_in_dump(text)
+    if ident not in stacks and len(stacks) == 1:
+        return next(iter(stacks.values()))
+    return stacks.get(ident, ())
+
+
+def stacks_in_dump(text: str) -> dict[int, tuple[Frame, ...]]:
+    """The stacks in what `faulthandler` has written, by their threads: the newest thread first, the main one last."""
     stacks: dict[int, list[Frame]] = {}
     current: list[Frame] = []
     for line in text.splitlines():
@@ -69,12 +92,10 @@ def stack_in_dump(text: str, ident: int) -> tuple[Frame, ...]:
         elif found := _DUMPED.match(line):
             number = int(found["line"]) if found["line"].isdigit() else 0
             current.append(Frame(found["file"], number, found["name"]))
-    if ident not in stacks and len(stacks) == 1:
-        return tuple(next(iter(stacks.values())))
-    return tuple(stacks.get(ident, ()))
+    return {ident: tuple(stack) for ident, stack in stacks.items()}
 
 
-def told(stack: Sequence[Frame]) -> list[str]:
+def stack_lines(stack: Sequence[Frame]) -> list[str]:
     """Lines of a message: the user's innermost calls first, then the call that the thread is in, if that is another."""
     own = [frame for frame in stack if frame.is_own][:MOST_FRAMES]
     if not own:

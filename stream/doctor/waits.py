@@ -43,6 +43,7 @@ class Wait:
     limit     kind of a call that may take longer: a reset, one that may compile, a sink's
     remedy    what to change; "": the usual words for this kind
     stack     gives the stack of the thread that does it
+    ask       asks a party elsewhere, and waits a second at most: its wait as it says itself; None: nobody is asked
     is_part   whether it stands for a task whose node is named by itself, and is left out of texts
     """
 
@@ -57,6 +58,7 @@ class Wait:
     limit: Limit | None = None
     remedy: str = ""
     stack: Callable[[], tuple[Frame, ...]] = field(default=no_stack, compare=False)
+    ask: Callable[[], "Wait"] | None = field(default=None, compare=False)
     is_part: bool = False
 
     @property
@@ -88,7 +90,7 @@ class Exit:
 
 
 class Sign(NamedTuple):
-    """Silent fault: something that flows, and can't be right. Each kind is told once, however its text changes."""
+    """Silent fault: something that flows, and can't be right. Each kind is told once; again if gone for a minute."""
 
     kind: str
     text: str
@@ -100,21 +102,23 @@ class Look:
 
     noun     word for what leaves the graph
     reader   seconds for which the reader has had each of its last items; empty: not known
-    notes    silent faults
     """
 
     exits: tuple[Exit, ...]
     waits: Mapping[str, Wait]
     noun: str = "item"
     reader: tuple[float, ...] = ()
-    notes: tuple[Sign, ...] = ()
 
 
 class Probe(Protocol):
     """Gives looks at a run."""
 
     def look(self) -> Look | None:
-        """All parties as they are now; None: the run has not begun, or has ended."""
+        """All parties as they are now; None: the run has not begun, or has ended. From any thread."""
+        ...
+
+    def signs(self) -> Sequence[Sign]:
+        """Silent faults that there are now, for the watch alone: they are found by what changes between its looks."""
         ...
 
 

@@ -1,13 +1,13 @@
 """Stall watch: looks at a run again and again, and says when it stands still, and when it goes on."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollflow.stream.doctor.diagnosis import Diagnosis, diagnosed
 from rollflow.stream.doctor.rules import AGAIN_S, CallTimes, StallRules
 from rollflow.stream.doctor.stacks import is_debugged_now
-from rollflow.stream.doctor.waits import Look, Probe, Wait, Way, way_from
+from rollflow.stream.doctor.waits import Look, Probe, Sign, Wait, Way, way_from
 
 _NO_STALL = ("works", "holds back")
 _DEBUGGER_LOOKS = 4  # for a debugger, within `after`
@@ -53,48 +53,56 @@ class StallWatch:
         self._seen: dict[str, _Seen] = {}
         self._left: tuple[int, ...] = ()  # items that have left, by exit
         self._since: float | None = None  # when a consumer began to wait, or the last item left after that
-        self._last: float | None = None  # look
+        self._last: float | None = None  # end of the last look
         self._told: _Told | None = None
-        self._notes: set[str] = set()  # kinds that were told
+        self._signs: Sequence[Sign] = ()  # found by the last look
+        self._notes: dict[str, float] = {}  # kind -> when it was there last
 
     def look(self) -> tuple[list[str], Diagnosis | None]:
         """Look once: texts to be logged, and the diagnosis of a stall where one is told for the first time."""
-        now, last = self._rules.clock.now(), self._last
-        self._last = now
-        if last is not None and self._rules.is_late(now - last):
+        now = self._rules.clock.now()
+        if self._last is not None and self._rules.is_late(now - self._last):
             self._begin_anew()
-        look = self._probe.look()
-        if look is None:
-            return self.finish(), None
-        self._follow(look, now)
-        texts = [note.text for note in look.notes if note.kind not in self._notes]
-        self._notes.update(note.kind for note in look.notes)
-        found = self._stalled(look, now)
-        if found is None:
-            still = self._told is not None and self._since == self._told.waits_since  # another party holds it up now
-            return texts + ([] if still else self._over("it goes on")), None
-        way, begun = found
-        return self._tell(look, way, begun, now, texts)
+        found = self._look_at(now)
+        self._last = self._rules.clock.now()  # to ask a worker, a host or a trainer takes its time
+        return found
 
     def finish(self) -> list[str]:
         """Texts to be logged at the end of the run."""
         return self._over("it has ended")
 
     def diagnose(self) -> Diagnosis:
-        """What the run waits for right now."""
+        """Diagnosis of the run right now, with the silent faults that the last look found. From any thread."""
         look, now = self._probe.look(), self._rules.clock.now()
         way = None if look is None else self._way(look)
         if look is None or way is None:
-            return diagnosed(look, None, 0.0, 0.0, is_stalled=False)
+            return diagnosed(look, None, 0.0, 0.0, self._signs, is_stalled=False)
         seen = self._seen.get(way.blocker.name)
         stood = way.blocker.age_s
         if seen is not None and seen.wait.mark == way.blocker.mark and seen.wait.kind == way.blocker.kind:
             stood = max(stood, now - seen.since)
         waited = 0.0 if self._since is None else now - self._since
         is_stalled = self._told is not None or (self._since is not None and self._is_stall(way, waited, stood))
-        return diagnosed(look, way, max(waited, min(stood, way.waits[0].age_s)), stood, is_stalled=is_stalled)
+        waited = max(waited, min(stood, way.waits[0].age_s))
+        return diagnosed(look, way, waited, stood, self._signs, is_stalled=is_stalled)
 
     # Inside
+
+    def _look_at(self, now: float) -> tuple[list[str], Diagnosis | None]:
+        look = self._probe.look()
+        if look is None:
+            return self.finish(), None
+        self._follow(look, now)
+        gone = now - AGAIN_S[0]  # what was there later than that is told already
+        self._signs = self._probe.signs()
+        texts = [sign.text for sign in self._signs if self._notes.get(sign.kind, gone) <= gone]
+        self._notes.update((sign.kind, now) for sign in self._signs)
+        found = self._stalled(look, now)
+        if found is None:
+            still = self._told is not None and self._since == self._told.waits_since  # another party holds it up now
+            return texts + ([] if still else self._over("it goes on")), None
+        way, begun = found
+        return self._tell(look, way, begun, now, texts)
 
     def _begin_anew(self) -> None:
         """Count no wait before now: this process, or its machine, stood still itself."""
@@ -163,7 +171,7 @@ class StallWatch:
             return texts, None
         told.times += 1
         stood = now - self._seen[way.blocker.name].since
-        found = diagnosed(look, way, now - (self._since or now), stood, is_stalled=True)
+        found = diagnosed(look, way, now - (self._since or now), stood, self._signs, is_stalled=True)
         return [*texts, str(found)], found if is_new else None
 
     def _over(self, how: str) -> list[str]:

@@ -3,13 +3,15 @@
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Look, Probe
+from rollflow.stream.doctor.stack_dumps import answering_dumps
+from rollflow.stream.doctor.waits import Look, Probe, Sign
 from rollflow.stream.doctor.watch import StallWatch
 
 logger = logging.getLogger("rollflow.doctor")
@@ -29,22 +31,25 @@ class Watcher:
         self._probe, self._rules, self._end = probe, rules, end
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._answering = ExitStack()
         self._watch = StallWatch(_WeakProbe(probe), rules)
 
     def start(self) -> None:
         """Start the thread, where the rules want one."""
         if self._rules.after is None or self._thread is not None or self._stopping.is_set():
             return
+        self._answering.enter_context(answering_dumps())
         arguments = (self._watch, self._rules, self._stopping, weakref.ref(self._probe), weakref.WeakMethod(self._end))
         self._thread = threading.Thread(target=_work, args=arguments, name="rollflow doctor", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; again does nothing. From any thread."""
+        """End the thread, and answer no signal of `rollflow doctor` any more; again does nothing. From any thread."""
         self._stopping.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(1.0)
+        self._answering.close()
 
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now."""
@@ -61,6 +66,11 @@ class _WeakProbe:
         """The look of the probe; None: it is gone."""
         probe = self._probe()
         return None if probe is None else probe.look()
+
+    def signs(self) -> Sequence[Sign]:
+        """The silent faults of the probe; none where it is gone."""
+        probe = self._probe()
+        return () if probe is None else probe.signs()
 
 
 def _work(

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 import gymnasium as gym
 import numpy as np
 
+from rollflow.stream.data.array_table import array_table
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import EpisodeError, RollflowError
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
@@ -472,6 +473,15 @@ class SingleAgentEpisode:
             f"<{type(self).__name__} '{self.id_}': steps {self.t_started} to {self.t}, {ended}, "
             f"lookback {self.rewards.lookback}>"
         )
+
+    def _repr_html_(self) -> str:
+        columns = {
+            Columns.OBS: self.get_observations(),
+            Columns.ACTIONS: self.get_actions(),
+            Columns.REWARDS: self.get_rewards(),
+            **{key: self.get_extra_model_outputs(key) for key in self.extra_model_outputs},
+        }
+        return array_table(repr(self), columns, self.get_rewards())
 
     # Inside
 

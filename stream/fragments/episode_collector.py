@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.infos import SlotInfos, info_of
+from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.data.tree import Tree, concatenate_trees, map_tree
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.fragments.fragment_records import Final, FragmentLayout
@@ -90,6 +91,8 @@ class WholeEpisodes(Fragment):
         self.finals = list(_finals(episodes))
         self.custom_data = {(0, number): episode.custom_data for number, episode in enumerate(episodes)}
         self._env_slots = np.array([episode.slot for episode in episodes], np.int64)
+        if last.origin is not None:
+            self.origin = Origin(last.origin.ledger, 0)  # the collector counts what is lost
         self.seal(num_rows)
 
     def env_slots(self, slot: Any, number: Any) -> Any:

@@ -21,6 +21,7 @@ import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.array_table import array_table
 from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ColumnError
@@ -366,6 +367,10 @@ class Fragment(Traced):
     def __repr__(self) -> str:
         size = f"{self.num_rows} vector steps x {self.layout.num_slots} slots"
         return f"<Fragment {self.sequence} of lane {self.lane}: {size}>"
+
+    def _repr_html_(self) -> str:
+        rewards = self.columns[Columns.REWARDS].tree[self.first_row : self.last_row].mean(axis=1)
+        return array_table(repr(self), {name: column.tree for name, column in self.columns.items()}, rewards)
 
     def _observations(self, slot: int, begin: int, stop: int, lookback: int, final: Any) -> LookbackBuffer:
         obs, space = self.columns[Columns.OBS], self.observation_space

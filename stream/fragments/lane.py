@@ -192,7 +192,7 @@ class Lane(LaneRows):
         fragment.infos[row + 1] = infos
         if self._dead is not None:
             self._wake(self._dead, done, row)
-        if np.count_nonzero(done):
+        if 1 in done.tobytes():  # in a quarter of the time that numpy takes to say so
             if final is None:
                 self._dead = done
             else:

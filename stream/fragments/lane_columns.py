@@ -61,6 +61,7 @@ class LaneColumns:
         self._rows = layout.lookback + layout.num_rows
         self._blocks: tuple[BlockLayout, BlockPool[Any]] | None = None  # of columns that are not in `memory`
         self._in_blocks: dict[str, Tree] = {}  # name -> dtypes and shapes of such a column
+        self._made: list[Column] = []  # such columns, of the last fragment
 
     def first(self, observation_space: gym.Space[Any]) -> dict[str, Column]:
         """The columns of the first fragment, without the extra outputs, whose types follow from the first step."""
@@ -101,20 +102,23 @@ class LaneColumns:
         if not are_written:
             columns.pop(Columns.OBS, None)  # pieces rewrite observations: these are of another type
         rest = {name: column for name, column in old.items() if name not in columns}
-        rows = {name: (column.row(0), len(column)) for name, column in rest.items()}
-        kinds = {name: kind_of(row) for name, (row, _) in rows.items()}
-        # Types change with the first step, which adds outputs and may retype observations.
-        if self._blocks is None or self._in_blocks != kinds:
-            self._in_blocks = kinds
-            if self._is_shared and not self._layout.resets_next_step:
-                rows[FINAL_OBS] = old[Columns.OBS].row(0), self._rows
-            layout = BlockLayout(rows)
-            self._blocks = layout, BlockPool(layout.size, SharedBlock if self._is_shared else PrivateBlock)
+        # Types change with the first step, which adds outputs and may retype observations: these are other columns.
+        if self._made != list(rest.values()):
+            rows = {name: (column.row(0), len(column)) for name, column in rest.items()}
+            kinds = {name: kind_of(row) for name, (row, _) in rows.items()}
+            if self._blocks is None or self._in_blocks != kinds:
+                self._in_blocks = kinds
+                if self._is_shared and not self._layout.resets_next_step:
+                    rows[FINAL_OBS] = old[Columns.OBS].row(0), self._rows
+                layout = BlockLayout(rows)
+                self._blocks = layout, BlockPool(layout.size, SharedBlock if self._is_shared else PrivateBlock)
+        assert self._blocks is not None
         layout, pool = self._blocks
         index, block = pool.take()
         made = layout.columns(block)
         if self._is_shared:
             self.shared = SharedRows(layout, pool, index, block, made.get(FINAL_OBS))
+        self._made = [made[name] for name in rest]
         columns |= made
         return {name: columns[name] for name in old}
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import anyio
 import anyio.abc
 
-from rollflow.stream.graph.interrupts import interrupts
+from rollflow.stream.graph.interrupts import breakable
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.wakeup import Wakeup
 
@@ -92,14 +92,14 @@ class Waiter:
         patience = [node.patience for node, _ in awaited]
         least = min((seconds for seconds in patience if seconds is not None), default=None)
         with AtWork([meter for _, meter in awaited]):
-            try:
-                interrupts.lets_through = True  # no item can be lost here
-                ready = self._poll.poll(None if least is None else least * 1e3)
-            finally:
-                interrupts.lets_through = False
+            ready = self._polled(None if least is None else least * 1e3)
         for fd, _ in ready:
             if fd in self._bells:
                 self._bells[fd].silence()
+
+    @breakable
+    def _polled(self, timeout_ms: float | None) -> list[tuple[int, int]]:
+        return self._poll.poll(timeout_ms)
 
     def _listen(self, fd: int, listens: bool) -> None:
         if self._listens.get(fd, listens) == listens:

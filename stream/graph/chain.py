@@ -197,7 +197,7 @@ class Chain:
             mark[1] = -1
         self.spoilt = None
         now = clock()
-        meter.busy_ns += now - mark[0]
+        _count(meter, mark[0], now)
         mark[0] = now
 
     def _route_collected(self) -> bool:
@@ -269,7 +269,7 @@ class Chain:
             for output in function() or ():
                 now = clock()
                 mark[1], self.spoilt = -1, None
-                meter.busy_ns += now - mark[0]
+                _count(meter, mark[0], now)
                 mark[0] = now
                 yield output
                 self.spoilt = name
@@ -280,7 +280,7 @@ class Chain:
         finally:
             mark[1] = -1
         self.spoilt = None
-        meter.busy_ns += clock() - mark[0]
+        _count(meter, mark[0], clock())
 
     def _step(self, name: str, in_place: Callable[[Any], Any] | None = None) -> Deliver:
         """A function that calls a node, or `in_place` of it, with an item, and routes the output on."""
@@ -301,6 +301,9 @@ class Chain:
             now = clock()
             meter.items += 1
             meter.busy_ns += now - mark[0]
+            trace = meter.trace
+            if trace is not None:
+                trace.busy(mark[0], now)
             mark[0] = now
             if output is not None:
                 route(output)
@@ -369,6 +372,14 @@ class Chain:
                 self.parked.append((gate, step, item))
 
         return deliver
+
+
+def _count(meter: NodeMeter, began: int, now: int) -> None:
+    """Count a span of a node's work, at calls that are few."""
+    meter.busy_ns += now - began
+    trace = meter.trace
+    if trace is not None:
+        trace.busy(began, now)
 
 
 def _route_two(first: Deliver, second: Deliver) -> Deliver:

@@ -1,6 +1,6 @@
-"""Drawings of a graph as text: an explanation of how it will run, and a Mermaid flowchart."""
+"""Drawings of a graph: an explanation of how it will run, a Mermaid flowchart, and its shape as plain values."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.edge import Edge
@@ -35,6 +35,21 @@ def mermaid(graph: "Graph") -> str:
         arrow = "-." if edge.feedback else "--"
         lines.append(f'    {ids[source]} {arrow} "{label}" {arrow[::-1] if edge.feedback else "--"}> {target}')
     return "\n".join(lines)
+
+
+def shape(graph: "Graph") -> dict[str, Any]:
+    """What a picture of the graph shows.
+
+    tasks    names of nodes, task by task, in the order of the flow
+    edges    of each `source`, `target`, `port`, `feedback` and `is_output`; of a channel `capacity` and `overflow`, too
+    """
+    edges = []
+    for edge in (*graph.edges, *graph.outputs.values()):
+        bound = {} if graph.is_chained(edge) else {"capacity": edge.capacity or 1, "overflow": edge.overflow}
+        target = edge.target[1] if edge.is_output else edge.target[0]
+        named = {"source": edge.source[0], "target": target, "port": edge.source[1]}
+        edges.append({**named, "feedback": edge.feedback, "is_output": edge.is_output, **bound})
+    return {"tasks": graph.groups(), "edges": edges}
 
 
 def _task_line(graph: "Graph", group: list[str]) -> str:

@@ -7,12 +7,14 @@ are *chained*: they run as one task, which calls them in turn. Every other edge 
 from collections.abc import Iterable
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
 from rollflow.stream.data.errors import GraphError
 from rollflow.stream.doctor.rules import OnStall, StallRules
 from rollflow.stream.graph.channel import Overflow
-from rollflow.stream.graph.drawing import explain, mermaid
+from rollflow.stream.graph.drawing import explain, mermaid, shape
 from rollflow.stream.graph.edge import Edge, Port, check_room, leading_to, may_drop_before, reached, within
 from rollflow.stream.graph.gate import Gate
 from rollflow.stream.graph.port import (
@@ -27,6 +29,7 @@ from rollflow.stream.graph.port import (
     type_name,
 )
 from rollflow.stream.graph.run_handle import RunHandle
+from rollflow.stream.pictures.graph_picture import graph_picture
 
 
 class Graph:
@@ -49,7 +52,7 @@ class Graph:
         self.inputs: dict[str, Port] = {}
         self._added: dict[str, Any] = {}  # nodes by name, composite ones as a whole
         self._composites: dict[str, tuple[dict[str, Port], dict[str, Port]]] = {}
-        self._wholes: dict[str, Any] = {}  # prefix of the names of a composite node's parts -> the composite node
+        self.wholes: dict[str, Any] = {}  # prefix of the names of a composite node's parts -> the composite node
         self._tasks: dict[str, str] | None = None
 
     # Drawing
@@ -219,7 +222,7 @@ class Graph:
         found: dict[int, Any] = {}
         for each in self.flow_order():
             if each in before and each != name:
-                wholes = [whole for prefix, whole in self._wholes.items() if each.startswith(prefix)]
+                wholes = [whole for prefix, whole in self.wholes.items() if each.startswith(prefix)]
                 found |= {id(node): node for node in wholes or [self.nodes[each].node]}
         return list(found.values())
 
@@ -243,7 +246,23 @@ class Graph:
         """A Mermaid flowchart of the graph."""
         return mermaid(self)
 
-    def run(self, *, seed: int | None = None, stall_after: float | None = 5.0, on_stall: OnStall = "log") -> RunHandle:
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Write a picture of the graph to a file, as SVG. Raises GraphError for a file of another kind."""
+        if Path(path).suffix != ".svg":
+            raise GraphError(f"graph '{self.name}' was to be drawn as {path}, expected a file that ends in .svg")
+        Path(path).write_text(self._repr_html_(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        return graph_picture(shape(self), f"graph {self.name}")
+
+    def run(
+        self,
+        *,
+        seed: int | None = None,
+        stall_after: float | None = 5.0,
+        on_stall: OnStall = "log",
+        trace: str | None = None,
+    ) -> RunHandle:
         """`async with graph.run() as run:` checks the graph and runs it until the block is left.
 
         A node's error is raised unchanged, with the node's name in a note.
@@ -251,10 +270,10 @@ class Graph:
             seed           of the random generators of nodes that ask for one, each its own by name; None: a fresh seed
             stall_after    seconds after which a run that stands still is logged, with the reason; None: never
             on_stall       "log", or "raise": a run that stands still also ends, with a StallError
+            trace          file for a trace of the run; compressed where it ends in .gz; None: none
         """
-        rules = StallRules(stall_after, on_stall)
         self.validate()
-        return RunHandle(self, seed, rules, watches=True)
+        return RunHandle(self, seed, StallRules(stall_after, on_stall), watches=True, trace=trace)
 
     # Inside
 
@@ -278,8 +297,8 @@ class Graph:
             *(edge for edge in self.edges[at:] if edge not in own),
         ]
         if inner is not node:
-            self._wholes[prefix] = node
-        self._wholes |= {prefix + name: whole for name, whole in inner._wholes.items()}
+            self.wholes[prefix] = node
+        self.wholes |= {prefix + name: whole for name, whole in inner.wholes.items()}
         outlets = {export: within(prefix, edge.source) for export, edge in inner.outputs.items()}
         inlets = {export: within(prefix, port) for export, port in inner.inputs.items()}
         return inlets, outlets
@@ -294,7 +313,7 @@ class Graph:
             except Exception as error:
                 error.add_note(f"in node '{name}'")
                 raise
-            for prefix, whole in list(self._wholes.items()):
+            for prefix, whole in list(self.wholes.items()):
                 if any(whole is each for each in changed):
                     self._place(prefix, whole, whole.graph())
         self._tasks = None

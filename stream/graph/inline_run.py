@@ -14,6 +14,7 @@ from rollflow.stream.graph.looks import look_of_inline_run
 from rollflow.stream.graph.meter import NodeMeter, clock
 from rollflow.stream.graph.node_errors import close_nodes
 from rollflow.stream.graph.report import CALLER, Report, report_of
+from rollflow.stream.graph.tracing import Traceable
 from rollflow.stream.graph.wakeup import Wakeup
 
 
@@ -194,6 +195,11 @@ class InlineRun:
     def look(self) -> Look | None:
         """What every node and the reader do right now, for the stall doctor; None: it does not run."""
         return look_of_inline_run(self) if self._state in ("running", "finished") else None
+
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters and chain, for a trace."""
+        return Traceable(self.graph, self.meters, [self.chain])
 
     def report(self) -> Report:
         """A report of the counts so far."""

@@ -47,8 +47,10 @@ def look_of_run(run: "Run") -> Look:
             if not spec.outlets:
                 exits.append(Exit(found[0].name, run.meters[name].items, waits=True))
     if run.graph.outputs:
-        awaited = [_task(edge.source[0], tasks) for name, edge in run.graph.outputs.items() if run[name].is_awaited]
-        waits.append(_reader(run.caller, run.caller.is_waiting, awaited))
+        awaited = {name: edge for name, edge in run.graph.outputs.items() if run[name].is_awaited}
+        doing = f"waits for an item of {', '.join(f'{run.graph.name}.{name}' for name in awaited)}"
+        on = [_task(edge.source[0], tasks) for edge in awaited.values()]
+        waits.append(_reader(run.caller, run.caller.is_waiting, on, doing))
         exits.append(Exit(READER, run.caller.items, run.caller.is_waiting))
     return Look(tuple(exits), by_name(waits))
 
@@ -174,10 +176,10 @@ def _has_no_room(channel: "Channel[Any]") -> bool:
     return len(channel) >= channel.capacity and channel.overflow == "block" and not channel.abandoned
 
 
-def _reader(caller: NodeMeter, is_waiting: bool, on: Sequence[str]) -> Wait:
+def _reader(caller: NodeMeter, is_waiting: bool, on: Sequence[str], doing: str = "waits") -> Wait:
     mark = caller.items, caller.is_waiting
     if is_waiting:
-        return Wait(READER, "waits", "waits", on=tuple(on), mark=mark, calls=caller.items)
+        return Wait(READER, "waits", doing, on=tuple(on), mark=mark, calls=caller.items)
     doing = "works on what it was given" if caller.items else "has not asked for an item yet"
     return Wait(READER, "works", doing, mark=mark, calls=caller.items)
 

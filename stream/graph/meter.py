@@ -5,9 +5,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter_ns
-from typing import Final
+from typing import Final, NamedTuple
+
+from rollflow.stream.traces.trace import Record, Trace
 
 clock: Final = perf_counter_ns
+
+
+class NodeTrace(NamedTuple):
+    """Records the spans of a node in a trace."""
+
+    busy: Record
+    waits: Record
+    blocked: Record
+
+    @classmethod
+    def of(cls, trace: Trace, name: str) -> "NodeTrace":
+        """Records on a track of the node's name."""
+        return cls(
+            trace.recorder(name, name),
+            trace.recorder(name, "waits for an item", "waits"),
+            trace.recorder(name, "waits for room", "blocked"),
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -17,6 +36,7 @@ class NodeMeter:
         items         items taken, or for a source sent
         busy_ns       time in the node's own work
         blocked_ns    time in which an outlet of the node waited for room
+        trace         records the same times as spans; None: nothing is traced
 
     The rest of the elapsed time is idle: waiting for items, or for other nodes of the same task. A synchronous node
     adds up its calls. An asynchronous one lives from `begin_life` to `end_life`, and is busy whenever it neither waits
@@ -28,12 +48,25 @@ class NodeMeter:
     items: int = 0
     busy_ns: int = 0
     blocked_ns: int = 0
+    trace: NodeTrace | None = None
+    _busy_since: int | None = None  # while it is traced
     _lives_since: int | None = None
     _waits_since: int | None = None
     _blocked_since: int | None = None
     _works_since: int | None = None
     _waiting: int = 0
     _blocked: int = 0
+
+    def take_trace(self, trace: NodeTrace | None) -> None:
+        """Have the times that begin from now on be recorded; None: no more, and work under way as far as it has come.
+
+        From any thread.
+        """
+        before, self.trace = self.trace, trace
+        for since in self._busy_since, self._works_since:
+            if before is not None and since is not None:
+                before.busy(since, clock())
+        self._busy_since = None
 
     @property
     def is_waiting(self) -> bool:
@@ -59,6 +92,9 @@ class NodeMeter:
         since, self._works_since = self._works_since, None
         if since is not None:
             self.busy_ns += now - since
+            trace = self.trace
+            if trace is not None:
+                trace.busy(since, now)
 
     def begin_life(self) -> None:
         """Begin to count the time between waits as busy; a second call changes nothing."""
@@ -66,41 +102,71 @@ class NodeMeter:
             self._lives_since = clock()
             if self._waiting:
                 self._waits_since = self._lives_since
+            if self.trace is not None:
+                self._trace_on(self._lives_since)
 
     def end_life(self) -> None:
         """End the node's life: it is no longer busy."""
         self.busy_ns, self.blocked_ns = self.read()
+        if self.trace is not None:
+            self._trace_busy(clock())
         self._lives_since = self._waits_since = self._blocked_since = None
 
     def begin_wait(self) -> None:
         """Begin a wait for an item."""
         if not self._waiting:
             self._waits_since = clock()
+            if self.trace is not None:
+                self._trace_busy(self._waits_since)
         self._waiting += 1
 
     def end_wait(self) -> None:
         """End a wait for an item."""
         self._waiting -= 1
         if not self._waiting:
+            now = clock()
             if self._waits_since is not None and self._lives_since is not None:
-                self.busy_ns -= clock() - self._waits_since
+                self.busy_ns -= now - self._waits_since
+            trace = self.trace
+            if trace is not None:
+                if self._waits_since is not None:
+                    trace.waits(self._waits_since, now)
+                self._trace_on(now)
             self._waits_since = None
 
     def begin_block(self) -> None:
         """Begin a wait for room."""
         if not self._blocked:
             self._blocked_since = clock()
+            if self.trace is not None:
+                self._trace_busy(self._blocked_since)
         self._blocked += 1
 
     def end_block(self) -> None:
         """End a wait for room."""
         self._blocked -= 1
         if not self._blocked and self._blocked_since is not None:
-            blocked = clock() - self._blocked_since
+            now = clock()
+            blocked = now - self._blocked_since
             self.blocked_ns += blocked
             if self._lives_since is not None:
                 self.busy_ns -= blocked
+            trace = self.trace
+            if trace is not None:
+                trace.blocked(self._blocked_since, now)
+                self._trace_on(now)
             self._blocked_since = None
+
+    def _trace_on(self, now: int) -> None:
+        """Begin a span of the node's own work, where it neither waits nor is blocked."""
+        if self._lives_since is not None and not self._waiting and not self._blocked:
+            self._busy_since = now
+
+    def _trace_busy(self, now: int) -> None:
+        """Record the span of its own work that ends, if there was one."""
+        since, self._busy_since, trace = self._busy_since, None, self.trace
+        if since is not None and trace is not None:
+            trace.busy(since, now)
 
     def read(self) -> tuple[int, int]:
         """busy_ns and blocked_ns as of now, with the spans under way."""

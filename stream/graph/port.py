@@ -58,6 +58,9 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
 
     Any node may have
 
+        take_report(report)   called in an event loop when the run begins, with what gives its report at any time
+        take_trace(name, trace)
+                              called with its name and a `FragmentTrace` when a trace begins, with None at its end
         close()               called once when the run is over
         take_failure(error)   called before `close`, in an event loop, if a node has raised
         take_drain()          called when the run is drained

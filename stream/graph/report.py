@@ -5,10 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rollflow.stream.graph.meter import EdgeMeter, NodeMeter
+from rollflow.stream.pictures.html import preformatted, table
 
 CALLER = "caller"
 NOTHING_UNDER_WAY: Mapping[str, int] = {}
-_IDLE = 0.1  # share of the time, of all stages together, below which none of them is what the others wait for
+MOSTLY_IDLE = 0.1  # share of the time, of all stages together, below which none is what the others wait for
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Report:
     def bottleneck(self) -> str | None:
         """The name of the stage that holds the others back; None: all stages wait."""
         at_work = sum(node.busy_s + node.blocked_s for node in self.nodes if node.name not in self.harmless)
-        return None if at_work < _IDLE * self.elapsed_s else self._busiest.name
+        return None if at_work < MOSTLY_IDLE * self.elapsed_s else self._busiest.name
 
     @property
     def _busiest(self) -> NodeReport:
@@ -131,6 +132,33 @@ class Report:
             ]
         lines.append(self._conclusion())
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        total = max(self.elapsed_s, 1e-9)
+        nodes = [
+            (
+                node.name,
+                f"{node.items:,}",
+                *(f"{part / total:.1%}" for part in (node.busy_s, node.idle_s, node.blocked_s)),
+            )
+            for node in self.nodes
+        ]
+        edges = [
+            (
+                edge.name,
+                f"{edge.items:,}",
+                f"{edge.held}/{edge.capacity}",
+                f"{edge.mean_held:.2f}",
+                edge.peak,
+                f"{edge.full:.1%}",
+                f"{edge.dropped:,}",
+            )
+            for edge in self.edges
+        ]
+        parts = [table(("node", "items", "busy", "idle", "blocked"), nodes)]
+        if edges:
+            parts.append(table(("edge", "items", "held", "mean", "peak", "full", "dropped"), edges))
+        return "".join([*parts, preformatted(self._conclusion())])
 
     def _conclusion(self) -> str:
         busiest = self._busiest

@@ -145,6 +145,9 @@ class Run:
         self._tasks, self._live, self.thread = tasks, {name for name, _ in work}, get_ident()
         for name, function in work:
             tasks.start_soon(self._counted, name, function, name=f"{self.graph.name}/{name}")
+        for spec in self.graph.nodes.values():
+            if hasattr(spec.node, "take_report"):
+                spec.node.take_report(self.report)
         self.doctor.start(tasks)
 
     def close(self, error: BaseException | None = None) -> None:

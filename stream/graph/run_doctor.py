@@ -1,6 +1,7 @@
 """RunDoctor: the stall doctor of a run on an event loop."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
@@ -8,40 +9,59 @@ import anyio.abc
 from rollflow.stream.data.errors import StallError
 from rollflow.stream.doctor.diagnosis import Diagnosis
 from rollflow.stream.doctor.rules import StallRules
-from rollflow.stream.doctor.waits import Look
+from rollflow.stream.doctor.stacks import debugged, stack_lines, stack_of_thread
+from rollflow.stream.doctor.waits import Look, Sign
 from rollflow.stream.doctor.watcher import Watcher
 from rollflow.stream.graph.looks import look_of_run
+from rollflow.stream.graph.meter import clock
+from rollflow.stream.graph.run_snapshot import run_snapshot
+from rollflow.stream.graph.tracing import Traceable, Tracing
 from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream.snapshots.run_socket import RunSocket
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.run import Run
 
+_LOOKS = 3  # that find no sign of life: one alone may come late itself
+_REMEDY = "all its tasks stand still; await there, or do it in a thread, by anyio.to_thread.run_sync"
+
 
 class RunDoctor:
-    """Watches a run from a thread, and ends it where it is stalled and the rules say so.
+    """Watches a run from a thread, ends it where it is stalled and the rules say so, and shows it to who asks.
 
     run        that is watched
     rules      when and how it speaks
-    watches    whether it has a thread that looks; without one it only ends the run when it is asked to
+    watches    whether it has a thread that looks, and a socket; without them it only ends the run when it is asked to
+
+    trace_to   file for a trace, to be set before the start; None: there is one only when it is asked for
     """
 
     def __init__(self, run: "Run", rules: StallRules, *, watches: bool) -> None:
         self._run, self._rules, self._watches = run, rules, watches
         self._watcher = Watcher(self, rules, self.end_stalled)
+        self.trace_to: str | None = None
+        self._tracing = Tracing(self._with_reader)
+        self._socket = RunSocket(self.snapshot, self._tracing.serve)
         self._bell: Wakeup | None = None
         self._error: StallError | None = None
+        self._asked, self._answered = 1, 0  # signs of life of the event loop; the first is that it begins
+        self._asked_at, self._looks = 0, 0  # when it was asked for the last one, in ns, and looks since then
 
     def start(self, tasks: anyio.abc.TaskGroup) -> None:
         """Begin, with the run's tasks. In the event loop."""
-        if self._rules.on_stall == "raise":
+        if self._rules.on_stall == "raise" or (self._watches and self._rules.after is not None):
             self._bell = Wakeup()
-            tasks.start_soon(self._await_stall, self._bell)
+            tasks.start_soon(self._answer, self._bell)
+        self._tracing.begin(self.trace_to)
         if self._watches:
             self._watcher.start()
+            self._socket.start()
 
     def stop(self) -> None:
         """End the thread. Once the tasks have ended."""
+        self._socket.stop()
         self._watcher.stop()
+        self._tracing.end()
         if self._bell is not None:
             self._bell.close()
 
@@ -49,9 +69,25 @@ class RunDoctor:
         """What every task does right now; None: the run has ended."""
         return None if self._run.has_ended else look_of_run(self._run)
 
+    def signs(self) -> Sequence[Sign]:
+        """Silent faults of composite nodes, and of the event loop."""
+        found = [(prefix, each) for prefix, whole in self._wholes("signs") for each in whole.signs()]
+        of_nodes = [Sign(f"{prefix} {sign.kind}", f"{prefix}: {sign.text}") for prefix, sign in found]
+        return *of_nodes, *self._signs_of_loop()
+
     def diagnose(self) -> Diagnosis:
         """What the run waits for right now."""
         return self._watcher.diagnose()
+
+    def snapshot(self) -> dict[str, Any]:
+        """What there is to see of the run, with a part for each composite node that shows itself."""
+        graph = self._run.graph
+        return {
+            "kind": "graph",
+            "name": graph.name,
+            **run_snapshot(graph, self._run.report(), self.look(), self.diagnose()),
+            "parts": {name: whole.snapshot() for name, whole in self._wholes("snapshot")},
+        }
 
     def end_stalled(self, error: StallError) -> None:
         """Have the run end with this error, as soon as its event loop comes to it. From any thread."""
@@ -59,9 +95,49 @@ class RunDoctor:
             self._error = error
             self._bell.ring()
 
-    async def _await_stall(self, bell: Wakeup) -> None:
-        await anyio.wait_readable(bell.fileno())
-        bell.silence()
-        if self._error is not None:
-            self._run.fail(self._error)
-            raise self._error
+    @property
+    def traceable(self) -> Traceable:
+        """Graph, meters of its nodes and chains, for a trace."""
+        return Traceable(self._run.graph, self._run.meters.values(), self._run.chains)
+
+    def _with_reader(self) -> Traceable:
+        found = self.traceable
+        return found._replace(meters=[*found.meters, self._run.caller])
+
+    def _wholes(self, method: str) -> list[tuple[str, Any]]:
+        """The composite nodes that have a method, by their names."""
+        wholes = self._run.graph.wholes.items()
+        return [(prefix.rstrip("/"), whole) for prefix, whole in wholes if hasattr(whole, method)]
+
+    def _signs_of_loop(self) -> Iterator[Sign]:
+        """Code that holds up the event loop, which gives no sign of life then; asks it for the next one.
+
+        Nodes that are functions, and a reader that works, may do that: those who wait for them are watched for stalls.
+        """
+        now, run = clock(), self._run
+        running = [name for name, at in run.at.copy().items() if getattr(at, "cr_running", False)]
+        may_hold = any(chain.mark[1] >= 0 for chain in run.chains) or (
+            bool(run.graph.outputs) and not running and not run.caller.is_waiting
+        )
+        if self._bell is None or may_hold or self._answered in (0, self._asked):
+            self._asked_at, self._looks = now, 0
+            if self._bell is not None and self._answered == self._asked:
+                self._asked += 1
+                self._bell.ring()
+            return
+        self._looks += 1
+        held_s = (now - self._asked_at) / 1e9
+        if self._looks >= _LOOKS and self._rules.after is not None and held_s >= self._rules.after / 2:
+            stack = stack_of_thread(run.thread)
+            if not debugged([stack]):
+                text = f"{', '.join(running) or 'a task or a callback'} holds up the event loop since {held_s:.1f} s"
+                yield Sign("event loop", "\n".join([f"{text}: {_REMEDY}", *stack_lines(stack)]))
+
+    async def _answer(self, bell: Wakeup) -> None:
+        """Give signs of life, until a stall is to end the run."""
+        while self._error is None:
+            self._answered = self._asked
+            await anyio.wait_readable(bell.fileno())
+            bell.silence()
+        self._run.fail(self._error)
+        raise self._error

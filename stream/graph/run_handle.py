@@ -10,6 +10,7 @@ import anyio
 
 from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.run import Run
+from rollflow.stream.traces.trace import check_trace
 
 if TYPE_CHECKING:
     from rollflow.stream.graph.graph import Graph
@@ -20,15 +21,24 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 
     rules      of the stall doctor; None: it is off
     watches    whether the run has a stall doctor of its own, beside who may watch it otherwise
+    trace      file for a trace; None: none
 
     Warns if it is never entered, since nothing would have run.
     """
 
     def __init__(
-        self, graph: "Graph", seed: int | None = None, rules: StallRules | None = None, *, watches: bool = False
+        self,
+        graph: "Graph",
+        seed: int | None = None,
+        rules: StallRules | None = None,
+        *,
+        watches: bool = False,
+        trace: str | None = None,
     ) -> None:
-        self._name, self._is_entered = graph.name, False
-        self._block = _running(graph, seed, rules, watches=watches)
+        self._name, self._is_entered = graph.name, True  # a trace that is refused is enough to be told
+        check_trace(trace)
+        self._is_entered = False
+        self._block = _running(graph, seed, rules, watches=watches, trace=trace)
 
     async def __aenter__(self) -> Run:
         self._is_entered = True
@@ -46,8 +56,11 @@ class RunHandle(AbstractAsyncContextManager[Run]):
 
 
 @asynccontextmanager
-async def _running(graph: "Graph", seed: int | None, rules: StallRules | None, *, watches: bool) -> AsyncIterator[Run]:
+async def _running(
+    graph: "Graph", seed: int | None, rules: StallRules | None, *, watches: bool, trace: str | None
+) -> AsyncIterator[Run]:
     run = Run(graph, seed, rules, watches=watches)
+    run.doctor.trace_to = trace
     failure: BaseException | None = None
     try:
         async with anyio.create_task_group() as tasks:

@@ -7,6 +7,7 @@ import socket
 import ssl
 import weakref
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 
 from rollflow.stream.data.errors import WireError
@@ -63,7 +64,7 @@ class DescriptorTransport(Transport):
             raise WireError("no descriptor has come, expected one before what is said of it", "memory")
         return self._unclaimed.popleft()
 
-    def close(self, until: float | None = None) -> None:
+    def close(self, until: Callable[[], float] | None = None) -> None:
         """Close the socket, as `Transport` does, and every descriptor that was not claimed."""
         super().close(until)
         self._unclaimed.clear()

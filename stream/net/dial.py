@@ -16,7 +16,7 @@ from rollflow.stream.wire import Address, UnixAddress
 Asker = TypeVar("Asker")
 
 REACH_S = 10.0  # how long a connection may take to come about
-_LOOK_S = 1.0  # between two calls of `waiting`
+LOOK_S = 1.0  # between two looks at whether anybody waits still
 
 
 class DialTarget(NamedTuple):
@@ -125,7 +125,7 @@ class _Wait(NamedTuple):
         if self.wakeup is not None:
             poll.register(self.wakeup.fileno(), select.POLLIN)
         while True:
-            left = _LOOK_S if until is None else min(_LOOK_S, max(0.0, until - monotonic()))
+            left = LOOK_S if until is None else min(LOOK_S, max(0.0, until - monotonic()))
             if fd in {ready for ready, _ in poll.poll(left * 1e3)}:
                 return True
             if self.wakeup is not None:

@@ -9,7 +9,7 @@ from time import monotonic
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder, pause_s
-from rollflow.stream.net.dial import reach
+from rollflow.stream.net.dial import LOOK_S, reach
 from rollflow.stream.wire import Address
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Redialler:
         poll = select.poll()
         poll.register(self._wakeup.fileno(), select.POLLIN)
         while not self._is_over() and (left_s := until - monotonic()) > 0:
-            poll.poll(left_s * 1e3)
+            poll.poll(min(left_s, LOOK_S) * 1e3)
             self._wakeup.silence()
 
     @property

@@ -84,7 +84,7 @@ class SocketLoop(Generic[P]):
         with self.lock:
             self.peers.add(peer)
 
-    def drop(self, peer: P, until: float | None = None) -> None:
+    def drop(self, peer: P, until: Callable[[], float] | None = None) -> None:
         """Send what may be a last word, and close, as `Transport.close` does; again does nothing."""
         with self.lock:
             if self.peers.drop(peer, until) and peer.dialled is not None:

@@ -4,7 +4,7 @@ import logging
 import select
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -85,7 +85,7 @@ class PeerSet(Generic[P]):
             peer.mask = mask
             self._poll.modify(peer.fileno(), mask)
 
-    def drop(self, peer: P, until: float | None = None) -> bool:
+    def drop(self, peer: P, until: Callable[[], float] | None = None) -> bool:
         """Send what may be a last word, and close, as `Transport.close` does; False: that has been done before."""
         if not peer.mask:
             return False
@@ -169,6 +169,15 @@ def quoted(text: object) -> str:
         letter if letter.isascii() and letter.isprintable() else letter.encode("unicode_escape").decode()
         for letter in str(text)[:_MOST_QUOTED]
     )
+
+
+def refusal_level(connection: Connection) -> int:
+    """Level at which the end of a connection is logged that has not proved itself.
+
+    Whoever closes it without a word has looked whether somebody listens, as a cluster does again and again: DEBUG.
+    """
+    is_probe = connection.is_new and connection.error is not None and connection.error.code == "lost"
+    return logging.DEBUG if is_probe else logging.WARNING
 
 
 class LastResort(logging.Handler):

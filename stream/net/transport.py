@@ -8,7 +8,7 @@ import ssl
 import sys
 import termios
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from time import monotonic
@@ -20,6 +20,7 @@ _MOST_READS = 64  # in a row, before others have their turn
 _MOST_BUFFERS = 64  # sent at a time
 _MOST_SENT = 1 << 22  # bytes at a time, before others have their turn
 _TLS_BYTES = 1 << 16
+_LOOK_S = 0.1  # after which it is asked again how long the other end is waited for
 _UNIX_BUFFER = 1 << 20  # bytes that are on their way, as far as the system allows
 # First byte of TLS: a record of type handshake or alert. No frame begins so: its length and 4 are a multiple of 8.
 TLS_BEGINS = (0x15, 0x16)
@@ -81,11 +82,11 @@ class Transport:
         self._unsent += [memoryview(buffer).cast("B") for buffer in self.connection.outgoing()]
         self.connection.sent(self._send())
 
-    def close(self, until: float | None = None) -> None:
+    def close(self, until: Callable[[], float] | None = None) -> None:
         """Close the socket; what it has taken is still delivered.
 
-        until    time, on the clock `monotonic`, until which the rest is sent, and then the other end is waited for to
-                 close; what it has sent is dropped. None: nothing is waited for
+        until    gives the time, on the clock `monotonic`, until which the rest is sent, and then the other end is
+                 waited for to close; what it has sent is dropped. It may become earlier. None: nothing is waited for
         """
         # Closed with something unread, the connection would be reset, and the last words lost.
         with contextlib.suppress(OSError):
@@ -97,12 +98,12 @@ class Transport:
                     break
         self._sock.close()
 
-    def _finish(self, until: float) -> None:
+    def _finish(self, until: Callable[[], float]) -> None:
         """Send the rest, and read until the other end has closed, at the latest until this time."""
         poll, is_sending = select.poll(), True
         poll.register(self._sock, select.POLLIN | select.POLLOUT)
-        while (left := until - monotonic()) > 0:
-            poll.poll(left * 1e3)
+        while (left := until() - monotonic()) > 0:
+            poll.poll(min(left, _LOOK_S) * 1e3)
             if is_sending:
                 self.write()
                 if not self.waits_to_write:
@@ -227,7 +228,8 @@ class TlsTransport(Transport):
                     if not self.connection.is_open:
                         break
         except ssl.SSLError as error:
-            events += self._failed(error)
+            if not (has_ended and self.connection.is_new):  # else it was closed without a word
+                events += self._failed(error)
         if has_ended and self.connection.is_open:
             events += self.connection.ended()
         self.write()

@@ -1,6 +1,15 @@
 """The protocol, without I/O: between a gateway and hosts of environments or rollouts, and a trainer and sources."""
 
-from rollflow.stream.wire.acting import ClientConnection, ClientSession, ServerConnection, ServerSession
+from rollflow.stream.wire.acting import (
+    AnyAnswer,
+    AnyRequest,
+    ClientConnection,
+    ClientSession,
+    ReplayConnection,
+    SamplerConnection,
+    ServerConnection,
+    ServerSession,
+)
 from rollflow.stream.wire.address import (
     Address,
     SharedAddress,
@@ -64,7 +73,9 @@ from rollflow.stream.wire.codec.messages import (
     Turn,
     Weights,
 )
+from rollflow.stream.wire.codec.replaying import Query, QueryName, Result
 from rollflow.stream.wire.codec.rows import AgentForm, RowForm
+from rollflow.stream.wire.codec.standing import Inspect, StackCall, Standing
 from rollflow.stream.wire.connection import FAILED, Connection, ConnectionBroken, ConnectionPhase, Event
 from rollflow.stream.wire.gateway import GatewayConnection, HostConnection
 from rollflow.stream.wire.session import GatewaySession, HostSession

@@ -1,22 +1,27 @@
-"""Connections between a client that wants actions and a server of policies, and their memories across connections.
+"""Connections between a client that asks and a server that answers, and their memories across connections.
 
-A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a lost
-connection it sends those without an answer again. The server keeps its answers until the client says that it has them:
-a request that it has taken before is not acted on again, but answered as it was. So every request is acted on once by a
-server that remembers the client, and answered once.
+A client wants actions of a server of policies; a sampler wants steps of a replay host. A client numbers its requests
+1, 2, … and may have several under way, which are answered in any order. After a lost connection it sends those without
+an answer again. The server keeps its answers until the client says that it has them: a request that it has taken before
+is not done again, but answered as it was. So every request is done once by a server that remembers the client, and
+answered once.
 """
 
 from collections.abc import Sequence
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec.acting import Act, Acted, Release
-from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
+from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Role, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import Settings
+from rollflow.stream.wire.codec.replaying import Query, Result
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import TakenRequest
+
+AnyRequest = Act | Query
+AnyAnswer = Acted | Result
 
 
 class ClientSession:
@@ -30,10 +35,10 @@ class ClientSession:
     def __init__(self, token: bytes) -> None:
         self.token = token
         self.number = self.window = 0
-        self._under_way: dict[int, Act] = {}
+        self._under_way: dict[int, AnyRequest] = {}
 
     @property
-    def under_way(self) -> Sequence[Act]:
+    def under_way(self) -> Sequence[AnyRequest]:
         """The requests without an answer, in their order."""
         return list(self._under_way.values())
 
@@ -47,13 +52,15 @@ class ClientSession:
         """True if another request is within the window."""
         return self.number < self.done + self.window
 
-    def ask(self, act: Act) -> None:
+    def ask(self, request: AnyRequest) -> None:
         """Record that a request is under way. Raises WireError if it is not the next one, or beyond the window."""
-        if act.number != self.number + 1 or not self.may_ask:
+        if request.number != self.number + 1 or not self.may_ask:
             last = self.done + self.window
-            raise WireError(f"act {act.number}, expected {self.number + 1}, and at most {last}", "number")
-        self.number = act.number
-        self._under_way[act.number] = act
+            raise WireError(
+                f"{request.kind} {request.number}, expected {self.number + 1}, and at most {last}", "number"
+            )
+        self.number = request.number
+        self._under_way[request.number] = request
 
     def drop(self, number: int) -> bool:
         """Forget a request that was answered, or is given up; False: it is not under way."""
@@ -65,11 +72,13 @@ class ClientConnection(Initiator):
 
     session    the client's memory, the same for one connection after another
 
-    Events: Welcome, Settings, Acted, each request's once, and at the end Goodbye or ConnectionBroken. Requests without
-    an answer are sent again as soon as the Welcome has come.
+    Events: Welcome, Settings, `answers`, each request's once, and at the end Goodbye or ConnectionBroken. Requests
+    without an answer are sent again as soon as the Welcome has come.
     """
 
     roles = "client", "server"
+    role: Role = "client"
+    answers: type[AnyAnswer] = Acted
 
     def __init__(
         self, hello: Hello, session: ClientSession, *, secret: bytes | None, limits: Limits, now: float
@@ -77,14 +86,14 @@ class ClientConnection(Initiator):
         super().__init__(hello, secret=secret, limits=limits, now=now)
         self._session = session
 
-    def ask(self, act: Act) -> None:
+    def ask(self, request: AnyRequest) -> None:
         """Send a request, whose arrays must not change until it is answered; or have the next connection send it.
 
         Raises WireError for a request that can't be made now, or is larger than the server takes; it is then not under
         way. A WireError with the code "undelivered" says that the connection is broken: the next one sends it.
         """
-        buffers = encoded(act, self._peer_max_frame, self.peer)
-        self._session.ask(act)
+        buffers = encoded(request, self._peer_max_frame, self.peer)
+        self._session.ask(request)
         if self.phase is ConnectionPhase.RUNNING:
             self._queue(buffers)
 
@@ -94,17 +103,26 @@ class ClientConnection(Initiator):
         if welcome.credits < 1:
             raise WireError("welcome.credits is 0, expected the requests that may be under way", "session")
         self._session.window = welcome.credits
-        for act in self._session.under_way:
-            self._send(act)
+        for request in self._session.under_way:
+            self._send(request)
 
     def _take_running(self, message: Message) -> list[Event]:
         if isinstance(message, Settings):
             return [message]
-        if isinstance(message, Acted):
+        if isinstance(message, self.answers):
             if message.number > self._session.number:
-                raise WireError(f"acted {message.number}, expected at most {self._session.number}", "number")
+                most = self._session.number
+                raise WireError(f"{message.kind} {message.number}, expected at most {most}", "number")
             return [message] if self._session.drop(message.number) else []
-        raise WireError(f"{message.kind} to a client, expected acted or settings", "order")
+        raise WireError(f"{message.kind} to a {self.roles[0]}, expected {self.answers.kind} or settings", "order")
+
+
+class SamplerConnection(ClientConnection):
+    """A sampler's end, as a `ClientConnection` with a Hello of role "sampler", Queries and Results."""
+
+    roles = "sampler", "replay host"
+    role: Role = "sampler"
+    answers = Result
 
 
 class ServerSession:
@@ -119,21 +137,21 @@ class ServerSession:
         self.is_welcomed = False
         self._done = 0
         self._under_way: set[int] = set()
-        self._answers: dict[int, Acted] = {}
+        self._answers: dict[int, AnyAnswer] = {}
 
     @property
     def num_under_way(self) -> int:
         """Requests that are taken and not answered."""
         return len(self._under_way)
 
-    def take(self, act: Act) -> TakenRequest:
+    def take(self, request: AnyRequest) -> TakenRequest:
         """Take a request; return the reaction to it. Raises WireError if it is beyond the window."""
-        number = act.number
-        if act.done >= number:
-            raise WireError(f"act.done is {act.done}, expected less than {number}, its number", "number")
-        if act.done > self._done:
-            self._done = act.done
-            for answered in [each for each in self._answers if each <= act.done]:
+        number, done, kind = request.number, request.done, request.kind
+        if done >= number:
+            raise WireError(f"{kind}.done is {done}, expected less than {number}, its number", "number")
+        if done > self._done:
+            self._done = done
+            for answered in [each for each in self._answers if each <= done]:
                 del self._answers[answered]
         if number in self._answers:
             return TakenRequest.AGAIN
@@ -141,19 +159,19 @@ class ServerSession:
             return TakenRequest.KNOWN
         if number > self._done + self.window:
             most = self._done + self.window
-            raise WireError(f"act {number}, expected at most {most}: {self.window} beyond what is done", "credit")
+            raise WireError(f"{kind} {number}, expected at most {most}: {self.window} beyond what is done", "credit")
         self._under_way.add(number)
         return TakenRequest.NEW
 
-    def answer_to(self, number: int) -> Acted:
+    def answer_to(self, number: int) -> AnyAnswer:
         """The kept answer to a request."""
         return self._answers[number]
 
-    def keep(self, acted: Acted) -> None:
+    def keep(self, answer: AnyAnswer) -> None:
         """Keep the answer to a request until the client has it; of one that it has given up, nothing."""
-        self._under_way.remove(acted.number)
-        if acted.number > self._done:
-            self._answers[acted.number] = acted
+        self._under_way.remove(answer.number)
+        if answer.number > self._done:
+            self._answers[answer.number] = answer
 
 
 class ServerConnection(Acceptor):
@@ -162,13 +180,15 @@ class ServerConnection(Acceptor):
     Events:
 
         Hello                       the client has proved itself: answer with `welcome` or `refuse`
-        Act                         each request once: answer with `answer`, in any order
+        `requests`                  each once: answer with `answer`, in any order
         Release                     sessions that are over
         Goodbye, ConnectionBroken   the end
     """
 
     roles = "server", "client"
+    requests: type[AnyRequest] = Act
 
+    _name = "server of policies"
     _session: ServerSession | None = None
 
     def welcome(self, session: ServerSession) -> None:
@@ -178,30 +198,39 @@ class ServerConnection(Acceptor):
         self._session = session
         session.is_welcomed = True
 
-    def answer(self, acted: Acted) -> None:
+    def answer(self, answer: AnyAnswer) -> None:
         """Answer a request; a connection that does not run leaves the answer to the next one.
 
         Raises WireError if the answer is larger than the client takes: it is then not answered. A WireError with the
         code "undelivered" says that the connection is broken: the next one sends the answer.
         """
         assert self._session is not None
-        buffers = encoded(acted, self._peer_max_frame, self.peer)
-        self._session.keep(acted)
+        buffers = encoded(answer, self._peer_max_frame, self.peer)
+        self._session.keep(answer)
         if self.phase is ConnectionPhase.RUNNING:
             self._queue(buffers)
 
     def _check(self, hello: Hello) -> None:
-        if hello.role != "client":
-            raise WireError(f"hello.role is {hello.role!r}, expected 'client': this is a server of policies", "role")
+        if hello.role != self.roles[1]:
+            raise WireError(f"hello.role is {hello.role!r}, expected {self.roles[1]!r}: this is a {self._name}", "role")
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
             return []  # after a goodbye in the handshake
-        if isinstance(message, Act):
+        if isinstance(message, self.requests):
             taken = self._session.take(message)
             if taken is TakenRequest.AGAIN:
                 self._send(self._session.answer_to(message.number))
             return [message] if taken is TakenRequest.NEW else []
-        if isinstance(message, Release):
+        if isinstance(message, Release) and self.requests is Act:
             return [message]
-        raise WireError(f"{message.kind} from a client, expected act or release", "order")
+        raise WireError(f"{message.kind} from a {self.roles[1]}, expected {self.requests.kind}", "order")
+
+
+class ReplayConnection(ServerConnection):
+    """A replay host's end, as a `ServerConnection` with Queries and Results."""
+
+    roles = "replay host", "sampler"
+    requests = Query
+
+    _name = "replay host"

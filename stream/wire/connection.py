@@ -14,6 +14,7 @@ from rollflow.stream.wire.codec.frame import Buffer, Frame, FrameDecoder
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message, decode, encode
 from rollflow.stream.wire.codec.messages import Goodbye, Ping, Pong, Refused
+from rollflow.stream.wire.codec.standing import Inspect, Standing
 
 _HANDSHAKE_INBOX = 4 << 10  # bytes of the receive buffer until the handshake is over
 _MOST_PINGS = 2  # without an answer before the peer is given up
@@ -57,6 +58,7 @@ class Connection:
     error     why the connection is broken; None: it is not
     queued    returns how many sent bytes are still in the system's buffer; set by the owner of the socket
     is_new    whether nothing has come from the other end, not even bytes that the owner of the socket keeps
+    can_inspect    whether the other end has said that it answers an Inspect
 
     Received bytes become events: the other end's messages, without those that are answered here, and at last
     `ConnectionBroken`. The owner of the socket must send the buffers of `outgoing`, also after the last event, since
@@ -71,6 +73,8 @@ class Connection:
         self.phase = ConnectionPhase.HANDSHAKE
         self.error: WireError | None = None
         self.is_new = True
+        self.can_inspect = False
+        self._inspections = 0  # that were not answered
         self._decoder = FrameDecoder(max_frame, _HANDSHAKE_INBOX)
         self._peer_max_frame = limits.max_frame  # until the peer's is known
         self._outbox: list[Buffer] = []
@@ -193,10 +197,18 @@ class Connection:
         self._check_running(news.kind)
         self._send(news)
 
-    def goodbye(self, reason: str) -> None:
+    def inspect(self, lane: int) -> bool:
+        """Ask the other end what a lane is at; False: it would not answer, and is not asked."""
+        if not self.can_inspect or self.phase is not ConnectionPhase.RUNNING:
+            return False
+        self._send(Inspect(lane))
+        self._inspections += 1
+        return True
+
+    def goodbye(self, reason: str, *, drained: bool = False) -> None:
         """Send a Goodbye, and nothing after it; events may still come. Does nothing on a closed connection."""
         if self.phase in (ConnectionPhase.HANDSHAKE, ConnectionPhase.RUNNING):
-            self._send(Goodbye(reason))
+            self._send(Goodbye(reason, drained))
             self.phase = ConnectionPhase.LEAVING
             self._quiet_since = self._now
             self._taken_before = self._sent_bytes - self.queued()
@@ -219,6 +231,13 @@ class Connection:
 
     def _take_running(self, message: Message) -> list[Event]:
         raise WireError(f"{message.kind}: expected nothing", "order")
+
+    def _take_standing(self, standing: Standing) -> list[Event]:
+        """Take the answer to an Inspect. Raises WireError where there was none."""
+        if not self._inspections:
+            raise WireError("standing without an inspect, expected to be asked", "order")
+        self._inspections -= 1
+        return [standing]
 
     def _events(self, frames: Callable[[], Iterator[Frame]], count: int, now: float) -> list[Event]:
         if self.phase is ConnectionPhase.BROKEN or not count:

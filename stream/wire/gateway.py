@@ -6,6 +6,7 @@ from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
+from rollflow.stream.wire.codec.standing import Inspect, Standing
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
@@ -24,6 +25,7 @@ class HostConnection(Initiator):
         Reset, Step or Turn         each request once: answer with `answer`, different lanes in any order
         Settings, Weights, States   between the requests of a rollout host
         Cut                         a Turn that is not answered yet is to end now
+        Inspect                     the gateway asks what a lane is at: answer with `tell` and a Standing
         Goodbye, ConnectionBroken   the end
 
     Raises WireError for invalid spaces in `hello`.
@@ -59,8 +61,11 @@ class HostConnection(Initiator):
         return True
 
     def tell(self, news: Message) -> None:
-        """Send metrics, for a credit. Raises WireError if no credit is left, or the connection is not running."""
+        """Send metrics, for a credit, or a standing. Raises WireError if no credit is left, or it is not running."""
         self._check_running(news.kind)
+        if isinstance(news, Standing):
+            super().tell(news)
+            return
         if not self.credits:
             raise WireError("metrics: no credit left, expected to wait for more", "credit")
         super().tell(news)
@@ -86,6 +91,9 @@ class HostConnection(Initiator):
                 return [message]
             case messages.Cut() if self._hello.role in ROLLOUTS:
                 return [message] if self._session.cuts(message) else []
+            case Inspect() if self._hello.answers_inspect:
+                self._session.slots_of(message.lane)
+                return [message]
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 
@@ -107,6 +115,7 @@ class GatewayConnection(Acceptor):
         Hello                               the host has proved itself: answer with `welcome` or `refuse`
         Rows, AgentRows, Failed, Fragment   the answer to each request, once
         Metrics                             unrequested, each for a credit
+        Standing                            the answer to an `inspect`
         Goodbye, ConnectionBroken           the end
     """
 
@@ -184,6 +193,8 @@ class GatewayConnection(Acceptor):
                 raise WireError("metrics without a credit, expected to wait for more", "credit")
             self.credits -= 1
             return [message]
+        if isinstance(message, Standing):
+            return self._take_standing(message)
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
 
     def _take_answer(self, answer: messages.Answer) -> list[Event]:

@@ -95,11 +95,13 @@ class HostSession(Session):
     """A host's memory of its lanes, from the first Welcome on.
 
     max_frame    largest frame that the gateway takes, in bytes
+    owed         lanes whose last answer is kept, until the gateway, which has not got it, asks for it again
     """
 
     def __init__(self, token: bytes) -> None:
         super().__init__(token)
         self.max_frame = 0xFFFFFFFF
+        self.owed: set[int] = set()
 
     def begin(self, welcome: Welcome, hello: Hello) -> None:
         """Take a Welcome: resume the session, or start anew. Raises WireError if it does not fit."""
@@ -140,6 +142,7 @@ class HostSession(Session):
         if lane.needs_reset and not isinstance(request, Reset):
             raise WireError(f"{where}: expected a reset first", "order")
         lane.number, lane.request, lane.answer = request.number, request, None
+        self.owed.discard(request.lane)
         return TakenRequest.NEW
 
     def waits_for(self, request: Request) -> bool:
@@ -156,7 +159,8 @@ class HostSession(Session):
             lane.needs_reset = isinstance(answer, Failed)
 
     def answer_to(self, request: Request) -> Answer:
-        """The kept answer to a request."""
+        """The kept answer to a request, to be sent again."""
+        self.owed.discard(request.lane)
         answer = self._lane(request.lane).answer
         assert answer is not None
         return answer
@@ -171,6 +175,11 @@ class HostSession(Session):
                     f"welcome.lanes: lane {grant.lane} at number {grant.number}, expected {number} or {number - 1}",
                     "session",
                 )
+        self.owed = {
+            grant.lane
+            for grant in welcome.lanes
+            if grant.number < self._lanes[grant.lane].number and self._lanes[grant.lane].answer is not None
+        }
 
 
 class GatewaySession(Session):

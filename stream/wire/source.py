@@ -9,7 +9,8 @@ from rollflow.stream.wire.codec import messages
 from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.connection import Event
+from rollflow.stream.wire.codec.standing import Inspect, Standing
+from rollflow.stream.wire.connection import ConnectionPhase, Event
 from rollflow.stream.wire.ends import Acceptor, Initiator
 
 
@@ -37,8 +38,8 @@ class SourceConnection(Initiator):
     session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
-    Events: Welcome; then Settings, Weights, BlocksReleased, and Done, which is for `SourceSession.take`; at the end
-    Goodbye or ConnectionBroken.
+    Events: Welcome; then Settings, Weights, BlocksReleased, Standing as the answer to `inspect`, and Done, which is for
+    `SourceSession.take`; at the end Goodbye or ConnectionBroken.
     """
 
     roles = "rollout", "trainer"
@@ -91,6 +92,8 @@ class SourceConnection(Initiator):
                 return [message]
             case messages.Settings() | messages.Weights() | messages.BlocksReleased():
                 return [message]
+            case Standing():
+                return self._take_standing(message)
             case _:
                 raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")
 
@@ -145,10 +148,12 @@ class TrainerConnection(Acceptor):
         Hello                             the source has proved itself: answer with `welcome` or `refuse`
         Fragment, Lent, Series            the fragments of the stream, each once and in order
         Receipt, LaneJoined, LaneLeft, Finished, Block, Forget
+        Inspect                           the source asks what its reader is at: answer with `tell` and a Standing
         Goodbye, ConnectionBroken         the end
     """
 
     roles = "trainer", "rollout"
+    answers_inspect = True
 
     _session: TrainerSession | None = None
     _is_first = True  # the next fragment is the first of this connection
@@ -183,4 +188,6 @@ class TrainerConnection(Acceptor):
             | messages.Forget,
         ):
             return [message]
+        if isinstance(message, Inspect):
+            return [message] if self.phase is ConnectionPhase.RUNNING else []  # after its goodbye it says no more
         raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

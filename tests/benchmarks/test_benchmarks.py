@@ -14,6 +14,7 @@ from benchmarks import __main__ as command
 from benchmarks import (
     beside_peers,
     cartpole,
+    cluster,
     memory,
     multi_agent,
     overhead,
@@ -36,6 +37,7 @@ TINY = pairs.Sizes(1, 0.01)
 KEYS = {"workload", "slots", "where", "steps_per_s", "beside", "ratio", "aim", "runs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "measure",
     [
@@ -82,6 +84,16 @@ def test_workers_and_memory_are_measured() -> None:
         "tiny, 4 workers beside 2",
         "memory, peak",
         "memory, growth",
+    ]
+    assert all(line.keys() >= KEYS for line in lines)
+
+
+@pytest.mark.slow
+def test_hosts_that_are_started_are_measured() -> None:
+    lines = cluster.measure(TINY, hosts=1, slots=2)
+    assert [line["workload"] for line in lines[:2]] == [
+        "whole rollouts on hosts by processes",
+        "starts of hosts by processes (per 1,000 s)",
     ]
     assert all(line.keys() >= KEYS for line in lines)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command_errors import assert_one_line
+from held_envs import await_file
 from numbered_agents import NumberedAgents
 from numbered_env import NumberedEnv
 from pettingzoo.classic.tictactoe import tictactoe
@@ -45,6 +46,7 @@ def command(*arguments: str, cwd: Path | None = None) -> Iterator["subprocess.Po
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("open sesame\n")
@@ -63,6 +65,7 @@ def test_a_rollout_over_hosts_that_were_started_by_the_command(tmp_path: Path) -
     assert len(fragments) == 9
 
 
+@pytest.mark.slow
 def test_a_rollout_of_several_agents_over_a_host_that_was_started_by_the_command() -> None:
     envs = listening()
     env = ["--env", "pettingzoo.classic.tictactoe_v3:env", "--num-envs", "3"]
@@ -75,6 +78,7 @@ def test_a_rollout_of_several_agents_over_a_host_that_was_started_by_the_command
     assert len(fragments) == 6
 
 
+@pytest.mark.slow
 def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from rollflow.nodes import DefaultModule, FlattenObservations\n"
@@ -99,6 +103,7 @@ def test_a_rollout_whose_rollouts_are_made_by_the_command(tmp_path: Path) -> Non
     assert [fragment.num_rows for fragment in fragments] == [8] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [["--num-envs", "4"], ["--num-envs", "4", "--lanes", "2", "--compile"]], ids=len)
 def test_a_rollout_of_several_agents_whose_rollouts_are_made_by_the_command(options: list[str], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
@@ -155,6 +160,7 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"rollflow {version('rollflow')}\n"
 
 
+@pytest.mark.slow
 def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:
     rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
     with command("rollout-host", "--env", "CartPole-v1", "--connect", f"unix:{tmp_path}/learner") as process:
@@ -171,6 +177,7 @@ class Mine(DefaultModule):
     """One that a host does not have."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_host_says_goodbye(number: int, status: int) -> None:
     envs = listening()
@@ -183,6 +190,35 @@ def test_an_interrupted_host_says_goodbye(number: int, status: int) -> None:
         assert host.wait() == status
         rollout.drain()
         list(rollout.fragments())
+
+
+HANGS = """
+import pathlib, threading
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class Hangs(CartPoleEnv):
+    def step(self, action):
+        pathlib.Path("hangs").touch()
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_host_at_once(tmp_path: Path) -> None:
+    (tmp_path / "hangs.py").write_text(HANGS)
+    envs = listening(RemoteRollouts)
+    options = ["--env", "hangs:Hangs", "--connect", str(envs.addresses[0]), "--grace", "600"]
+    with (
+        command("rollout-host", *options, cwd=tmp_path) as host,
+        Rollout(envs, fragment_length=8, prefetch=1),
+    ):
+        await_file(tmp_path / "hangs")
+        host.send_signal(signal.SIGTERM)
+        assert host.stderr is not None
+        while "0 of 1 lanes are done, still at something: 0" not in host.stderr.readline():
+            assert host.poll() is None
+        host.send_signal(signal.SIGTERM)
+        assert host.wait() == 143
 
 
 @pytest.mark.parametrize(
@@ -198,6 +234,8 @@ def test_an_interrupted_host_says_goodbye(number: int, status: int) -> None:
         (["--env", "CartPole-v1", "--connect", "unix:/x", "--tls-ca", "a"], "--tls-ca without --tls, expected both"),
         (["--env", "CartPole-v1", "--listen", "unix:/x", "--tls"], "expected --tls-cert as well"),
         (["--env", "CartPole-v1", "--connect", "unix:/x", "--num-envs", "0"], "num_envs is 0"),
+        (["--env", "CartPole-v1", "--connect", "unix:/x", "--grace", "-1"], "--grace is -1, expected seconds from 0"),
+        (["--env", "CartPole-v1", "--connect", "unix:/x", "--grace", "nan"], "--grace is nan, expected seconds from 0"),
     ],
 )
 def test_what_can_not_be_done_is_said_in_a_line(
@@ -217,6 +255,10 @@ def test_what_can_not_be_done_is_said_in_a_line(
     [
         (["--module", "nosuch.module:Policy"], "--module nosuch.module:Policy: No module named 'nosuch'"),
         (["--module", "json:Policy"], "--module json:Policy: no such callable, expected package.module:callable"),
+        (["--module", "a=json:Policy"], "--module a= json:Policy: no such callable, expected package.module:callable"),
+        (["--module", "json:loads", "--module", "b="], "--module json:loads: expected another ID= before each"),
+        (["--module", "a=", "--module", "a="], "--module a=: expected another ID= before each of several"),
+        (["--module", "json:loads", "--module", "json:loads"], "--module json:loads --module json:loads: expected ID="),
         (["--env-to-module", "json"], "--env-to-module json: no such callable, expected package.module:callable"),
         (["--env", "NoSuch-v0"], "environment 'NoSuch-v0' can't be made"),
     ],
@@ -243,6 +285,18 @@ def test_our_own_host_passes_every_check(tmp_path: Path, capsys: pytest.CaptureF
     assert told[-1] == "all is well"
     assert len(told) == 19
     assert all(line.startswith("ok ") for line in told[:-1])
+
+
+def test_a_secret_in_a_variable_is_taken_away_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", "open sesame\n")
+    with served(EnvHost("CartPole-v1", secret="open sesame"), tmp_path) as address:
+        assert main(["check-host", address, "--secret-env", "KEY"]) == 0
+        assert "KEY" not in os.environ
+        assert main(["check-host", address, "--secret-env", "KEY"]) == 1
+    error = capsys.readouterr().err
+    assert error == "rollflow: --secret-env KEY: no such variable, or an empty one, expected a secret\n"
 
 
 def test_our_own_host_of_several_agents_passes_every_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

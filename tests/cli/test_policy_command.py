@@ -62,6 +62,7 @@ def test_diff_names_parts_of_a_space_that_came_and_went(tmp_path: Path, capsys: 
     assert "+ observation_space.spaces[place].type: Box" in lines
 
 
+@pytest.mark.slow
 def test_export_writes_an_onnx_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     policy = save(tmp_path / "p", "all")
     assert main(["policy", "export", str(tmp_path / "p"), "--onnx", str(tmp_path / "p.onnx")]) == 0

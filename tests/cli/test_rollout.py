@@ -49,6 +49,8 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
         arguments = ["--env", "CartPole-v1", "--num-envs", 4, "--lanes", 2, "--fragment-length", 8]
         arguments += ["--num-fragments", 3, "--module", "mine:Small", "--env-to-module", "mine:flat", "--seed", 1]
         arguments += ["--trainer", trainer.address, "--secret-file", tmp_path / "key", "--name", "worker-1"]
+        arguments += ["--log", "csv:run.csv", "--log", "tensorboard:runs", "--log-every", 0.5, "--log-x", "updates"]
+        arguments += ["--progress"]
         with command(*arguments, cwd=tmp_path) as process:
             fragments = []
             for fragment in trainer:
@@ -58,6 +60,9 @@ def test_the_trainer_gets_all_that_was_asked_for(tmp_path: Path) -> None:
             assert process.stderr is not None
             told = process.stderr.read()
     assert sorted(fragments) == [(lane, sequence, 8) for lane in (0, 1) for sequence in range(3)]
+    assert (tmp_path / "run.csv").read_text().startswith("steps,updates,time,")
+    assert len(list((tmp_path / "runs").glob("events.out.tfevents.*"))) == 1
+    assert "\n3 of 3 updates in " in f"\n{told}"
     *_, conclusion, last = told.splitlines()
     assert conclusion.startswith(("held back by ", "all of them wait: "))
     assert last == "the rollout has ended"
@@ -81,6 +86,7 @@ def test_several_agents_feed_a_trainer_as_one_does(where: str, tmp_path: Path) -
     assert {module_id for each in fragments for module_id in each.module_ids} == {"one", "other"}
 
 
+@pytest.mark.slow
 def test_environments_may_step_in_processes_of_their_own() -> None:
     with stream(yields="fragments") as trainer:
         arguments = ["--env", "CartPole-v1", "--num-envs", 4, "--fragment-length", 8]
@@ -101,6 +107,7 @@ def test_it_ends_when_the_trainer_says_goodbye() -> None:
         assert process.stderr.read().splitlines()[-1] == "the trainer said goodbye: the trainer has ended"
 
 
+@pytest.mark.slow
 def test_one_that_is_interrupted_waits_for_a_trainer_no_longer_than_it_is_told_to() -> None:
     with ExitStack() as stack:
         with pytest.raises(KeyError), stream() as trainer:
@@ -114,6 +121,7 @@ def test_one_that_is_interrupted_waits_for_a_trainer_no_longer_than_it_is_told_t
         assert "interrupted, and there has been no trainer for 0.1 s" in process.stderr.read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_rollout_hands_over_what_was_under_way_and_says_goodbye(number: int, status: int) -> None:
     arguments = ["--env", "CartPole-v1", "--fragment-length", 1 << 20]
@@ -166,6 +174,7 @@ def test_what_can_not_be_done_is_said_in_a_line(
     assert_one_line(error)
 
 
+@pytest.mark.slow
 def test_another_secret_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "key").write_text("open barley\n")
     with stream(secret="open sesame", join_timeout=0) as trainer:

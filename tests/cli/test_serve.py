@@ -1,11 +1,6 @@
 """The command `rollflow serve`: a saved policy answers, takes what is saved anew, and ends when it is told to."""
 
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +8,13 @@ import httpx
 import pytest
 from command_errors import assert_one_line
 from served_policies import Echo, Sums, policy_of
+from serving_process import serving
 
 from rollflow.cli.main import main
 from rollflow.policy import PolicyClient
 
 
-@contextmanager
-def serving(*arguments: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
-    """The command in a process of its own, and the address at which it listens."""
-    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
-    command = [
-        sys.executable,
-        "-c",
-        program,
-        "serve",
-        *arguments,
-        *(() if "--listen" in arguments else ("--http", "127.0.0.1:0")),
-        "--allow",
-        "served_policies",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if found := re.search(r"serving .* at (\S+)$", line):
-                yield process, found[1]
-                return
-        raise AssertionError("".join(lines))
-    finally:
-        process.kill()
-        process.communicate()
-
-
+@pytest.mark.slow
 def test_saved_policies_are_served_by_our_own_protocol(tmp_path: Path) -> None:
     policy_of(Echo, 1.0).save(tmp_path / "echo")
     policy_of(Sums, 2.0).save(tmp_path / "sums")
@@ -68,6 +36,7 @@ def act(url: str, name: str, **fields: Any) -> Any:
     return httpx.post(f"{url}/v1/policies/{name}/act", json=fields).json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_saved_policies_are_served_until_a_signal(tmp_path: Path, number: signal.Signals) -> None:
     policy_of(Echo, 1.0).save(tmp_path / "echo")

@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 
-from rollflow.nodes import Rollout
-from rollflow.stream import Fragment, Graph
-
 ROOT = Path(__file__).parents[2]
 LETTER = 7.2  # a wide letter of this size, in the picture's units
 
@@ -22,28 +19,9 @@ def pictures(monkeypatch: pytest.MonkeyPatch) -> Any:
     return pictures
 
 
-def keep(fragment: Fragment) -> None:
-    """A sink."""
-
-
 def words_in(parts: list[str]) -> list[str]:
     """Lines of text in a picture, in order."""
     return re.findall(r">([^<>]+)</text>", "".join(parts))
-
-
-def test_a_graph_is_drawn_with_every_node_edge_and_bound(pictures: Any) -> None:
-    rollout = Rollout("CartPole-v1", num_envs=2)
-    graph = Graph("g")
-    graph.add(rollout=rollout, keep=keep)
-    graph.connect("rollout.fragments", "keep", capacity=5, overflow="drop_oldest")
-    rollout.close()
-    parts, height = pictures.graph_parts(graph)
-    words = words_in(parts)
-    assert [name for name in words if name in graph.nodes] == list(graph.nodes)
-    assert "5, drop_oldest" in words
-    assert sum("marker-end" in part for part in parts) == len(graph.edges) + len(graph.outputs)
-    assert sum("stroke-dasharray" in part and "<rect" in part for part in parts) == 1  # the ring is one task
-    assert height > 66 * (len(graph.nodes) - 1)
 
 
 def test_messages_stand_in_their_order_and_note_a_break(pictures: Any) -> None:

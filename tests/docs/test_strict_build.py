@@ -56,6 +56,7 @@ def test_every_kind_of_wrong_page_is_named_and_fails_the_build(tmp_path: Path) -
         assert re.search(rf"/{name}\.md.*{re.escape(expected)}", problems), f"{name}:\n{problems}"
 
 
+@pytest.mark.slow
 def test_a_page_without_a_fault_is_built(tmp_path: Path) -> None:
     page = "[there](index.md#site) {py:class}`rollflow.stream.Graph`\n\n```{public-names} rollflow.stream\n```"
     assert build({"right": page}, tmp_path) == (0, "")

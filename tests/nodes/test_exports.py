@@ -13,7 +13,7 @@ def test_every_name_is_imported_from_where_the_type_checker_finds_it() -> None:
     seen = {
         alias.name: node.module
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollflow.")
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rollflow.nodes.")
         for alias in node.names
     }
     assert seen == {name: f"rollflow.nodes.{home}" for name, home in rollflow.nodes._HOMES.items()}

@@ -49,6 +49,10 @@ class Looking:
 
     def once(self) -> list[str]:
         time.sleep(0.0005)  # lets the run's threads have the interpreter: a look is no half second of theirs
+        return self.once_inside()
+
+    def once_inside(self) -> list[str]:
+        """All texts of a look from within a call of the run."""
         self.clock.time += self.rules.look_s
         self.spent += self.rules.look_s
         return self.watch.look()[0]

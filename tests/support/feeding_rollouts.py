@@ -44,9 +44,9 @@ def weights(value: float) -> dict[str, torch.Tensor]:
     return {"weight": torch.tensor(value)}
 
 
-def trainer(**options: Any) -> TrainerStream:
-    """A stream on a port of this machine's."""
-    return TrainerStream("tcp://127.0.0.1:0", **{"limits": SHORT, "join_timeout": 60.0, **options})
+def trainer(address: str = "tcp://127.0.0.1:0", **options: Any) -> TrainerStream:
+    """A stream at an address; without one on a port of this machine's."""
+    return TrainerStream(address, **{"limits": SHORT, "join_timeout": 60.0, **options})
 
 
 def weights_of_agents(value: float) -> dict[str, dict[str, torch.Tensor]]:

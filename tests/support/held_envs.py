@@ -1,7 +1,7 @@
 """Environments that come to a place and wait there, until they are let go."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,8 +75,13 @@ def is_closed(folder: Path, slot: int) -> bool:
 
 def await_file(path: Path) -> None:
     """Wait until somebody has made a file. Raises TimeoutError when nobody does."""
+    await_that(path.exists, lambda: f"{path} is not there")
+
+
+def await_that(is_so: Callable[[], Any], seen: Callable[[], object] = str) -> None:
+    """Wait until something holds. Raises TimeoutError where it never does, with what is `seen` then."""
     until = time.monotonic() + LONGEST_S
-    while not path.exists():
+    while not is_so():
         if time.monotonic() > until:
-            raise TimeoutError(f"{path} is not there")
+            raise TimeoutError(f"it has not come to that: {seen()}")
         time.sleep(0.002)

@@ -1,4 +1,4 @@
-"""The folder of the example in JavaScript, with its package of msgpack installed."""
+"""The folders of the examples in JavaScript, with their package of msgpack installed."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = Path("examples", "env_host_node")
+EXAMPLE, CLIENT = Path("examples", "env_host_node"), Path("examples", "policy_client_node")
 PACKAGE = Path("node_modules", "@msgpack", "msgpack")
 FIRST_VERSION = 20
 
@@ -43,3 +43,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     except subprocess.TimeoutExpired:
         pytest.skip("npm can't install the package of msgpack within 60 s")
     return copy / EXAMPLE
+
+
+@pytest.fixture
+def client_folder(folder: Path) -> Path:
+    """The folder of the example of a client of policies, beside that of the host, whose package and game it uses."""
+    beside = folder.parent / CLIENT.name
+    if not beside.exists():
+        shutil.copytree(ROOT / CLIENT, beside)
+    return beside

@@ -1,7 +1,6 @@
 """Rollouts over remote environments for tests, and the laws that hold whatever becomes of the hosts."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from ending_envs import lives_of, rewards_by_slot
-from held_envs import LONGEST_S, Held, let_go
+from held_envs import Held, await_that, let_go
 from lane_clock import LaneClock
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import RawHost, hosting, listening
@@ -87,15 +86,6 @@ def check_laws(fragments: list[Fragment], lost: dict[str, int], slots_lost: int)
 def rollouts_on(address: Any, envs: Any, **options: Any) -> Any:
     """A host of whole rollouts in a thread, until it is left."""
     return hosting(address, envs, kind=RolloutHost, **{"module": NumberedModule(), **options})
-
-
-def await_that(is_so: Callable[[], Any]) -> None:
-    """Wait until something holds. Raises TimeoutError where it never does."""
-    until = time.monotonic() + LONGEST_S
-    while not is_so():
-        if time.monotonic() > until:
-            raise TimeoutError("it has not come to that")
-        time.sleep(0.002)
 
 
 def await_late(rollout: Rollout, clock: LaneClock, step_timeout: float = 0.3) -> None:

@@ -1,10 +1,58 @@
-"""Rollouts that can't go on, since nobody takes what they have made."""
+"""Rollouts that stand still: what they hang in, and those that nobody takes anything from."""
 
+import inspect
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from held_envs import await_that
 
 from rollflow.stream.graph.background import Waiter
+
+OPTIONS: Any = {"fragment_length": 8, "num_fragments": 1, "seed": 0, "stall_after": None}
+
+
+def line_of(function: Any, text: str) -> str:
+    """`file:line` of the line of a function that has a text."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+@contextmanager
+def being_read(rollout: Any, let_all_go: Callable[[], object]) -> Iterator[None]:
+    """Have another thread read the rollout, which goes on when all is let go."""
+
+    def read() -> None:
+        with rollout:
+            for _ in rollout.batches():
+                pass
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            yield
+        finally:
+            let_all_go()
+        reading.result()
+
+
+def await_blocker(rollout: Any, party: str, calls: int = 0) -> None:
+    """Wait until the rollout is at what it will hang in, and it is known that it has done so often before."""
+
+    def is_there() -> bool:
+        blocker = rollout.diagnose().blocker
+        return blocker is not None and blocker.party == party and blocker.calls >= calls
+
+    await_that(is_there, rollout.diagnose)
+
+
+def await_end_of(rollout: Any, lane: int) -> None:
+    """Wait until a lane has made its fragment, after which it is not waited for."""
+    steps = OPTIONS["fragment_length"]
+    await_that(lambda: rollout.environments.lanes[lane].vector_steps >= steps, rollout.diagnose)
 
 
 def stalling(monkeypatch: pytest.MonkeyPatch) -> threading.Event:

@@ -17,8 +17,11 @@ from rollflow.stream.wire import (
     HostConnection,
     HostSession,
     Limits,
+    Query,
+    ReplayConnection,
     Reset,
     Rows,
+    SamplerConnection,
     ServerConnection,
     ServerSession,
     SourceConnection,
@@ -146,23 +149,29 @@ class StreamEnds:
 
 
 class ActingEnds:
-    """Both ends of one connection, after the handshake, of a client that has one request under way, number 7."""
+    """Both ends of one connection, after the handshake, of a client that has one request under way.
 
-    def __init__(self) -> None:
+    request    name of its example: "act", number 7; or "query", number 3, of a sampler to a replay host
+    """
+
+    def __init__(self, request: str = "act") -> None:
         shared: dict[str, Any] = {"secret": SECRET, "limits": Limits(), "now": 0.0}
         session = ClientSession(TOKEN)
-        said = hello(role="client", slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
-        self.client = ClientConnection(said, session, **shared)
-        self.server = ServerConnection(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
+        client, server = (
+            (ClientConnection, ServerConnection) if request == "act" else (SamplerConnection, ReplayConnection)
+        )
+        said = hello(role=client.role, slots=(1,), observation_space={}, action_space={}, autoreset="DISABLED")
+        self.client = client(said, session, **shared)
+        self.server = server(software="rollflow 0.1", nonce=GATEWAY_NONCE, **shared)
         self.to_server()
         self.to_client()
         self.to_server()
         self.server.welcome(ServerSession(TOKEN, 8))
         self.to_client()
-        act = EXAMPLES["act"]
-        assert isinstance(act, Act)
-        session.number = act.number - 1
-        self.client.ask(act)
+        asked = EXAMPLES[request]
+        assert isinstance(asked, Act | Query)
+        session.number = asked.number - 1
+        self.client.ask(asked)
 
     def to_server(self) -> list[Event]:
         """Carry all bytes of the client to the server."""

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -124,14 +125,14 @@ def _source() -> Connection:
     return StreamEnds(known=TrainerSession(TOKEN, taken=50), given=50).source
 
 
-def _client() -> Connection:
-    ends = ActingEnds()
+def _client(request: str = "act") -> Connection:
+    ends = ActingEnds(request)
     taken_from(ends.client)
     return ends.client
 
 
-def _server() -> Connection:
-    return ActingEnds().server
+def _server(request: str = "act") -> Connection:
+    return ActingEnds(request).server
 
 
 # Ends, each with streams that it takes.
@@ -160,6 +161,8 @@ ENDS: list[tuple[Callable[[], Connection], list[bytes]]] = [
     (_source, [stream_of("settings", "weights", "done"), stream_of("done", "ping", "refused")]),
     (_client, [stream_of("settings", "acted", "ping"), stream_of("acted", "goodbye")]),
     (_server, [stream_of("act", "release", "ping"), stream_of("act", "act", "refused")]),
+    (partial(_client, "query"), [stream_of("result", "ping"), stream_of("result", "goodbye")]),
+    (partial(_server, "query"), [stream_of("query", "ping"), stream_of("query", "query", "refused")]),
 ]
 STREAMS = [*FRAMES, b"".join(FRAMES)]
 

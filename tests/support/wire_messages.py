@@ -25,6 +25,7 @@ from rollflow.stream.wire import (
     Fragment,
     Goodbye,
     Hello,
+    Inspect,
     LaneGrant,
     LaneJoined,
     LaneLeft,
@@ -35,13 +36,17 @@ from rollflow.stream.wire import (
     Ping,
     Pong,
     Proof,
+    Query,
     Receipt,
     Refused,
     Release,
     Reset,
+    Result,
     Rows,
     Series,
     Settings,
+    StackCall,
+    Standing,
     States,
     Step,
     Turn,
@@ -270,5 +275,13 @@ EXAMPLES: dict[str, Message] = {
         7, (0, 2), np.array([1, 0]), ("3f2a", "3f2a"), (12, 12), ([1, 429, "too many wait; ask again later"],)
     ),
     "release": Release("pole", ("game 1", 2)),
+    "query": Query(
+        3, 2, "update_priorities", {}, {"ids": np.array([7, 9]), "values": np.array([0.5, 2.0], np.float32)}
+    ),
+    "result": Result(3, {"rewards": np.array([1.0, 0.5], np.float32), "ids": np.array([7, 9])}, {}, None),
+    "inspect": Inspect(0),
+    "standing": Standing(
+        0, "is in step()", 5.25, (StackCall("/sim/arm.py", 31, "Arm.step", "self.port.read()", True),)
+    ),
     "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
 }

@@ -3,8 +3,9 @@
 Names are imported when they are first asked for.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollflow.stream.data.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from rollflow.nodes.connectors.alpha.action_connectors import (
@@ -137,14 +138,4 @@ _HOMES = {
     "register_lambda_agent_connector": "lambdas",
 }
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazy_names(__name__, _HOMES)

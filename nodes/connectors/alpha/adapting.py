@@ -26,14 +26,14 @@ def check_adapted(
     ctx = ConnectorContext(observation_space=policy.observation_space, action_space=policy.action_space)
     before = AgentConnectorPipeline(ctx, agent_connectors)
     after = ActionConnectorPipeline(ctx, action_connectors)
-    _check(
+    check_fits(
         before.observation_space_after(environment.observation_space),
         policy.observation_space,
         f"observations in {environment.observation_space} come out of {before!r}",
         "the policy takes",
         compare_spaces(policy.observation_space, environment.observation_space, "observation"),
     )
-    _check(
+    check_fits(
         after.action_space_after(policy.action_space),
         environment.action_space,
         f"the policy's actions in {policy.action_space} come out of {after!r}",
@@ -42,7 +42,12 @@ def check_adapted(
     )
 
 
-def _check(left: Space, expected: Space, where: str, who: str, changes: Sequence[Any]) -> None:
+def check_fits(left: Space, expected: Space, where: str, who: str, changes: Sequence[Any]) -> None:
+    """Raise ConnectorError, with the field, where items of a space `left` are none of the space `expected`.
+
+    where, who    begin the text, and name who expects
+    changes       lines behind it, on what differs
+    """
     wrong = list(_misfits(left, expected, ""))
     if wrong:
         path, got, wanted = wrong[0]

@@ -51,7 +51,8 @@ class NormalizeAndClipActions(ConnectorV2):
     @property
     def changes_actions(self) -> bool:
         """True if actions in this space are changed at all."""
-        self._know_spaces()
+        if not self._spaces_known:  # no call: this is asked at every vector step
+            self._recompute_spaces()
         return self._bring is not None
 
     def recompute_output_action_space(self, input_observation_space: Space, input_action_space: Space) -> Space:

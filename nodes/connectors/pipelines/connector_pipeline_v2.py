@@ -7,7 +7,7 @@ from time import perf_counter_ns
 from typing import Any, ClassVar
 
 from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
-from rollflow.nodes.connectors.pipelines.fused import Fused, fused_tail
+from rollflow.nodes.connectors.pipelines.fused import fused_tail
 from rollflow.nodes.connectors.pipelines.pieces import (
     NameOrClass,
     NoSuchPiece,
@@ -100,7 +100,7 @@ class ConnectorPipelineV2(ConnectorV2):
         mark = perf_counter_ns()
         for place, (piece, timer) in enumerate(self._timers.pairs):
             if place == self._fused_from and self.fuses and self._fused and isinstance(episodes, LaneEpisodes):
-                fused = self._fused(self._pieces[place:], rl_module, batch, episodes, explore, shared_data)
+                fused = self._fused(self._fused_pieces, rl_module, batch, episodes, explore, shared_data)
                 if fused is not None:
                     self._timers.fused.calls += 1
                     self._timers.fused.total_ns += perf_counter_ns() - mark
@@ -354,11 +354,8 @@ class ConnectorPipelineV2(ConnectorV2):
         replaces = self.replaces_episodes = any(piece.replaces_episodes for piece in self._pieces)  # type: ignore[misc]
         while not replaces and self._first_columnar and self._pieces[self._first_columnar - 1].columnar:
             self._first_columnar -= 1
-        tail = fused_tail(self._pieces)
-        self._fused_from: int = -1
-        self._fused: Fused | None = None
-        if tail is not None and tail[0] >= self._first_columnar:
-            self._fused_from, self._fused = tail
+        self._fused_from, self._fused = fused_tail(self._pieces, self._first_columnar)
+        self._fused_pieces = self._pieces[self._fused_from :]
         self._timers.arrange(self._pieces, self._fused_from)
         # These class attributes depend on the pieces here.
         self.columnar = self._first_columnar == 0  # type: ignore[misc]

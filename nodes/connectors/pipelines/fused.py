@@ -36,12 +36,16 @@ from rollflow.stream.fragments.live_episode import LaneEpisodes
 Fused = Callable[[Sequence[Any], Any, Batch, LaneEpisodes, Any, dict[str, Any]], Batch | None]
 
 
-def fused_tail(pieces: Sequence[ConnectorV2]) -> tuple[int, Fused] | None:
-    """Place of the first of the last pieces that can be called as one, and the function; None where none can."""
+def fused_tail(pieces: Sequence[ConnectorV2], first: int) -> tuple[int, Fused | None]:
+    """Place of the first of the last pieces that can be called as one, and the function; (-1, None) where none can.
+
+    first    place of the first piece that may be among them
+    """
     for classes, fused in _FUSED.items():
         if tuple(type(piece) for piece in pieces[-len(classes) :]) == classes:
-            return len(pieces) - len(classes), fused
-    return None
+            place = len(pieces) - len(classes)
+            return (place, fused) if place >= first else (-1, None)
+    return -1, None
 
 
 def _observations_as_tensor(
@@ -99,18 +103,23 @@ def _acted(
         is_whole = type(chosen) is torch.Tensor and not chosen.is_floating_point()
         return _arrays_of(batch) if is_whole or not slots_with_nan(chosen) else None, True
     logits = batch.get(Columns.ACTION_DIST_INPUTS)
-    if logits is None or races is None or not explore or Columns.ACTION_LOGP in batch:
+    if logits is None or (races is None and explore) or Columns.ACTION_LOGP in batch:
         return None, True
     if type(logits) is not torch.Tensor or logits.dtype is not torch.float32 or logits.ndim != 2:
         return None, True
     arrays = _arrays_of(batch)
-    made = get.distribution_type(module, explore=True)
+    made = get.distribution_type(module, explore=bool(explore))
     distribution = made.from_logits(logits) if type(made) is DistributionType else None
     if arrays is None or type(distribution) is not Categorical:
         return None, True
-    actions, logp = distribution.sample_with_logp(races)
+    if explore and races is not None:
+        actions, logp = distribution.sample_with_logp(races)
+        is_usable = np.add.reduce(logp) > -np.inf
+    else:
+        actions, logp = distribution.likeliest_with_logp()
+        is_usable = np.isfinite(np.maximum.reduce(arrays[Columns.ACTION_DIST_INPUTS], axis=-1)).all()
     arrays[Columns.ACTIONS], arrays[Columns.ACTION_LOGP] = actions, logp
-    return arrays, bool(np.add.reduce(logp) > -np.inf)
+    return arrays, bool(is_usable)
 
 
 def _arrays_of(batch: Batch) -> Batch | None:

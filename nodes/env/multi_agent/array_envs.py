@@ -8,7 +8,7 @@ import numpy as np
 import optree
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.env.multi_agent.agent_slots import AgentSlots
 from rollflow.nodes.env.multi_agent.array_vector import AgentInfos, ArrayStep, MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.multi_agent_env import agents_of

@@ -27,7 +27,8 @@ class EnvHost(Host):
         autoreset_mode          as for `Rollout`; not for environments with several agents
         secret                  the gateway's; None: it has none
         tls                     a context, of a client to `connect` and of a server to `listen`
-        name                    what it is called in the gateway's messages; None: the machine's name
+        name                    what it is called in the gateway's messages; it takes the place of a lost host of that
+                                name at once; None: the machine's name and this process' number
         limits                  of frames, times and bytes under way
 
     role    "agents" where an environment has several agents, else "env"

@@ -18,8 +18,9 @@ from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostP
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.inspections import Inspections
 from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.wire import (
     NONCE_BYTES,
@@ -31,6 +32,7 @@ from rollflow.stream.wire import (
     Metrics,
     Request,
     Settings,
+    Standing,
     States,
     Weights,
 )
@@ -65,7 +67,7 @@ class Gateway:
         envs.take()
         self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
-        self._envs = envs
+        self._envs, self._inspections = envs, Inspections()
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
@@ -150,6 +152,22 @@ class Gateway:
             host.connection.give(1)
             self._write(host.connection)
 
+    def inspect(self, lane: int) -> Standing | None:
+        """Ask a lane's host what the lane is at; None: it can't be asked. From any thread, for a second at most.
+
+        Raises TimeoutError where it does not answer.
+        """
+
+        def send() -> bool:
+            with self._lock:
+                connection, is_sent = self.host_of(lane).connection, False
+                with suppress(WireError):  # it is lost
+                    is_sent = not self._closing.is_set() and connection.inspect(lane)
+                    self._write(connection)
+                return is_sent
+
+        return self._inspections.ask(lane, send)
+
     def expel(self, host: RemoteHost, error: WireError) -> None:
         """Have a host leave that has sent what it must not."""
         with self._lock:
@@ -197,7 +215,8 @@ class Gateway:
 
     def waited_for(self) -> str:
         """Where hosts are expected, and what came of those that tried, for errors."""
-        parts = [", ".join(map(str, self._envs.addresses)), *self._loop.dialler.problems, *self.refusals]
+        started = () if self._envs.supply is None else self._envs.supply.problems
+        parts = [", ".join(map(str, self._envs.addresses)), *self._loop.dialler.problems, *self.refusals, *started]
         return f"{'listening on' if self._envs.is_listening else 'dialling'} {'; '.join(parts)}"
 
     def _could_not_ask(self, host: RemoteHost, error: WireError) -> None:
@@ -244,10 +263,13 @@ class Gateway:
             case Goodbye():
                 self._loop.drop(peer)
                 if peer.host is not None and peer.host.connection is peer.connection:
+                    peer.host.has_drained = event.drained
                     self._registry.leave(peer.host, f"said goodbye: {event.reason}")
             case Metrics():
                 assert peer.host is not None
                 self._registry.news.append(HostProgressed(peer.host, event.metrics))
+            case Standing():
+                self._inspections.take(event)
             case _:
                 self._registry.news.append(HostAnswered(event))  # type: ignore[arg-type]
 
@@ -298,7 +320,7 @@ class Gateway:
             return  # as it was the last time
         else:
             peer.dialled.problem = problem
-        logger.warning("a connection from %s is refused: %s", peer.where, problem)
+        logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", peer.where, problem)
 
 
 def _tend(gateway: "weakref.ref[Gateway]", closing: threading.Event) -> None:

@@ -1,33 +1,32 @@
 """Host of lanes for a rollout elsewhere: it dials a gateway or is dialled, and comes back."""
 
-import contextlib
 import logging
+import math
 import secrets
 import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic
 from typing import Any, Literal, Self
 
 from rollflow.nodes.closing import close_all, closing_on_error
+from rollflow.nodes.env.remote.host_drain import Drain
 from rollflow.nodes.env.remote.host_lane import ServedLane, check_alike
+from rollflow.nodes.env.remote.lane_work import LaneWork
 from rollflow.nodes.env.remote.remote_envs import Secret, address_of, check_tls, close_sockets, listen_on, secret_bytes
-from rollflow.nodes.env.remote.software import software
-from rollflow.nodes.env.stepping import close_failed
-from rollflow.nodes.env.workers.lane_threads import LaneThreads
-from rollflow.stream.data.errors import ColumnError, WireError
+from rollflow.nodes.env.remote.software import process_name, software
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.doctor.stack_dumps import answering_dumps
 from rollflow.stream.net.dial import problem_of
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.wire import (
     NONCE_BYTES,
-    SESSION_BYTES,
     VERSION,
     Address,
     Answer,
@@ -35,10 +34,9 @@ from rollflow.stream.wire import (
     Goodbye,
     Hello,
     HostConnection,
-    HostSession,
+    Inspect,
     Limits,
     Message,
-    Request,
     Reset,
     Step,
     Turn,
@@ -50,11 +48,9 @@ from rollflow.stream.wire import (
 logger = logging.getLogger(__name__)
 
 _LONGEST_RETRY_S = 5.0
-_QUIET_S = 0.5  # how long a lane is waited for without a word
+_ENDING = {False: "stopped", True: "drained"}  # why it ends, by whether it was told to drain
 _MOST_STRANGERS = 64  # connections that have not proved themselves yet
-# Codes of errors after which the gateway is dialled again.
-_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
-
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")  # errors after which it redials
 
 HostPeer = Peer[HostConnection]
 
@@ -82,16 +78,13 @@ class Host:
         limits: Limits | None,
         metadata: dict[str, Any],
     ) -> None:
-        self.name = socket.gethostname() if name is None else name
+        self.name = process_name() if name is None else name
         self._tls = tls
         self._limits = Limits() if limits is None else limits
-        self._served = lanes
         with closing_on_error(lambda: close_all(("a lane", lane.env.close) for lane in lanes)):
             self._secret = secret_bytes(secret)
             check_alike(lanes)
         self._metadata = metadata
-        self._place_of: dict[int, int] = {}  # of a lane, by what the gateway calls it
-        self._session = _new_session()
         self._loop: SocketLoop[HostPeer] = SocketLoop(self, max_strangers=_MOST_STRANGERS)  # and the welcomed one
         self._lock = self._loop.lock  # of the session as well
         self._wakeup = self._loop.wakeup
@@ -101,7 +94,8 @@ class Host:
         self._fatal: Exception | None = None  # after which this session is over
         self._redialler: Redialler | None = None  # of the gateway that is dialled
         self._parting: str | None = None  # the reason of that gateway
-        self._threads = LaneThreads(len(lanes))
+        self._work = LaneWork(lanes, self._lock, self._failed, self._answered)
+        self._drain: Drain | None = None  # None: nobody has told this host to
 
     def connect(self, address: str, *, retry_s: float | None = 60.0) -> str:
         """Dial a gateway and serve it until it says goodbye; the reason that it gives.
@@ -112,7 +106,7 @@ class Host:
         target = parse_address(address)
         check_secret(target, self._secret)
         check_tls(target, self._tls)
-        with self._serving:
+        with self._serving, answering_dumps():
             return self._serve_dialled(target, retry_s)
 
     @contextmanager
@@ -131,20 +125,37 @@ class Host:
 
         Another one is told that this host is busy. What is wrong with one, such as another secret, is logged.
         """
-        with self._serving:
+        with self._serving, answering_dumps():
             self._loop.listen(self._listeners, self)
             try:
-                while not self._is_stopped:
+                while not self._is_over():
                     self._turn()
             finally:
                 for peer in self._loop.peers:
                     self._hang_up(peer)
                 self._loop.stop_listening()
+                if self._drain is not None:
+                    self._drain.log_end()
 
     def stop(self) -> None:
         """Have `connect` or `serve` say goodbye and return. May be called from any thread."""
         self._is_stopped = True
         self._wakeup.ring()
+
+    def drain(self, grace_s: float = 20.0) -> None:
+        """Have `connect` or `serve` hand over what the lanes have, within so many seconds, say goodbye, and return.
+
+        A step that has begun is finished, and a fragment ends with it; no other begins. A lost gateway is awaited. May
+        be called from any thread and from a signal handler; again, it may only shorten the time.
+        """
+        self._drain = self._drain or Drain(self.name, self._work, grace_s)
+        self._drain.shorten(grace_s)
+        self._wakeup.ring()
+
+    @property
+    def is_draining(self) -> bool:
+        """True once `drain` was called."""
+        return self._drain is not None
 
     def close(self) -> None:
         """Stop, end the threads, once they have done the step that they are at, and close the environments.
@@ -157,7 +168,7 @@ class Host:
                 return
             self._is_closed = True
             self._dismissed()
-            self._end_lanes()
+            self._work.close(self._limits.handshake_s, math.inf if self._drain is None else self._drain.left_s)
             self._loop.close()
 
     def __enter__(self) -> Self:
@@ -176,10 +187,10 @@ class Host:
             retry_s=retry_s,
             longest_pause_s=_LONGEST_RETRY_S,
             wakeup=self._wakeup,
-            is_over=lambda: self._is_stopped,
+            is_over=self._is_over,
         )
         try:
-            while not self._is_stopped:
+            while not self._is_over():
                 try:
                     sock = redialler.reach()
                 except InterruptedError:
@@ -193,7 +204,7 @@ class Host:
                         if error.code not in _COMES_BACK:
                             raise
                         if error.code == "session":
-                            self._session = _new_session()
+                            self._work.begin_anew()
                         problem = str(error)
                 redialler.failed(f"gateway {target}: {problem.removeprefix('gateway: ')}")
                 if redialler.is_given_up:
@@ -201,24 +212,37 @@ class Host:
                 redialler.pause()
         finally:
             self._redialler = None
-        return "stopped"
+            if self._drain is not None:
+                self._drain.log_end()
+        return _ENDING[self.is_draining]
 
     def _serve_alone(self, peer: HostPeer) -> str:
         """Serve the gateway that is dialled until it says goodbye: its reason. Raises WireError where that breaks."""
         self._parting = None
         self._loop.add(peer)
         try:
-            while self._parting is None and not self._is_stopped:
+            while self._parting is None and not self._is_over():
                 self._turn()
-            return "stopped" if self._parting is None else self._parting
         finally:
             self._hang_up(peer)
+        return _ENDING[self.is_draining] if self._parting is None else self._parting
+
+    def _is_over(self) -> bool:
+        """True once this host is to say goodbye: it was stopped, or has drained, or has no more time for that."""
+        if self._is_stopped or self._drain is None:
+            return self._is_stopped
+        if self._drain.begin():
+            self._cut_short()
+        return not (self._has_more() and self._drain.goes_on())
+
+    def _has_more(self) -> bool:
+        return self._work.has_more(is_served=self._welcomed_peer is not None and self._fatal is None)
 
     def _turn(self) -> None:
         """Send what there is to send, wait until there is something to do, and do it."""
         self._loop.send(self._tell)
         next_report = None if self.report_s is None or self._welcomed_peer is None else monotonic() + self.report_s
-        ready = self._loop.wait_until(next_report)
+        ready = self._loop.wait_until(next_report, None if self._drain is None else self._drain.due)
         now, welcomed = monotonic(), self._welcomed_peer
         if welcomed is not None:
             if self._fatal is not None:
@@ -248,19 +272,21 @@ class Host:
         self._mark_busy()
 
     def _begin_anew(self) -> None:
-        """Have another session; peers in the handshake have been offered the one before."""
-        self._session = _new_session()
+        """Have another session, for another rollout; peers in the handshake have been offered the one before."""
+        self._work.begin_anew()
         for peer in self._loop.peers:
             if peer is not self._welcomed_peer:
                 with self._lock:
                     peer.connection.refuse("session", "the session that was offered is over, expected another try")
                 self._hang_up(peer)
+        self._dismissed()
 
     def _hang_up(self, peer: HostPeer) -> None:
         """Be done with a connection; one that is still open is told so."""
+        drain = None if peer is not self._welcomed_peer or self._has_more() else self._drain
         with self._lock:
-            peer.connection.goodbye("the host was stopped")
-            self._loop.drop(peer)
+            peer.connection.goodbye(f"the host was {_ENDING[drain is not None]}", drained=drain is not None)
+            self._loop.drop(peer, None if drain is None else drain.until)
             if peer is self._welcomed_peer:
                 self._welcomed_peer = None
                 self._mark_busy()
@@ -274,7 +300,7 @@ class Host:
     def _peer_on(self, sock: socket.socket, where: str, dialled: Address | None) -> HostPeer:
         """Peer of a socket with a gateway at its other end, which is told hello."""
         connection = HostConnection(
-            self._hello(), self._session, secret=self._secret, limits=self._limits, now=monotonic()
+            self._hello(), self._work.session, secret=self._secret, limits=self._limits, now=monotonic()
         )
         connection.is_busy = self._welcomed_peer is not None
         return Peer(transport_for(sock, connection, self._tls, dialled=dialled), connection, where)
@@ -290,16 +316,18 @@ class Host:
         match event:
             case Welcome():
                 self._take_over(peer, was_known=event.resumed)
-                self._place_of = {grant.lane: place for place, grant in enumerate(event.lanes)}
+                self._work.grant(grant.lane for grant in event.lanes)
                 self._welcomed(event)
             case Reset() | Step() | Turn():
-                place = self._place_of[event.lane]
-                work = self._work_on(self._served[place], event)
-                self._threads.put(place, partial(self._do, peer.connection, event, work))
+                if self._drain is None:  # else nothing more is begun
+                    self._work.begin(peer.connection, event, self._work_on)
+            case Inspect():
+                standing = self._work.standing(event.lane)
+                with self._lock:
+                    peer.connection.tell(standing)
             case Goodbye():
                 if peer is self._welcomed_peer:
-                    self._begin_anew()  # for another rollout
-                    self._dismissed()
+                    self._begin_anew()
                 self._parting = event.reason
                 if self._redialler is None:
                     logger.info("%s: the gateway says goodbye: %s", peer.where, quoted(event.reason))
@@ -313,10 +341,9 @@ class Host:
             with self._lock:
                 peer.connection.refuse(self.role, f"{type(error).__name__}: {error}")
             self._begin_anew()
-            self._dismissed()
         if self._redialler is not None or not (isinstance(error, WireError) or error is self._fatal):
             raise error
-        logger.warning("%s: %s: %s", peer.where, type(error).__name__, quoted(error))
+        logger.log(refusal_level(peer.connection), "%s: %s: %s", peer.where, type(error).__name__, quoted(error))
         self._hang_up(peer)
 
     # For subclasses
@@ -326,6 +353,9 @@ class Host:
 
     def _dismissed(self) -> None:
         """End, in the middle of what lanes are at, for a rollout that has said goodbye or failed, or at the close."""
+
+    def _cut_short(self) -> None:
+        """Have lanes come to an end with what they are at, as this host drains."""
 
     def _work_on(self, lane: Any, request: Any) -> Callable[[], Answer | None]:
         """Work for the lane's thread."""
@@ -343,16 +373,6 @@ class Host:
 
     # Inside
 
-    def _end_lanes(self) -> None:
-        """End the threads and close the environments, but for those of a lane that is at something for too long."""
-        self._threads.end()
-        patience_s = self._limits.handshake_s
-        for place, lane in enumerate(self._served):
-            if not self._threads.has_ended(place, _QUIET_S):
-                logger.warning("lane %d is still at something: it is waited for, %g s at most", place, patience_s)
-            if self._threads.has_ended(place, patience_s):
-                close_failed(lane.env)
-
     def _hello(self) -> Hello:
         return Hello(
             versions=(VERSION, VERSION),
@@ -360,39 +380,21 @@ class Host:
             software=software(),
             name=self.name,
             nonce=secrets.token_bytes(NONCE_BYTES),
-            session=self._session.token,
+            session=self._work.session.token,
             max_frame=self._limits.max_frame,
-            slots=tuple(lane.env.num_envs for lane in self._served),
+            slots=tuple(lane.env.num_envs for lane in self._work.lanes),
             metadata=self._metadata,
             busy=self._welcomed_peer is not None,
-            **self._served[0].describe(),
+            answers_inspect=True,
+            **self._work.lanes[0].describe(),
         )
 
-    def _do(self, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
-        """Do a lane's work, in its thread, and answer; None where nobody wants that any more."""
-        answer: Answer | None
-        try:
-            answer = work()
-        except BaseException as error:
-            logger.warning("lane %d: %r", request.lane, error, exc_info=error)
-            answer = self._failed(request, error)  # type: ignore[arg-type]
-        if answer is None:
-            return
-        with self._lock:
-            try:
-                connection.answer(request, answer)
-            except (WireError, ColumnError) as error:
-                if getattr(error, "code", "") != "undelivered":
-                    failed = self._failed(request, error)
-                    with contextlib.suppress(WireError):  # the connection is broken: the answer waits for the next
-                        if failed is not None:
-                            connection.answer(request, failed)
-            peer = self._welcomed_peer
-            if peer is not None:
-                self._loop.peers.write(peer)
-                if peer.transport.waits_to_write or not peer.connection.is_open:
-                    self._wakeup.ring()
-
-
-def _new_session() -> HostSession:
-    return HostSession(secrets.token_bytes(SESSION_BYTES))
+    def _answered(self) -> None:
+        """Send what a lane has answered; with the lock, in the lane's thread."""
+        peer = self._welcomed_peer
+        if peer is not None:
+            self._loop.peers.write(peer)
+            if peer.transport.waits_to_write or not peer.connection.is_open:
+                self._wakeup.ring()
+        if self._drain is not None:
+            self._wakeup.ring()  # this may have been the last

@@ -3,11 +3,12 @@
 import logging
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.env.remote.gateway import Gateway
-from rollflow.nodes.env.remote.host_waits import wait_for
+from rollflow.nodes.env.remote.host_waits import asking, wait_for
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
 from rollflow.nodes.env.remote.remote_host import (
     HostAnswered,
@@ -102,7 +103,7 @@ class HostCarrier:
         self.lanes: list[RemoteLane] = []
         suffix = ", the resets after ended episodes included"
         self.supervisor = LaneSupervisor(limits, dialogue.progress, suffix=suffix)
-        self.join_timeout = hosts.join_timeout
+        self.join_timeout, self._supply = hosts.join_timeout, hosts.supply
         self._node, self._dialogue = node, dialogue
         self._farewells: deque[tuple[str, str]] = deque(maxlen=_MOST_FAREWELLS)  # who left last, and why
         self._vacancy: HostWait | None = None  # while there is no lane
@@ -110,14 +111,9 @@ class HostCarrier:
 
     # What a node asks for
 
-    @contextmanager
-    def closing_on_error(self) -> Iterator[None]:
+    def closing_on_error(self) -> AbstractContextManager[None]:
         """Say goodbye to the hosts where the block raises, in which the node is made."""
-        try:
-            yield
-        except BaseException:
-            self.gateway.close("the rollout could not be made")
-            raise
+        return closing_on_error(lambda: self.gateway.close("the rollout could not be made"))
 
     def first_envs(self, count: int, num_envs: int | None, lanes: int | None) -> list[Any]:
         """Wait for so many hosts: what is known of their environments, lane by lane.
@@ -137,10 +133,13 @@ class HostCarrier:
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time."""
+        if self._supply is not None:
+            self._supply.begin(lambda: (len(self.gateway.hosts), self.supervisor.share_at_work))
         for index, (env, first_slot) in enumerate(zip(self._node.envs, self._node.first_slots(), strict=True)):
             self._new_lane(index, env, first_slot, self.gateway.host_of(index))
         for remote in self.lanes:
-            if remote.host.session.token in self.gateway.hosts:
+            # One that has left, and has come anew since, has the same token.
+            if self.gateway.hosts.get(remote.host.session.token) is remote.host:
                 yield from self._set_out(remote)
             else:
                 remote.status.reason = f"host {remote.host.name} left before the first step"
@@ -205,7 +204,13 @@ class HostCarrier:
         for remote in list(self.lanes):
             if remote.status.is_waited:
                 progress = self._dialogue.progress(remote.status.index)
-                yield wait_for(remote, name, progress, self.supervisor.deadlines.began.get(remote.status.index))
+                began = self.supervisor.deadlines.began.get(remote.status.index)
+                yield asking(wait_for(remote, name, progress, began), remote, self.gateway)
+
+    @property
+    def lanes_at_work(self) -> set[int]:
+        """Numbers of the lanes that make steps, or should, whose hosts are there. From any thread."""
+        return {each.status.index for each in list(self.lanes) if each.status.is_at_work and each.host.lost_at is None}
 
     def close(self) -> None:
         """Say goodbye to the hosts."""
@@ -252,6 +257,7 @@ class HostCarrier:
         hosts: list[RemoteHost] = []
         wait = HostWait(self.join_timeout)
         while len(hosts) < count:
+            self._check_supply(is_first=True)
             if wait.is_over:
                 raise EnvError(
                     f"{len(hosts)} of {count} hosts came within {self.join_timeout:g} s, {self.gateway.waited_for()}"
@@ -367,11 +373,16 @@ class HostCarrier:
         if self._vacancy is None:
             return
         if not self.supervisor.is_draining:
+            self._check_supply(is_first=False)
             self._vacancy.remind("no lane is left", self.gateway.waited_for())
         if self._vacancy.is_over:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._farewells)
             who = "every lane has left, though hosts are here," if self.gateway.hosts else "every host has left"
             raise EnvError(f"{who} and none came within {self.join_timeout:g} s: {reasons}").see("hosts")
+
+    def _check_supply(self, *, is_first: bool) -> None:
+        if self._supply is not None:
+            self._supply.check(is_first=is_first)
 
     def _fill_vacancy(self) -> None:
         if self._vacancy is not None:

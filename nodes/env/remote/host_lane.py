@@ -1,28 +1,37 @@
 """Lanes of a host: environments of one agent or of several that are stepped, in a thread, as requests come."""
 
 import abc
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.closing import close_all, closing_on_error
-from rollflow.nodes.env.env_source import LaneMaker, is_whole
+from rollflow.nodes.env.env_source import LaneMaker
 from rollflow.nodes.env.multi_agent.agent_environments import lane_makers
 from rollflow.nodes.env.multi_agent.array_vector import MultiAgentVectorEnv
 from rollflow.nodes.env.multi_agent.lane_envs import AgentLaneMaker, LaneEnvs
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import Stepped, close_failed, described
 from rollflow.nodes.env.workers.agent_codec import InfoCodec
+from rollflow.nodes.env.workers.lane_threads import LaneJob, LaneThreads
 from rollflow.stream.data.errors import EnvError
 from rollflow.stream.data.space import row_of
 from rollflow.stream.data.space_codec import describe_space, space_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
+from rollflow.stream.doctor.stacks import stack_of_thread
 from rollflow.stream.multi_agent.vector_step import Observed
-from rollflow.stream.wire import AgentRows, Reset, Rows, Step
+from rollflow.stream.net.inspections import standing_of
+from rollflow.stream.wire import AgentRows, Reset, Rows, Standing, Step
 
+logger = logging.getLogger(__name__)
+
+_QUIET_S = 0.5  # how long a lane is waited for without a word
 _WORDS = {
     "observation_space": "observation space",
     "action_space": "action space",
@@ -42,6 +51,10 @@ class ServedLane(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Fields of a Hello about them, by their names."""
+        ...
+
+    def doing(self) -> str | None:
+        """What the lane's thread is at in more than a request, in words; None: no more is known. From any thread."""
         ...
 
 
@@ -67,6 +80,26 @@ def check_alike(lanes: Sequence[ServedLane]) -> None:
                 raise EnvError(f"lane {place}: its {_WORDS[name]} is {text}, expected that of lane 0, {other}")
 
 
+def standing_in(job: LaneJob | None, lane: int, served: ServedLane) -> Standing:
+    """What a lane's thread is at, for the gateway, which calls the lane so; the job is None where it waits for one."""
+    if job is None:
+        return standing_of(lane, "has nothing to do", 0.0, ())
+    return standing_of(lane, served.doing() or job.doing, monotonic() - job.began, stack_of_thread(job.thread))
+
+
+def end_lanes(threads: LaneThreads, lanes: Sequence[ServedLane], patience: Sequence[float]) -> None:
+    """End threads and close their environments, but for those of a lane that is at something for too long.
+
+    patience    seconds for each lane
+    """
+    threads.end()
+    for place, (lane, patience_s) in enumerate(zip(lanes, patience, strict=True)):
+        if not threads.has_ended(place, min(_QUIET_S, patience_s)):
+            logger.warning("lane %d is still at something: it is waited for, %.3g s at most", place, patience_s)
+        if threads.has_ended(place, patience_s):
+            close_failed(lane.env)
+
+
 class ServedEnvironments(abc.ABC):
     """Environments of one lane of a host, which a thread steps; subclasses know their kind.
 
@@ -83,6 +116,10 @@ class ServedEnvironments(abc.ABC):
         self._make = partial(maker.lane_env, deviations, *where)
         self._can_be_remade, self._has_failed = maker.can_travel, False
         self.env: Any = self._make()
+
+    def doing(self) -> str | None:
+        """Nothing is known but the request."""
+        return None
 
     def answer(self, request: Reset | Step) -> Rows | AgentRows:
         """Step or reset; the rows. Raises what the environments raise."""

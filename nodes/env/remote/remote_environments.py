@@ -84,7 +84,9 @@ class SteppingDialogue:
         self._node.carrier.lose(remote, reason)
 
     def lose(self, remote: RemoteLane, reason: str) -> int:
-        return int(remote.lane.lose(reason)) if remote.status.phase is LanePhase.STEPPING else 0
+        if remote.status.phase is not LanePhase.STEPPING:
+            return 0
+        return int(remote.lane.lose(reason, is_under_way=not remote.host.has_drained))
 
     def lose_idle(self, remote: RemoteLane) -> int:
         return int(remote.lane.lose(remote.status.reason, is_under_way=False))

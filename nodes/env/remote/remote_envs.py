@@ -5,10 +5,10 @@ import os
 import socket
 import ssl
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
@@ -18,11 +18,33 @@ from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check
 Secret = bytes | str | None
 
 
+class HostSupply(Protocol):
+    """Owner of hosts that are started for a rollout."""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """Why hosts are not there, a line each."""
+
+    def begin(self, at_work: Callable[[], tuple[int, float | None]]) -> None:
+        """Take note that the rollout has begun.
+
+        at_work    gives how many hosts are there, and the share of their lanes that are at work; None: there is no
+                   lane; from any thread
+        """
+
+    def check(self, *, is_first: bool) -> None:
+        """Raise EnvError where hosts can't be kept alive; `is_first` while the rollout waits for its first ones."""
+
+    def close(self) -> None:
+        """End the hosts."""
+
+
 @dataclass(eq=False, kw_only=True, repr=False)
 class RemoteHosts:
     """Hosts that dial in, or are dialled, for `RemoteEnvs` and `RemoteRollouts`: see `listen` and `connect`.
 
     addresses    listened on, with the ports that they have; or to be dialled
+    supply       owner of the hosts; None: somebody else starts them
 
     For one rollout, which closes it; `close` is for one that was never given to any.
     """
@@ -36,6 +58,7 @@ class RemoteHosts:
     max_hosts: int
     limits: Limits
     is_taken: bool = False
+    supply: HostSupply | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.hosts <= self.max_hosts:
@@ -136,8 +159,10 @@ class RemoteHosts:
         self.is_taken = True
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and end the hosts that were started for it."""
         close_sockets(self.sockets)
+        if self.supply is not None:
+            self.supply.close()
 
 
 class RemoteEnvs(RemoteHosts):

@@ -26,6 +26,7 @@ class RemoteHost:
     reason        why it was lost
     reminder      when to log again that it is waited for
     has_place     whether it is one of the first, or has taken a lost host's place: it takes no other
+    has_drained   whether it has left with nothing under way: it has made no step that it has not given
     """
 
     name: str
@@ -38,6 +39,7 @@ class RemoteHost:
     reason: str = ""
     reminder: Reminder = field(init=False)
     has_place: bool = False
+    has_drained: bool = False
 
     def __post_init__(self) -> None:
         self.heard_at, self.reminder = self.joined_at, Reminder(self.joined_at)

@@ -5,6 +5,7 @@ from typing import Any, Protocol, TypeVar
 
 from rollflow.nodes.env.workers.lane_supervisor import LaneSupervisor
 from rollflow.stream.doctor.waits import Wait
+from rollflow.stream.traces.fragment_trace import FragmentTrace
 
 
 class CarriedLane(Protocol):
@@ -47,6 +48,10 @@ class Carrier(Protocol):
     def at_work(self, name: str) -> Iterator[Wait]:
         """What every lane that is waited for is at. From any thread."""
 
+    @property
+    def lanes_at_work(self) -> set[int]:
+        """Numbers of the lanes that make steps, or should. From any thread."""
+
     def close(self) -> None:
         """End all that was begun elsewhere."""
 
@@ -60,6 +65,8 @@ class Carried:
 
     carrier: Carrier
     is_closed: bool
+    trace: FragmentTrace | None
+    does: str
 
     def start(self) -> Iterator[Any]:
         """Have every lane set out, all at a time. Raises RunError a second time."""
@@ -68,7 +75,17 @@ class Carried:
 
     def completed(self) -> Iterator[Any]:
         """The lanes that have come back, or begin anew. Raises EnvError when none is left."""
-        return self.carrier.completed()
+        completed = self.carrier.completed()
+        return completed if self.trace is None else self._traced(completed)
+
+    def _traced(self, completed: Iterator[Any]) -> Iterator[Any]:
+        """Yields the lanes that have come back, and records what each was at elsewhere."""
+        for lane in completed:
+            began, trace = self._supervisor.deadlines.began.get(lane.index), self.trace
+            if began is not None and trace is not None:
+                does = "reset" if lane.vector_steps == 0 else self.does
+                trace.stepped(lane.index, int(began * 1e9), does)
+            yield lane
 
     def fileno(self) -> int:
         """A descriptor that can be read once something has come."""
@@ -85,6 +102,11 @@ class Carried:
     def at_work(self, name: str) -> Iterator[Wait]:
         """What every lane that is waited for is at, where it is."""
         return iter(self.carrier.at_work(name))
+
+    @property
+    def lanes_at_work(self) -> set[int]:
+        """Numbers of the lanes that make steps, or should: none that has left, is late or is lost. From any thread."""
+        return self.carrier.lanes_at_work
 
     def close(self) -> None:
         """End all that was begun elsewhere."""

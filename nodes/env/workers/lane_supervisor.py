@@ -89,6 +89,11 @@ class LaneStatus:
     raised: RaisedError | None = None
     has_stepped: bool = False
 
+    @property
+    def is_at_work(self) -> bool:
+        """True if it makes steps, or should: its environments are there, and it is neither late nor lost."""
+        return self.phase in (LanePhase.READY, LanePhase.STEPPING)
+
     def made_step(self, fragment_length: int) -> None:
         """Count a vector step: after a fragment of them, losses are forgotten."""
         self.has_stepped = True
@@ -126,6 +131,15 @@ class LaneSupervisor:
         status = LaneStatus(len(self.lanes), phase)
         self.lanes.append(status)
         return status
+
+    @property
+    def share_at_work(self) -> float | None:
+        """Share of the lanes that are waited for, 0.0 to 1.0, but for those that are set aside; None: all are.
+
+        From any thread.
+        """
+        waited = [status.is_waited for status in list(self.lanes) if status.phase is not LanePhase.ASIDE]
+        return sum(waited) / len(waited) if waited else None
 
     # Lanes that come and go
 

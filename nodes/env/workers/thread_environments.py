@@ -146,11 +146,15 @@ class ThreadEnvironments:
 
     def _do(self, lane: Any, job: Job) -> None:
         error: BaseException | None = None
-        self._begun[lane.index] = clock(), get_ident()
+        does = "step" if self._is_reset[lane.index] else "reset"
+        self._begun[lane.index] = begun = clock(), get_ident()
         try:
             job(lane)
         except BaseException as raised:  # also a SystemExit: to be raised where the rollout is read
             error = raised
         self._begun[lane.index] = None
+        trace = self._environments.trace
+        if trace is not None:
+            trace.stepped(lane.index, begun[0], does)
         self._done.append((lane, error))
         self._bell.ring()

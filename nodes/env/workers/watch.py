@@ -64,11 +64,11 @@ DOING = {Activity.STEP: "is in step()", Activity.RESET: "is in reset()", Activit
 
 
 def calls_of(lane: Any, turns: int, activity: Activity) -> int:
-    """How often a lane has done before what it is at; without the first reset."""
+    """How often a lane has done before what it is at, without the first reset; of a whole rollout that is `turns`."""
     if activity is Activity.RESET:
         return turns // 2
     steps = getattr(lane, "vector_steps", 0)
-    return steps if isinstance(steps, int) else 0
+    return steps if isinstance(steps, int) else turns
 
 
 _LOOKS = 8  # at a lane, within the shorter of its two times

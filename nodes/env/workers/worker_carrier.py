@@ -150,6 +150,11 @@ class WorkerCarrier:
         """Number of processes, for `explain()`."""
         return f"in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"
 
+    @property
+    def lanes_at_work(self) -> set[int]:
+        """Numbers of the lanes that make steps, or should. From any thread."""
+        return {link.index for link in list(self.links) if link.status.is_at_work}
+
     def at_work(self, name: str) -> Iterator[Wait]:
         """What the worker of every lane that is waited for is at right now. From any thread."""
         places = {first: place for place, first in enumerate(sorted(set(self._first_of)))}

@@ -7,13 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections.abc import Sequence
-from time import monotonic, sleep
+from time import monotonic
 
 from rollflow.stream.data.errors import RunError
+from rollflow.stream.doctor.stack_dumps import DUMP_SIGNAL, asked_dump, is_stopped, worker_dump_file
 
 CLOSE_TIMEOUT_S = 5.0
 # A process that has done its work ends when all that was to be called at its exit has been called, which is why this
@@ -30,9 +30,6 @@ from {module} import main
 main({life}, {fds})
 done.append(True)
 """
-# The signal at which a worker writes the stacks of its threads: one that environments hardly use.
-_DUMP = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
-_DUMP_S, _DUMP_LOOK_S = 0.5, 0.01
 _is_worker = False  # this process
 
 
@@ -40,6 +37,15 @@ def become_worker() -> None:
     """Say that this process is a worker: it starts none of its own."""
     global _is_worker
     _is_worker = True
+
+
+def refuse_in_worker() -> None:
+    """Raise RunError in a worker process."""
+    if _is_worker:
+        raise RunError(
+            "a worker process of a rollout makes a rollout with workers of its own: most likely the module of its "
+            "environment does so when it is imported; expected that to stand under if __name__ == '__main__'"
+        ).see("pickle")
 
 
 class WorkerProcess:
@@ -53,11 +59,7 @@ class WorkerProcess:
     """
 
     def __init__(self, module: str, sockets: int) -> None:
-        if _is_worker:
-            raise RunError(
-                "a worker process of a rollout makes a rollout with workers of its own: most likely the module of its "
-                "environment does so when it is imported; expected that to stand under if __name__ == '__main__'"
-            ).see("pickle")
+        refuse_in_worker()
         with _starting:
             self._start(module, sockets)
             _started.add(self)
@@ -68,10 +70,10 @@ class WorkerProcess:
         theirs = [other for _, other in pairs]
         life, self._life = os.pipe()
         fds = [other.fileno() for other in theirs]
-        self._stacks = tempfile.TemporaryFile(buffering=0)  # closed with the sockets
+        self._stacks = worker_dump_file()  # closed with the sockets
         stacks = self._stacks.fileno()
         program = _PROGRAM.format(
-            path=sys.path, argv=sys.argv, module=module, life=life, fds=fds, stacks=stacks, signal=int(_DUMP)
+            path=sys.path, argv=sys.argv, module=module, life=life, fds=fds, stacks=stacks, signal=int(DUMP_SIGNAL)
         )
         try:
             self._process = subprocess.Popen(
@@ -134,29 +136,20 @@ class WorkerProcess:
         To be called only once it runs: a signal that comes before would end it.
         """
         try:
-            before = os.fstat(self._stacks.fileno()).st_size
-            if self._pidfd >= 0:
-                signal.pidfd_send_signal(self._pidfd, _DUMP)
-            else:
-                os.kill(self.pid, _DUMP)
-            until, size = monotonic() + _DUMP_S, before
-            while monotonic() < until:
-                sleep(_DUMP_LOOK_S)
-                last, size = size, os.fstat(self._stacks.fileno()).st_size
-                if size == last > before:
-                    break
-            return os.pread(self._stacks.fileno(), size - before, before).decode(errors="replace")
+            return asked_dump(self._ask_for_stacks, self._stacks.fileno(), is_emptied=True)
         except (OSError, ValueError):  # it has ended, or is let go
             return ""
+
+    def _ask_for_stacks(self) -> None:
+        if self._pidfd >= 0:
+            signal.pidfd_send_signal(self._pidfd, DUMP_SIGNAL)
+        else:
+            os.kill(self.pid, DUMP_SIGNAL)
 
     @property
     def is_stopped(self) -> bool:
         """True while a signal such as SIGSTOP, or a debugger, has stopped it; False where that can't be seen."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as stat:
-                return stat.read().rpartition(")")[2].split()[0] in ("T", "t")
-        except (OSError, IndexError):
-            return False
+        return is_stopped(self.pid)
 
     def disown(self) -> None:
         """In a process that was forked off this one: the worker is the other's alone."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.offloaded.agent_fragment_message import PARTS
 from rollflow.nodes.offloaded.fragment_checks import told_of
 from rollflow.stream.data.columns import Columns

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.offloaded.fragment_checks import MOST, check_whole, told_of
 from rollflow.nodes.offloaded.fragment_message import message_of
 from rollflow.sinks.trainer.messages.by_module import batches_in, num_steps, oldest_version

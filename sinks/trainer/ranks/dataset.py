@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch.utils.data import DataLoader, IterableDataset, default_convert, get_worker_info
 
-from rollflow.nodes.stages.argument_checks import check_numbers
+from rollflow.nodes.argument_checks import check_numbers
 from rollflow.sinks.trainer.ranks.dataset_client import BatchWorker, DatasetClient, TaggedItem
 from rollflow.sinks.trainer.trainer_side.item_maker import NO_WORKERS
 from rollflow.sinks.trainer.trainer_side.state import BatchItem

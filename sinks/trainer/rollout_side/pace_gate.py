@@ -2,10 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.stages.credits import CreditedLane, nobody
 from rollflow.sinks.learner.learner_pipeline import FragmentGatherer
 from rollflow.sinks.trainer.messages.compression import available
@@ -13,7 +13,10 @@ from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.doctor.waits import Wait
 from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
-from rollflow.stream.wire import LaneJoined, LaneLeft
+from rollflow.stream.net.inspections import heard
+from rollflow.stream.wire import LaneJoined, LaneLeft, Standing
+
+Ask = Callable[[], Standing | None]
 
 
 class LaneNews:
@@ -90,6 +93,7 @@ class StreamOrder:
     series         number of items that the trainer takes in one message
     needs          number of items that the trainer has to have at a time before it is done with any
     lanes          that may begin fragments, while others wait until the trainer waits for theirs; None: all
+    stays          whether a rollout whose last fragment has come stays until all are acknowledged
     """
 
     window: int
@@ -99,6 +103,7 @@ class StreamOrder:
     series: int = 1
     needs: int = 1
     lanes: frozenset[int] | None = None
+    stays: bool = False
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
@@ -113,13 +118,19 @@ class StreamOrder:
         lanes = settings.get("lanes")
         if lanes is not None and not (isinstance(lanes, list) and all(map(is_whole, lanes))):
             raise WireError(f"settings: lanes is {lanes!r:.100}, expected a list of whole numbers", "message")
-        return cls(**numbers, compression=compression, lanes=None if lanes is None else frozenset(lanes))
+        stays = settings.get("stays", False)
+        if not isinstance(stays, bool):
+            raise WireError(f"settings: stays is {stays!r:.100}, expected true or false", "message")
+        lanes = None if lanes is None else frozenset(lanes)
+        return cls(**numbers, compression=compression, lanes=lanes, stays=stays)
 
     def as_settings(self) -> dict[str, Any]:
         """Entries of a `settings` message."""
         settings = {name: getattr(self, name) for name in _NUMBERS}
         if self.lanes is not None:
             settings["lanes"] = sorted(self.lanes)
+        if self.stays:
+            settings["stays"] = True
         return settings if self.compression is None else settings | {"compression": self.compression}
 
 
@@ -203,6 +214,7 @@ class PaceGate:
     trainer     that is waited for, unless others go on without it
     name        of the trainer, in reports
     lanes       news of the rollout's lanes
+    ask         asks the trainer what its reader is at; raises TimeoutError where it does not answer
 
     credits    for train batches whose pace is bounded; None: others are sent, or fragments
     order      of the trainer; None: it has not been there yet
@@ -211,13 +223,13 @@ class PaceGate:
     problem    why there is no trainer; "": there is one
     """
 
-    def __init__(self, buffer: ResendBuffer, trainer: Subscriber, name: str, lanes: LaneNews) -> None:
+    def __init__(self, buffer: ResendBuffer, trainer: Subscriber, name: str, lanes: LaneNews, ask: Ask) -> None:
         self.credits: BatchCredits | None = None
         self.order: StreamOrder | None = None
         self.done = self.version = 0
         self.problem = ""
         self.lanes = lanes
-        self._buffer, self._trainer, self._name = buffer, trainer, name
+        self._buffer, self._trainer, self._name, self._ask = buffer, trainer, name, ask
         self._passed_over = 0  # items, without a number
         self._begun: dict[int, int] = {}  # lane -> sequence of its last fragment that was let through
         self._changed: Callable[[], None] = nobody
@@ -232,10 +244,21 @@ class PaceGate:
     def waits_for(self) -> Wait | None:
         """The trainer, if the rollout waits for it: one that is there holds it back, and does not stall it."""
         if self.order is not None and not self.problem:
-            return Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
+            wait = Wait(self._name, "holds back", "has what it wants for now", mark=self.done)
+            return replace(wait, ask=lambda: self._as_the_trainer_says(wait))
         doing = "has not come" if self.order is None else "is gone"
         text = f"{doing}: {self.problem}" if self.problem else doing
         return Wait(self._name, "away", text, remedy="start the trainer, or look at its address and its log")
+
+    def _as_the_trainer_says(self, wait: Wait) -> Wait:
+        try:
+            standing = self._ask()
+        except TimeoutError:
+            return replace(wait, doing="does not answer", remedy="look whether the trainer's process runs")
+        if standing is None:
+            return wait
+        doing, stack = heard(standing)
+        return replace(wait, doing=doing, age_s=standing.elapsed, stack=lambda: stack)
 
     @property
     def wants_newest(self) -> bool:

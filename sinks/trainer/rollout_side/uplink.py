@@ -6,6 +6,7 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from itertools import islice
 from time import monotonic
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from rollflow.stream.data.errors import WireError
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dial import problem_of
+from rollflow.stream.net.inspections import Inspections
 from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
@@ -92,6 +94,7 @@ class TrainerUplink:
         self._hello, self._session, self._kept, self._publish = hello, session, kept, publish
         self._news: deque[wire.Receipt | wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
+        self._inspections = Inspections()
         self._redialler = Redialler(
             "trainer",
             link.address,
@@ -122,6 +125,13 @@ class TrainerUplink:
         self._news.append(news)
         self._loop.wakeup.ring()
 
+    def inspect(self) -> wire.Standing | None:
+        """Ask the trainer what the code is at that takes its batches; None: it can't be asked. From any thread.
+
+        Raises TimeoutError where it does not answer within a second.
+        """
+        return self._inspections.ask(0, self._ask)
+
     def finish(self) -> None:
         """Tell the trainer that no more items come, once all have been sent."""
         self._is_finished = True
@@ -141,6 +151,13 @@ class TrainerUplink:
         """Give the descriptors back."""
         self.bell.close()
         self._loop.close()
+
+    def _ask(self) -> bool:
+        is_sent = False
+        with self._loop.lock, suppress(WireError):  # the connection is lost
+            is_sent = any([peer.connection.inspect(0) for peer in self._loop.peers])
+        self._loop.wakeup.ring()
+        return is_sent
 
     # In the thread
 
@@ -172,7 +189,9 @@ class TrainerUplink:
                 problem = f"trainer {self.address} said goodbye: {quoted(self.goodbye)}; now: {problem}"
             if problem != self.problem or self.goodbye is None:
                 self._redialler.failed(problem)
-            self.problem = problem
+            if problem != self.problem:
+                self.problem = problem
+                self.bell.ring()
             if self._redialler.is_given_up and self.goodbye is None:
                 raise self._redialler.error()
             self._redialler.pause()
@@ -200,7 +219,8 @@ class TrainerUplink:
                 self._loop.serve(ready, now)
                 self._loop.tick(now)
         finally:
-            self._loop.drop(peer, self._leave_by)
+            leave_by = self._leave_by
+            self._loop.drop(peer, None if leave_by is None else lambda: leave_by)
             if self._lender is not None:
                 self._lender.end()
 
@@ -292,6 +312,8 @@ class TrainerUplink:
                 if self._lender is None:
                     raise WireError("free from a trainer that is lent nothing, expected none", "order")
                 self._lender.take_back(event)
+            case wire.Standing():
+                self._inspections.take(event)
             case wire.Done():
                 self._session.take(event)
                 self._kept.forget(self._session.kept)

@@ -2,7 +2,8 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
 from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
@@ -21,7 +22,7 @@ class Intake:
     supply         says which items go together
     age            bound on how old they may be
     is_gathered    whether items that go together are handed over as one, and not one by one
-    sources        number of rollouts that are waited for
+    sources        number of rollouts that are waited for; None: 0, and more may come at any time
     acks           whether a rollout may forget items that are done with
     where          gives the address where they are waited for, for people
     """
@@ -33,7 +34,7 @@ class Intake:
         age: StalenessBound,
         *,
         is_gathered: bool,
-        sources: int,
+        sources: int | None,
         acks: bool,
         where: Callable[[], str],
     ) -> None:
@@ -101,11 +102,20 @@ class Intake:
         self.listener.bell.ring()
         self.listener.wake()  # another thread may be serving there
 
-    def keep(self) -> None:
-        """Let rollouts forget all items that are done with."""
+    def keep(self, state: Mapping[str, Any] | None = None) -> None:
+        """Let rollouts forget all items that are done with; of these, only those that a `state_dict` has."""
+        saved = None if state is None else {token: entry["done"] for token, entry in state["sources"].items()}
         with self.listener.lock:
-            for source in self.listener.sources.values():
-                source.keep()
+            for token, source in self.listener.sources.items():
+                source.keep(None if saved is None else saved.get(token.hex(), 0))
+        self.listener.wake()
+
+    def refuse(self, items: Sequence[ArrivedItem], reason: str) -> None:
+        """Refuse the rollouts that sent items which can't be taken."""
+        with self.listener.lock:
+            for arrived in items:
+                if arrived.source.connection is not None:
+                    arrived.source.connection.refuse("fragment", reason)
         self.listener.wake()
 
     def _has_looked(self, present: Sequence[RolloutPeer], patience: WaitReminder, *, may_begin: bool) -> bool:
@@ -140,7 +150,7 @@ class Intake:
 
     def _is_enough(self, present: Sequence[RolloutPeer], patience: WaitReminder) -> bool:
         """True once as many rollouts have come as are waited for. Raises RunError where they have not in time."""
-        self._has_begun = self._expects_no_more or len(self.listener.come) >= self._awaited
+        self._has_begun = self._expects_no_more or len(self.listener.come) >= (self._awaited or 0)
         if self._has_begun:
             return True
         count = f"{len(present)} of {self._awaited} rollouts came"
@@ -161,9 +171,11 @@ class Intake:
                 logger.warning("nothing to hand over for %.0f s, of %s: %s", patience.waited_s, count, places)
             patience.restart()
             return []
+        if self._awaited is None and not self._expects_no_more:
+            return []
         lost = [source for source in self.listener.sources.values() if source.is_lost]
         in_their_place = len(self.listener.come) - len(lost)
-        if not lost or self._expects_no_more or in_their_place >= self._awaited:
+        if not lost or self._expects_no_more or in_their_place >= (self._awaited or 0):
             logger.info("all rollouts have ended, and all that came of them was handed over: the loop ends")
             return None
         if patience.is_over:

@@ -13,21 +13,23 @@ from time import monotonic, sleep
 
 from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.modules.policy_weights import Shapes
+from rollflow.sinks.trainer.rollout_side.follower import NOTHING
 from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, checked, fragments_in
 from rollflow.sinks.trainer.trainer_side.compatibility import announce, check_shares, check_together, leaves_overdue
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights, PublishedWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows
+from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream import wire
-from rollflow.stream.data.errors import RollflowError, WireError
+from rollflow.stream.data.errors import WireError, error_text
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.descriptor_transport import DescriptorTransport
+from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted
-from rollflow.stream.net.transport import transport_for
+from rollflow.stream.net.sockets import Peer, quoted, refusal_level
+from rollflow.stream.net.transport import check_server_tls, transport_for
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,15 @@ class RolloutConnection(Peer[wire.TrainerConnection]):
         return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"
 
 
+def checked_address(address: str | wire.Address, secret: bytes | None, tls: ssl.SSLContext | None) -> wire.Address:
+    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
+    parsed = wire.parse_trainer_address(address)
+    wire.check_secret(parsed, secret)
+    check_shared(parsed, tls)
+    check_server_tls(tls)
+    return parsed
+
+
 class TrainerListener:
     """Takes in rollouts that feed a trainer, its sources, and what they send, once it is open.
 
@@ -77,6 +88,7 @@ class TrainerListener:
     error      error that has ended this; None: there is none
     refusals   why strangers were turned away, for errors
     weights    newest weights, for all sources
+    reader     code that takes the batches
     """
 
     def __init__(
@@ -101,6 +113,7 @@ class TrainerListener:
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
         self.weights = NewestWeights(self.wake, own)
+        self.reader = StreamReader()
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
@@ -130,7 +143,9 @@ class TrainerListener:
         return [source for source in list(self.sources.values()) if source.is_connected]  # also without the lock
 
     def open(self) -> None:
-        """Take in what connects to the sockets."""
+        """Take in what connects to the sockets; again does nothing."""
+        if self.is_open:
+            return
         self._loop.listen(self.sockets, self)
         self._thread = threading.Thread(target=self._run, name="rollflow trainer", daemon=True)
         self._thread.start()
@@ -249,7 +264,7 @@ class TrainerListener:
         ):
             return
         sent = source.sent_through(connection)
-        if sent.wanted != (wanted := (source.session.window, source.awaited)):
+        if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
             sent.wanted = wanted
             compression = self._compression if self._compression in source.compressions else None
             version = 0 if self.weights.published is None else self.weights.published.version
@@ -296,6 +311,8 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.has_ended = source.has_left = True
+            case wire.Inspect():
+                peer.connection.tell(self.reader.standing(event.lane))
             case wire.Block() | wire.Forget():
                 checked(peer.borrower, event).take(event)
             case wire.Fragment() | wire.Lent() | wire.Series():
@@ -314,23 +331,26 @@ class TrainerListener:
     def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
         """Refuse a rollout that something has failed for, and note why: whatever it is, the others go on."""
         code = error.code if isinstance(error, WireError) else "message"
-        reason = str(error) if isinstance(error, RollflowError) else f"{type(error).__name__}: {error}"
+        reason = error_text(error)
         peer.connection.refuse(code, reason)
         source, reason = peer.source, quoted(reason)
         if source is None:
             if (refusal := f"{peer.name.rpartition(':')[0] or peer.name}: {reason}") not in self.refusals:
                 self.refusals.append(refusal)
-            logger.warning("a connection from %s is refused: %s", peer.name, reason)
+            logger.log(refusal_level(peer.connection), "a connection from %s is refused: %s", peer.name, reason)
         elif source.connection is peer.connection:
             source.lost_at, source.reason, source.reminder = now, reason, Reminder(now)
             source.is_lost = not source.has_finished and code not in _COMES_BACK
             source.has_ended = source.has_finished or source.is_lost
-            logger.warning("rollout %s is lost: %s", source.name, reason)
+            logger.warning("%s %s is lost: %s", "follower" if source.sends_nothing else "rollout", source.name, reason)
         self.bell.ring()
 
     def _take_in(self, peer: RolloutConnection, hello: wire.Hello) -> None:
         """Take in a rollout that has proved itself: a new one, or one that comes back."""
         peer.called = hello.name
+        if isinstance(sends := hello.metadata.get("sends"), str) and sends == NOTHING:
+            self._take_in_follower(peer, hello)
+            return
         check_shares(hello, shares=self._shares)
         source = self.sources.get(hello.session) or RolloutPeer(wire.TrainerSession(hello.session))
         source.introduce(hello, peer.where)
@@ -349,6 +369,15 @@ class TrainerListener:
         old = None if older is None else self._loop.peers.of(older)
         if old is not None:
             self._loop.drop(old)
+
+    def _take_in_follower(self, peer: RolloutConnection, hello: wire.Hello) -> None:
+        """Take in an end that gets weights, and that no batch waits for: it is none of the sources."""
+        session = wire.TrainerSession(hello.session)
+        session.window = 0
+        peer.connection.welcome(session)
+        name = f"{quoted(hello.name)} ({peer.where})"
+        peer.source = RolloutPeer(session, peer.connection, called=hello.name, name=name, sends_nothing=True)
+        logger.info("follower %s has come", name)
 
     def _leave_overdue(self, now: float) -> None:
         """Wait no more for sources that have had their time to come back."""

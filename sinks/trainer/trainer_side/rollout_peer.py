@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import gymnasium as gym
 
-from rollflow.nodes.env.env_source import is_whole
+from rollflow.nodes.argument_checks import is_whole
 from rollflow.nodes.modules.weights_codec import DIGEST_BYTES
 from rollflow.nodes.offloaded.agent_fragment_message import agents_of_message
 from rollflow.nodes.offloaded.fragment_message import fragment_of
@@ -142,6 +142,7 @@ class RolloutPeer:
     # From its Hello
     called: str = "?"  # the name that it gives itself
     name: str = "?"  # that name, and where it is
+    sends_nothing: bool = False  # it takes weights alone, as a follower
     sends_batches: bool = False  # it sends train batches
     is_by_module: bool = False  # each of them, or what is made of its fragments, is module id -> train batch
     agents: AgentsDescription | None = None  # what fragments of several agents are made of; None: it sends none
@@ -327,9 +328,10 @@ class RolloutPeer:
             session.done += 1
             self.beyond.remove(session.done)
 
-    def keep(self) -> None:
-        """Let the rollout forget all items that are done."""
-        self.session.kept = self.session.done
+    def keep(self, most: int | None = None) -> None:
+        """Let the rollout forget all items that are done, up to the number `most`; None: to the last."""
+        session = self.session
+        session.kept = max(session.kept, session.done if most is None else min(session.done, most))
 
     def _introduce_lanes(self, count: int, metadata: Mapping[str, Any]) -> None:
         """Take the lanes of a Hello with so many slots. Raises WireError where they make no sense."""

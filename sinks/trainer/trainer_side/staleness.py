@@ -122,12 +122,15 @@ class FlowWindows:
     yields       kind of what is handed over
     prefetch     batches that may be sent ahead
     count        items of a batch; None: one of every lane
+    stays        whether rollouts stay until all is acknowledged
 
     held         items that may be on their way to loops in other processes
     """
 
-    def __init__(self, staleness: StalenessBound, yields: Yields, *, prefetch: int, count: int | None) -> None:
-        self.held = 0
+    def __init__(
+        self, staleness: StalenessBound, yields: Yields, prefetch: int, count: int | None, *, stays: bool = False
+    ) -> None:
+        self.held, self._stays = 0, stays
         self._staleness, self._yields, self._prefetch, self._count = staleness, yields, prefetch, count
 
     def of(self, source: RolloutPeer) -> FlowWindow:
@@ -164,7 +167,9 @@ class FlowWindows:
         """Settings for a rollout, which is to act with weights of `version` or newer ones."""
         ahead, window = self._staleness.ahead, source.session.window or 1
         lanes = None if ahead is None else source.awaited
-        return StreamOrder(window, ahead, version, compression, series=MOST_ALIKE, needs=source.needs, lanes=lanes)
+        return StreamOrder(
+            window, ahead, version, compression, series=MOST_ALIKE, needs=source.needs, lanes=lanes, stays=self._stays
+        )
 
     def widen(self, source: RolloutPeer) -> None:
         """Widen the window of a rollout that is there to what it may send now; it never shrinks."""

@@ -1,12 +1,14 @@
 """State of a trainer's stream as plain data, and records of what it has handed over."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollflow.nodes.modules.weights_codec import DIGEST_BYTES
 from rollflow.sinks.trainer.messages.item_message import AnyFragment
+from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
-from rollflow.sinks.trainer.trainer_side.staleness import lag_of
+from rollflow.sinks.trainer.trainer_side.staleness import StalenessBound, lag_of
 from rollflow.stream.wire import SESSION_BYTES, TrainerSession
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
@@ -83,6 +85,12 @@ class TrainerState(NamedTuple):
     version: int
     digest: bytes | None
     lost: dict[str, int]
+
+    def resume(self, sources: dict[bytes, RolloutPeer], weights: NewestWeights, staleness: StalenessBound) -> None:
+        """Have a stream's parts go on from it, before any rollout has come."""
+        sources.update(self.sources)
+        weights.resume(self.version, self.digest)
+        staleness.lost = Counter(self.lost)
 
 
 def state_dict_of(

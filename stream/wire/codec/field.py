@@ -60,6 +60,13 @@ def seconds(value: Any, where: str) -> float:
     return float(value)
 
 
+def elapsed(value: Any, where: str) -> float:
+    """A number of seconds, 0 or more."""
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise wrong(value, where, "a number of seconds, 0 or more")
+    return float(value)
+
+
 flag = check_that(lambda value: type(value) is bool, "true or false")
 
 

@@ -3,19 +3,20 @@
 A field with its default value is left out.
 """
 
-import dataclasses
 from typing import Any, get_args
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec.field import checked_fields, checks_of, defaults_of, shown
 from rollflow.stream.wire.codec.frame import Buffer, Frame, frame_of, taken_apart
-from rollflow.stream.wire.codec.handshake import Challenge, Hello, LaneGrant, Proof, Welcome
+from rollflow.stream.wire.codec.handshake import Challenge, Hello, Proof, Welcome
 from rollflow.stream.wire.codec.messages import Running
+from rollflow.stream.wire.codec.standing import Standing
 from rollflow.stream.wire.codec.value import decode_value, encode_value
 
 Message = Hello | Challenge | Proof | Welcome | Running
 
 KINDS: dict[str, type[Message]] = {kind.kind: kind for kind in get_args(Message)}
+_RECORDS = {Welcome: "lanes", Standing: "calls"}  # fields that are lists of records
 
 
 def encode(message: Message) -> list[Buffer]:
@@ -29,8 +30,8 @@ def encode(message: Message) -> list[Buffer]:
     for name, default in defaults_of(kind).items():
         if fields[name] is default:
             del fields[name]
-    if kind is Welcome:
-        fields["lanes"] = [_as_map(grant) for grant in fields["lanes"]]
+    if (records := _RECORDS.get(kind)) is not None:
+        fields[records] = [_as_map(record, f"{kind.kind}.{records}") for record in fields[records]]
     listed = {name: list(value) if type(value) is tuple else value for name, value in fields.items()}
     return frame_of(*encode_value({"kind": kind.kind} | listed, kind.kind))
 
@@ -50,8 +51,6 @@ def decode(frame: Frame | bytes) -> Message:
     return kind(**checked_fields(kind, header, kind.kind))
 
 
-def _as_map(grant: LaneGrant) -> dict[str, Any]:
-    return {
-        field.name: check(getattr(grant, field.name), f"welcome.lanes.{field.name}")
-        for field, check in zip(dataclasses.fields(grant), checks_of(LaneGrant).values(), strict=True)
-    }
+def _as_map(record: Any, where: str) -> dict[str, Any]:
+    kind: Any = type(record)
+    return {name: check(getattr(record, name), f"{where}.{name}") for name, check in checks_of(kind).items()}

@@ -16,6 +16,8 @@ from rollflow.stream.wire.codec.agent_rows import AgentRows, AgentSlots
 from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
+from rollflow.stream.wire.codec.replaying import Query, Result
+from rollflow.stream.wire.codec.standing import Inspect, Standing
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
 MOST_SERIES = 1024  # fragments in one message
@@ -353,10 +355,14 @@ class Pong:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Goodbye:
-    """Either side: its last message if all is well; the receiver closes the connection."""
+    """Either side: its last message if all is well; the receiver closes the connection.
+
+    drained    a host's: it has answered whatever it had begun, and has not begun what it has not answered
+    """
 
     kind: ClassVar[str] = "goodbye"
     reason: ShortText
+    drained: Annotated[bool, field.flag] = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -381,7 +387,9 @@ Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased
-Running = Request | Answer | _News | _Memory | Act | Acted | Release | Credit | Ping | Pong | Goodbye | Refused
+_Acting = Act | Acted | Release | Query | Result
+_Stalls = Inspect | Standing
+Running = Request | Answer | _News | _Memory | _Acting | _Stalls | Credit | Ping | Pong | Goodbye | Refused
 
 
 def _plain(value: str) -> str:

@@ -5,11 +5,13 @@ from concurrent.futures import ProcessPoolExecutor
 
 import gymnasium as gym
 import numpy as np
+import pytest
 from rollout_process import roll
 
 from rollflow.nodes import MeanStdFilter, MetricsLogger
 
 
+@pytest.mark.slow
 def test_states_of_rollouts_in_their_own_processes_merge_into_those_of_a_single_pass() -> None:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=context) as processes:

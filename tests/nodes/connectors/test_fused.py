@@ -116,9 +116,8 @@ def test_passes_over_several_lanes_give_what_each_lane_gets_by_itself(lanes: int
     with noting_joint_runs() as joint:
         together = fragments(**drawn, lanes=lanes, max_batch=3)
     is_joint = drawn["fuses"] and not drawn["custom"]
-    if drawn["kind"] == "actions" or drawn["explore"]:
-        assert joint
-        assert set(joint) == {is_joint and drawn["kind"] in JOINT}
+    assert joint
+    assert set(joint) == {is_joint and drawn["kind"] in JOINT}
     check_same(together, fragments(**drawn, lanes=lanes))
 
 
@@ -184,9 +183,10 @@ class Wrong(NumberedModule):
         return {"action_dist_inputs": logits}
 
 
-def test_of_a_pass_over_several_lanes_the_lane_is_named_that_is_wrong() -> None:
+@pytest.mark.parametrize("explore", [True, False])
+def test_of_a_pass_over_several_lanes_the_lane_is_named_that_is_wrong(explore: bool) -> None:
     makers = [partial(NumberedEnv, slot) for slot in range(3)]
-    with Rollout(makers, module=Wrong(), lanes=3, max_batch=3, seed=0) as rollout:
+    with Rollout(makers, module=Wrong(), lanes=3, max_batch=3, seed=0, explore=explore) as rollout:
         with pytest.raises(ModuleError, match=r"'action_dist_inputs' is NaN in lane 2, vector step 2, slot 0"):
             next(iter(rollout.fragments()))
 

@@ -121,7 +121,7 @@ def test_so_does_every_form_on_a_host(remote: Any, host: Any, form: EnvForm, dra
 
 
 @given(form=forms(*NAMES), drawn=drawn_settings)
-@settings(max_examples=examples(25), phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(12), phases=[Phase.explicit, Phase.generate])
 def test_so_does_every_form_in_worker_processes(form: EnvForm, drawn: Setting) -> None:
     env, numbers = form.env(drawn.sizes)
     check_episodes(rollout_of(env, drawn, where="processes", workers=1, **numbers), form, drawn)
@@ -199,6 +199,7 @@ def test_connectors_are_shown_the_autoreset_mode_that_was_asked_for(where: Any, 
         assert modes == [AutoresetMode.SAME_STEP if asked is None else AutoresetMode(asked)]
 
 
+@pytest.mark.slow
 def test_vector_environments_keep_the_mode_that_they_have(whole_id: str) -> None:
     ready = TenfoldSyncVectorEnv([SeededEnv])
     asked: Any = {"autoreset_mode": AutoresetMode.SAME_STEP, "seed": 0}

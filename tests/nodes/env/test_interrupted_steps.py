@@ -198,6 +198,7 @@ def test_it_goes_on_from_whatever_line_it_was_interrupted_at(gaps: list[int]) ->
         finally:
             sys.settrace(None)
     assert count == sum(line <= interrupts.calls for line in interrupts.at)
+    assert count, "no line of a round's gathering was traced"
     check_numbers(fragments, envs, rollout)
 
 
@@ -216,7 +217,7 @@ class Tracing:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith("rollflow."):
             return None
-        if frame.f_code.co_name == "_gather":
+        if frame.f_code.co_name == "gather":
             self.is_gathering = event != "return"
         if self.is_gathering and event == "line":
             self.interrupts.here()

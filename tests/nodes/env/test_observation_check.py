@@ -33,6 +33,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return sorted(told, key=lambda text: "outside its space" in text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_another_dtype_and_what_is_outside_the_space_are_said_once(
     where: Any, caplog: pytest.LogCaptureFixture
@@ -86,6 +87,7 @@ class Careless(Sloppy):
         return observation, np.nan if late else reward, terminated, self.flag, info if self.info is None else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_rewards_flags_and_infos_are_said_once_as_well(where: Any, caplog: pytest.LogCaptureFixture) -> None:
     run([partial(Sloppy, False), partial(Careless, flag=None, info=False)] * 2, lanes=2, where=where)

@@ -125,6 +125,7 @@ def test_the_modules_choice_is_recorded_and_the_environments_get_what_a_piece_ma
     run_and_check(DECLARED[declared], piece, where="inline")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 @pytest.mark.parametrize("declared", ["by a class", "by a piece"])
 def test_so_it_is_in_workers(declared: str, where: str) -> None:
@@ -229,6 +230,7 @@ def test_a_declared_output_space_that_has_no_effect_is_logged(caplog: pytest.Log
     assert not [each for each in caplog.records if each.name == "rollflow.nodes.stages.acting"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "processes"])
 def test_what_environments_get_is_held_against_their_space(where: Any) -> None:
     rollout = Rollout(TakesPairs, num_envs=2, where=where, module=Chooses, module_to_env_connector=lambda env: Narrow())

@@ -142,6 +142,7 @@ class Informs(Odd):
         return *super().step(action)[:4], self.of_step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_an_info_that_cannot_be_recorded_is_named(where: Any) -> None:
     with pytest.raises(EnvError, match="slot 1, its first step: info is a list of 1, expected a dict"):

@@ -125,6 +125,7 @@ def test_all_that_programs_play_stands_in_the_rollout_once() -> None:
     assert len(played) > 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inference", ["server", "client"])
 def test_connections_that_are_cut_at_drawn_moments_change_nothing(inference: Any) -> None:
     envs = listening(RemoteEnvs if inference == "server" else RemoteRollouts, secret=SECRET)  # type: ignore[type-abstract]

@@ -141,7 +141,7 @@ def test_a_host_that_is_cut_off_has_its_time_to_come_back_with_what_it_made(
                 cut_off()
             let_go(tmp_path, 0)
             if is_told == "of the cut first":
-                await_that(lambda: host._session._lanes[0].answer is not None)  # there is nobody who takes it
+                await_that(lambda: host._work.session._lanes[0].answer is not None)  # there is nobody who takes it
             wire.is_down = False
 
         if is_told == "afterwards":
@@ -173,6 +173,7 @@ def test_one_that_does_not_come_back_is_waited_for_no_longer_than_it_has(tmp_pat
     assert rollout.lost == {"workers": 10 + 2}
 
 
+@pytest.mark.slow
 def test_a_host_that_is_frozen_is_not_waited_for() -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     host = HostProcess(envs.addresses[0], told(0, 1), kind=RolloutHost)

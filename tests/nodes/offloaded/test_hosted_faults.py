@@ -7,6 +7,7 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +101,7 @@ def test_a_rollout_that_is_left_in_the_middle_counts_what_it_was_told_of(tmp_pat
     check_counts(taken, rollout)
 
 
+@pytest.mark.slow
 def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
     envs = listening(RemoteRollouts, limits=Limits(heartbeat_s=0.2, grace_s=30.0))
     host = HostProcess(envs.addresses[0], told(0, 1), kind=RolloutHost)
@@ -132,7 +134,7 @@ def test_a_host_that_is_cut_off_in_the_middle_of_a_fragment_has_it_when_it_comes
             wire.go_down()
             await_that(lambda: all(each.lost_at is not None for each in gateway.hosts.values()))
             let_go(tmp_path, 0)
-            await_that(lambda: host._session._lanes[0].answer is not None)
+            await_that(lambda: host._work.session._lanes[0].answer is not None)
             wire.is_down = False
             taken = list(rollout.fragments())
         assert rollout.lost == {}
@@ -214,6 +216,7 @@ def test_a_host_serves_one_rollout_after_the_other() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_host_that_is_started_again_is_another() -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     first = HostProcess(envs.addresses[0], told(0), name="first", kind=RolloutHost)
@@ -272,11 +275,12 @@ def test_one_that_is_dialled_and_started_again_is_another_too(tmp_path: Path) ->
 # Hosts that come and go
 
 
-def test_hosts_join_and_leave_while_the_rollout_runs(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("pace", [{}, {"max_lag": 1, "on_excess": "pace", "prefetch": 1}], ids=["free", "pace"])
+def test_hosts_join_and_leave_while_the_rollout_runs(pace: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     first = rollouts_on(envs.addresses[0], makers(0))
     host = first.__enter__()
-    with rollout_over(envs) as rollout:
+    with rollout_over(envs, **pace) as rollout:
         fragments = iter(rollout.fragments())
         taken = [next(fragments)]
         with rollouts_on(envs.addresses[0], makers(1, 2), lanes=2):
@@ -325,6 +329,7 @@ def test_a_rollout_whose_hosts_have_all_left_says_why() -> None:
             list(fragments)
 
 
+@pytest.mark.slow
 def test_a_rollout_whose_hosts_are_killed_says_so_as_well(tmp_path: Path) -> None:
     envs = listening(RemoteRollouts, limits=HASTY)
     host = HostProcess(envs.addresses[0], told(0), name="victim", kind=RolloutHost)

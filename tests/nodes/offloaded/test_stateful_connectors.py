@@ -82,12 +82,14 @@ def test_one_workers_state_needs_no_merging() -> None:
     assert run(Restores, 1, after=True).module_to_env.get_state() == {"Restores": {"count": 16}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", [Noises, Merges])
 def test_pieces_with_nothing_to_lose_or_all_declared_run_in_two_workers(piece: Any) -> None:
     rollout = run(piece, 2, after=False)
     assert (rollout.env_to_module.get_state() == {}) == (piece is Noises)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_state_that_workers_would_overwrite_is_refused_while_they_run(after: bool) -> None:
     connector: Any = {"module_to_env_connector" if after else "env_to_module_connector": lambda env: Merges()}

@@ -16,10 +16,13 @@ from rollflow.nodes import (
     ConnectorV2,
     EpsilonGreedy,
     FrameStacking,
+    GaussianNoise,
     Linear,
     MeanStdFilter,
     OneHotObservations,
+    OrnsteinUhlenbeckNoise,
     RandomModule,
+    Temperature,
 )
 from rollflow.nodes.policies.artifact_files import checksums, manifest_bytes, read_files
 from rollflow.policy import OnnxPolicy, Policy
@@ -71,6 +74,7 @@ def assert_plays_the_same(policy: Policy, program: OnnxPolicy, space: str) -> No
     assert apart <= compared // 50  # two actions that are as likely but for rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("space", "pieces", "lstm", "actions"), CASES)
 def test_an_onnx_program_plays_as_the_policy_does(
     space: str, pieces: str, lstm: bool, actions: str, tmp_path: Path
@@ -80,6 +84,7 @@ def test_an_onnx_program_plays_as_the_policy_does(
     assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), space)
 
 
+@pytest.mark.slow
 def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None:
     def made(*spaces: Any) -> Gated:
         return Gated(*spaces, model_config=SMALL | {"use_lstm": True})
@@ -93,7 +98,8 @@ def test_a_users_module_and_a_program_of_it_are_exported(tmp_path: Path) -> None
 
 def test_exploration_is_left_out_of_a_program(tmp_path: Path) -> None:
     parts = policy_of("box", "filter", False)
-    parts.module_to_env.append(EpsilonGreedy(schedule=Linear(1.0, 0.5, 100)))
+    for piece in (EpsilonGreedy, GaussianNoise, OrnsteinUhlenbeckNoise, Temperature):
+        parts.module_to_env.append(piece(schedule=Linear(1.0, 0.5, 100)))
     policy = Policy(parts.module, parts.env_to_module, parts.module_to_env, **SPACES)
     policy.save(tmp_path / "p", onnx=True)
     assert_plays_the_same(policy, OnnxPolicy.load(tmp_path / "p"), "box")
@@ -152,6 +158,7 @@ def test_a_program_is_checked_and_says_nothing_of_where_it_was_made(tmp_path: Pa
     assert b".py" not in (tmp_path / "p.onnx").read_bytes()
 
 
+@pytest.mark.slow
 def test_it_is_saved_again_as_the_same_bytes_until_the_weights_change(tmp_path: Path) -> None:
     policy = policy_of("box", "filter", False)
     policy.save(tmp_path / "a.zip", onnx=True, program=True)
@@ -179,7 +186,7 @@ class Own(ConnectorV2):
 
 SPACES: dict[str, Any] = {"observation_space": BOX, "action_space": ACTIONS["discrete"]}
 REFUSED = [
-    (lambda: Policy(RandomModule, [Own()], **SPACES), r"'Own' \(Own\) has no tensor form, .*expected none but Add"),
+    (lambda: Policy(RandomModule, [Own()], **SPACES), r"'Own' \(Own\) has no tensor form, .*expected none but Adapt"),
     (lambda: policy_of("box", "listed", False), "has no tensor form"),
     (lambda: policy_of("box", "none", False, explore=True), "samples its actions.*expected explore=False"),
     (lambda: Policy(RandomModule, [MeanStdFilter()], **SPACES, learns=True), "'MeanStdFilter' learns while it acts"),

@@ -74,6 +74,7 @@ def test_a_program_chooses_in_every_space_of_actions(actions: str, tmp_path: Pat
     assert_same(still, loaded, "box", [2, 5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("space", "pieces", "lstm"), CASES)
 def test_programs_are_saved_again_as_the_same_bytes(space: str, pieces: str, lstm: bool, tmp_path: Path) -> None:
     policy_of(space, pieces, lstm).save(tmp_path / "a.zip", program=True)

@@ -1,8 +1,10 @@
 """A policy that is saved and loaded again: the same bytes, the same actions, in any program."""
 
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +16,22 @@ from gymnasium import spaces
 
 import rollflow.nodes
 from rollflow.nodes import (
+    AdaptActions,
+    AdaptObservations,
     ClipRewards,
     ConnectorPipelineV2,
     ConnectorV2,
+    EnvToModulePipeline,
     EpsilonGreedy,
+    GaussianNoise,
     LambdaConnector,
     Linear,
     MeanStdFilter,
     NormalizeAndClipActions,
     NStepReturns,
+    OrnsteinUhlenbeckNoise,
     RandomModule,
+    Temperature,
 )
 from rollflow.nodes.policies.part_records import piece_of, record_of_piece
 from rollflow.nodes.policies.space_text import described, space_of
@@ -60,6 +68,21 @@ def test_what_is_loaded_is_saved_as_the_same_bytes(space: str, pieces: str, lstm
     loaded.save(tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert loaded.trained_on == policy.trained_on
+
+
+def test_a_model_card_says_what_the_policy_is(tmp_path: Path) -> None:
+    policy = policy_of("box", "discrete", "filter")
+    policy.trained_on["env"] = "a | b\n| c"  # which may not break the table
+    policy.save(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", card, re.MULTILINE))
+    weights = sum(value.numel() for value in policy.module.state_dict().values())
+    assert rows["Observations"] == str(policy.observation_space)
+    assert rows["Actions"] == str(policy.action_space)
+    assert rows["Module"].endswith(f", {weights} weights")
+    assert rows["Before the module"] == ", ".join(policy.env_to_module.names)
+    assert (rows["Trained on: policy_version"], rows["Trained on: env"]) == ("7", r"a \| b \| c")
+    assert f"rollflow {version('rollflow')}" in rows["Versions"]
 
 
 @pytest.mark.parametrize("actions", ["box", "several", "dict"])
@@ -119,6 +142,16 @@ def test_a_loaded_policy_samples_and_learns_where_it_is_asked_to(tmp_path: Path)
     assert (learning.env_to_module["MeanStdFilter"].count, frozen.env_to_module["MeanStdFilter"].count) == (1, 0)
 
 
+def test_a_file_says_nothing_of_a_device(tmp_path: Path) -> None:
+    before = EnvToModulePipeline.default(BOX, ACTIONS["discrete"], device="cuda:3")
+    Policy(RandomModule, before, **SPACES).save(tmp_path / "p")
+    manifest = (tmp_path / "p" / "policy.json").read_text()
+    assert "device" not in manifest
+    assert "cuda" not in manifest
+    piece = Policy.load(tmp_path / "p").env_to_module["NumpyToTensor"]
+    assert (piece.device, piece.pin_memory) == (None, False)
+
+
 def test_saving_again_replaces_a_policy_and_nothing_else(tmp_path: Path) -> None:
     policy = policy_of("box", "discrete", "filter")
     policy.save(tmp_path / "p")
@@ -165,10 +198,17 @@ def test_a_fresh_program_without_the_training_script_acts_the_same(tmp_path: Pat
 # Every piece
 
 RECIPES: dict[str, Any] = {
+    "AdaptActions": lambda: AdaptActions(space=spaces.Discrete(3), fields={"action": "action[1]"}),
+    "AdaptObservations": lambda: AdaptObservations(
+        space=BOX, fields={"observation": ["observation['speed']", 2.0, 1.0]}
+    ),
     "ClipRewards": lambda: ClipRewards(sign=True),
     "EpsilonGreedy": lambda: EpsilonGreedy(schedule=Linear(1.0, 0.1, 100)),
+    "GaussianNoise": lambda: GaussianNoise(schedule=0.1),
     "NStepReturns": lambda: NStepReturns(n_step=3),
     "NormalizeAndClipActions": lambda: NormalizeAndClipActions(normalize_actions=True, clip_actions=False),
+    "OrnsteinUhlenbeckNoise": lambda: OrnsteinUhlenbeckNoise(schedule=Linear(0.2, 0.0, 100), theta=0.3),
+    "Temperature": lambda: Temperature(schedule=Linear(2.0, 0.1, 100)),
     "LambdaConnector": lambda: _named_function(),
 }
 ABSTRACT = {"ConnectorV2", "ObservationPreprocessor", "SingleAgentObservationPreprocessor"} | {

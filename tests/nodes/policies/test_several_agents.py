@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawn_policies import ACTIONS, BOX, MASKED, drawn_item
+from gymnasium import spaces
 from mpe2 import simple_spread_v3
 
 from rollflow.nodes import (
@@ -17,8 +18,9 @@ from rollflow.nodes import (
     MultiAgentRollout,
     ParallelPettingZooEnv,
     PrevActionsPrevRewards,
+    RandomModule,
 )
-from rollflow.policy import Policy
+from rollflow.policy import Policy, evaluate_agents
 from rollflow.stream import PolicyError
 from rollflow.stream.data.tree import stack_trees
 
@@ -120,6 +122,76 @@ def test_agents_of_a_pettingzoo_environment_act_by_a_policy_each(tmp_path: Path)
         steps += 1
     assert (steps, policy.sessions) == (25, ("agent_0", "agent_1"))
     env.close()
+
+
+class Turns(MultiAgentEnv):
+    """Two agents that act in turns, and see how often they have acted and what they earned since; "b" ends first."""
+
+    possible_agents = ("a", "b")
+    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(-100.0, 100.0, (2,), np.float32))
+    action_spaces = observation_spaces
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.step_number, self.acted = 0, {"a": 0.0, "b": 0.0}
+        return {"a": np.zeros(2, np.float32)}, {}
+
+    def step(self, actions: Any) -> Any:
+        ((agent, action),) = actions.items()
+        assert agent == ("a" if self.step_number % 2 == 0 or self.step_number > 3 else "b")
+        assert action.tolist() == [self.acted[agent], 0.0]
+        self.acted[agent] += 1.0
+        self.step_number += 1
+        follows = "a" if self.step_number % 2 == 0 or self.step_number > 3 else "b"
+        observations = {follows: np.array([self.acted[follows], 0.0], np.float32)}
+        ends = {"b": self.step_number == 4, "__all__": self.step_number == 6}
+        return observations, {"a": 1.0, "b": 0.5} if self.step_number <= 4 else {"a": 1.0}, ends, {}, {}
+
+
+class Repeats(RandomModule):
+    """Module whose action is what it sees."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": batch["obs"]}
+
+
+def test_each_agents_returns_and_lengths_are_told() -> None:
+    one = Policy(Repeats, observation_space=Turns.observation_spaces["a"], action_space=Turns.action_spaces["a"])
+    told = evaluate_agents({"a": one, "b": one}, Turns, episodes=3)
+    assert {agent: (each.returns.tolist(), each.lengths.tolist()) for agent, each in told.items()} == {
+        "a": ([6.0] * 3, [4] * 3),
+        "b": ([2.0] * 3, [2] * 3),
+    }
+    with pytest.raises(PolicyError, match=r"policies are missing of \['b'\], and \['c'\] are no agents"):
+        evaluate_agents({"a": one, "c": one}, Turns)
+    other = Policy(Repeats, observation_space=spaces.Discrete(2), action_space=spaces.Discrete(2))
+    with pytest.raises(PolicyError, match="observation_space of agent 'b' is Box"):
+        evaluate_agents({"a": one, "b": other}, Turns)
+
+
+def test_policies_of_a_rollout_over_pettingzoo_are_evaluated() -> None:
+    def make() -> ParallelPettingZooEnv:
+        return ParallelPettingZooEnv(simple_spread_v3.parallel_env(N=2))
+
+    rollout = MultiAgentRollout(
+        make,
+        model_config={"fcnet_hiddens": (8,), "use_lstm": True, "lstm_cell_size": 6},
+        env_to_module_connector=lambda env: [PrevActionsPrevRewards(), FlattenObservations()],
+        seed=1,
+    )
+    policies = {agent: rollout.policy(agent) for agent in ("agent_0", "agent_1")}
+    first, again = (evaluate_agents(policies, make, episodes=2) for _ in range(2))
+    by_rollout = rollout.evaluate(episodes=2)
+    for agent in policies:
+        assert first[agent].lengths.tolist() == [25, 25]
+        np.testing.assert_array_equal(first[agent].returns, again[agent].returns)
+        np.testing.assert_allclose(first[agent].returns, by_rollout[agent].returns, rtol=1e-4)  # one pass for both
+    weights = rollout.module["default_policy"].state_dict()
+    rollout.publish({"default_policy": {name: -part for name, part in weights.items()}})
+    assert not np.allclose(rollout.evaluate(make, 2)["agent_0"].returns, first["agent_0"].returns)
+    with pytest.raises(PolicyError, match="env is list, expected env: a function that makes an environment"):
+        rollout.evaluate([make, make])
+    with pytest.raises(PolicyError, match="env is CartPole-v1, expected env: a function that makes an environment"):
+        rollout.evaluate("CartPole-v1")
 
 
 def test_agents_without_a_policy_of_their_own_are_refused() -> None:

@@ -92,6 +92,7 @@ def test_what_was_asked_for_stays() -> None:
         assert "2 lanes × 2 slots, a thread each" in rollout.explain()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lanes": 1}, {"lanes": 3}, {"workers": 1}, {}], ids=str)
 def test_what_is_announced_is_what_is_made(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PlacementChoice] = []

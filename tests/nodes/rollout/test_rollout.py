@@ -425,7 +425,7 @@ async def test_a_graph_fans_fragments_out_to_a_complete_sink_and_to_one_that_dro
     graph.connect("rollout.fragments", "complete", capacity=1)
     graph.connect("rollout.fragments", "slow", capacity=3, overflow="drop_oldest")
     assert graph.explain().startswith(
-        "rollout   [env → env_to_module → module → module_to_env ↺]   one task, 1 lane × 4"
+        "rollout   [env → env_to_module → module → figures → module_to_env ↺]   one task, 1 lane × 4"
     )
     async with graph.run() as run:
         await run.wait()
@@ -1179,6 +1179,7 @@ def test_as_much_lookback_is_kept_as_the_piece_needs_that_looks_furthest_back() 
     assert Rollout("CartPole-v1", **pieces).environments.lookback == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"lanes": 2, "max_batch": 4}, {"where": "rollouts"}])
 @pytest.mark.parametrize("explore", [True, False])
 def test_a_piece_may_make_the_logits_arrays_before_actions_are_sampled(explore: bool, settings: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Faults of rollouts that flow: the log names them, once, and says nothing of what is in order."""
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ def batches_while(train: Any) -> list[str]:
         for _ in rollout.batches():
             train(rollout)
             texts += looking.for_s(1.0)
-        assert len(rollout.diagnose().notes) == len(texts)
+        assert len(looking.watch.diagnose().notes) == len(texts)
     return texts
 
 
@@ -72,20 +73,37 @@ def test_fragments_that_are_nearly_all_too_old_are_named(dropped: int, steps: in
 
 
 def test_returns_that_never_change_through_ten_versions_are_named() -> None:
-    returns: Any = SimpleNamespace(returns=deque([7.5] * 100, maxlen=100), count=100)
+    returns: Any = SimpleNamespace(returns=deque([7.5], maxlen=100), count=1)
     check = ReturnsCheck(returns)
     assert check.signs(0) == ()
+    returns.returns.extend([7.5] * 99)
     returns.count = 250
     assert check.signs(9) == ()
     [sign] = check.signs(10)
-    assert sign.text.startswith("the returns of the last 250 episodes are all 7.5, through 10 published versions")
+    assert sign.text.startswith("the returns of all 250 episodes are 7.5, through 10 published versions")
     returns.returns.append(8.0)
     assert check.signs(20) == ()
+
+
+def test_a_policy_that_has_learnt_to_have_one_return_is_in_order() -> None:
+    returns: Any = SimpleNamespace(returns=deque([7.5, 8.0], maxlen=100), count=2)
+    check = ReturnsCheck(returns)
+    assert check.signs(0) == ()
     returns.returns.extend([8.0] * 100)
-    returns.count = 500
-    assert check.signs(25) == ()  # counted anew
-
-
-def test_too_few_returns_say_nothing() -> None:
-    check = ReturnsCheck(SimpleNamespace(returns=deque([1.0] * 99), count=99))
+    returns.count = 1000
     assert [check.signs(version) for version in range(50)] == [()] * 50
+
+
+@pytest.mark.parametrize("count", [0, 99])
+def test_too_few_returns_say_nothing(count: int) -> None:
+    check = ReturnsCheck(SimpleNamespace(returns=deque([1.0] * count), count=count))
+    assert [check.signs(version) for version in range(50)] == [()] * 50
+
+
+@pytest.mark.parametrize("where", ["inline", "threads", "processes"])
+def test_all_lanes_of_a_run_are_at_work(where: Any) -> None:
+    envs = [partial(NumberedEnv, number) for number in range(3)]
+    options: Any = {"fragment_length": 4, "num_fragments": 2, "seed": 0, "stall_after": None}
+    with Rollout(envs, module=NumberedModule(), where=where, lanes=3, **options) as rollout:
+        assert len(list(rollout.batches())) == 2
+        assert rollout.environments.lanes_at_work == {0, 1, 2}

@@ -1,15 +1,12 @@
 """Faults in real rollouts, which the stall doctor names with stage, cause, file and line."""
 
-import inspect
 import logging
 import os
 import re
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +17,9 @@ from doctor_clock import Looking
 from held_envs import LONGEST_S, Held, await_held, let_go
 from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
-from remote_hosts import hosting, listening
+from stalled_rollouts import OPTIONS, await_blocker, await_end_of, being_read, line_of
 
-from rollflow.nodes import ConnectorV2, MultiAgentRollout, RandomModule, RemoteEnvs, Rollout
+from rollflow.nodes import ConnectorV2, MultiAgentRollout, RandomModule, Rollout
 from rollflow.stream import StallError
 from rollflow.stream.doctor.stacks import is_debugged_now
 
@@ -42,47 +39,6 @@ PLACES = {
     "processes": r"env \(lane 0, worker 0, pid \d+\)",
     "rollouts": r"rollouts \(lane 0, worker 0, pid \d+\)",
 }
-OPTIONS: Any = {"fragment_length": 8, "num_fragments": 1, "seed": 0, "stall_after": None}
-
-
-def line_of(function: Any, text: str) -> str:
-    """`file:line` of the line of a function that has a text."""
-    lines, first = inspect.getsourcelines(function)
-    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
-
-
-@contextmanager
-def being_read(rollout: Any, let_all_go: Callable[[], object]) -> Iterator[None]:
-    """Have another thread read the rollout, which goes on when all is let go."""
-
-    def read() -> None:
-        with rollout:
-            for _ in rollout.batches():
-                pass
-
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(read)
-        try:
-            yield
-        finally:
-            let_all_go()
-        reading.result()
-
-
-def await_blocker(rollout: Any, party: str) -> None:
-    """Wait until the rollout is at what it will hang in."""
-    until = time.monotonic() + LONGEST_S
-    while (blocker := rollout.diagnose().blocker) is None or blocker.party != party:
-        assert time.monotonic() < until, str(rollout.diagnose())
-        time.sleep(0.01)
-
-
-def await_end_of(rollout: Any, lane: int) -> None:
-    """Wait until a lane has made its fragment, after which it is not waited for."""
-    until = time.monotonic() + LONGEST_S
-    while rollout.environments.lanes[lane].vector_steps < OPTIONS["fragment_length"]:
-        assert time.monotonic() < until, str(rollout.diagnose())
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("place", ANYWHERE)
@@ -214,6 +170,7 @@ def test_a_learner_piece_that_stands_still_is_named() -> None:
         assert "rollout.learner_pipeline.timers()" in text
 
 
+@pytest.mark.slow
 def test_a_reader_that_holds_its_batch_is_no_stall_and_diagnose_says_for_how_long() -> None:
     with Rollout(lambda: NumberedEnv(0), module=NumberedModule(), **(OPTIONS | {"num_fragments": 3})) as rollout:
         batches = rollout.batches()
@@ -256,17 +213,6 @@ def test_of_several_lanes_in_a_worker_the_one_that_hangs_is_named(tmp_path: Path
         text = Looking(rollout._doctor).until_told(7.5)
         assert re.search(r"env \(lane 1, worker 0, pid \d+\) is in step\(\)", text), text
         assert line_of(Held.step, "self._wait()") in text, text
-
-
-def test_a_host_that_does_not_answer_is_named(tmp_path: Path) -> None:
-    remote = listening(RemoteEnvs)
-    with hosting(remote.addresses[0], [partial(Held, 0, tmp_path, steps=[3])], name="sim"):
-        rollout = Rollout(remote, module=NumberedModule(), **OPTIONS)
-        with being_read(rollout, lambda: let_go(tmp_path, 0)):
-            await_held(tmp_path, 0)
-            await_blocker(rollout, "env")
-            text = Looking(rollout._doctor).until_told(6.5)
-            assert re.search(r"env \(lane 0, host sim.*\) has no answer to step\(\)", text), text
 
 
 # With the watcher's own thread
@@ -317,6 +263,7 @@ def test_the_log_says_it_by_itself_and_once_more_when_it_goes_on(place: str, tmp
     assert not [thread for thread in threading.enumerate() if thread.name == "rollflow doctor"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["ahead", "threads", "event loop", "processes", "rollouts"])
 def test_a_run_that_stands_still_is_ended_where_it_is_asked_for(place: str, tmp_path: Path) -> None:
     env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
@@ -372,6 +319,7 @@ def test_a_debugger_that_holds_a_thread_is_seen() -> None:
         thread.join()
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 @pytest.mark.parametrize("place", ["inline", "threads", "processes"])
 async def test_a_rollout_on_the_readers_event_loop_is_ended_too(place: str, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_in_rounds_no_lane_begins_its_second_fragment_before_all_have_begun_thei
     assert credits.admits(Lane(0))
     assert len(asked) == 1  # whoever was refused is asked about again
     assert not credits.admits(Lane(1, 1))  # there are as many as there are lanes
-    credits.release(1)
+    credits.release([0])
     assert credits.admits(Lane(1, 1))
 
 
@@ -43,6 +43,6 @@ def test_ahead_of_the_reader_a_fast_lane_takes_what_credits_there_are() -> None:
     credits = FragmentCredits(4)
     assert [credits.admits(Lane(1, sequence)) for sequence in range(5)] == [True, True, True, True, False]
     assert not credits.admits(Lane(0))
-    credits.release(1)
+    credits.release([0])
     assert credits.admits(Lane(0))
     assert credits.admits(Lane(0))  # it had begun that one

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import pytest
 from served_policies import Echo, Held, Sums, policy_of
+from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 from rollflow.policy.serving.http_server import HttpServer
@@ -69,6 +70,8 @@ def test_sessions_remember_each_for_itself(server: HttpServer) -> None:
         ({"observation": [1, [2]]}, 422, "observation is a ragged list, expected float32[2]"),
         ({"observation": "ab"}, 422, "observation is a text, expected float32[2]"),
         ({"observation": None}, 422, "observation is null, expected float32[2]"),
+        ({"observation": [1, "ab"]}, 422, "observation[1] is a text, expected float32[2] for observation"),
+        ({"observation": [1, None]}, 422, "observation[1] is null, expected float32[2] for observation"),
         ({"observation": {"a": 1}}, 422, "observation is an object, expected float32[2]"),
         ({"observation": [1, 2], "reward": "x"}, 422, "'reward' is 'x', expected a finite number"),
         ({"observation": [1, 2], "session": [1]}, 422, "'session' is [1], expected a text or a whole number"),
@@ -214,6 +217,16 @@ def test_openpis_protocol(server: HttpServer) -> None:
         socket.recv()
         socket.send(pack({"state": [1, 0]}))
         assert unpack(socket.recv())["actions"][0] == 1.0
+
+
+def test_openpis_clients_show_the_secret_as_their_api_key(shelf: Shelf) -> None:
+    with HttpServer(shelf, "127.0.0.1:0", secret="open sesame", openpi_for="sums") as server:
+        address = server.url.replace("http", "ws")
+        with connect(address, additional_headers={"Authorization": "Api-Key open sesame"}) as socket:
+            assert unpack(socket.recv())["name"] == "sums"
+        with pytest.raises(InvalidStatus), connect(address, additional_headers={"Authorization": "Api-Key open"}):
+            pass
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
 def test_many_clients_each_get_their_own_answers(server: HttpServer) -> None:

@@ -344,6 +344,7 @@ def sums_of(client: PolicyClient, session: int, steps: int) -> tuple[int, int]:
     return lost, refused
 
 
+@pytest.mark.slow
 def test_connections_that_are_cut_at_drawn_moments_change_nothing() -> None:
     rng = random.Random(0)
     with served(policy_of(Sums)) as (_, server):
@@ -398,7 +399,7 @@ def test_a_server_that_is_started_anew_under_load_says_which_sessions_are_lost(t
         with client_of(server.address, timeout=60.0) as client, ThreadPoolExecutor(8) as pool:
             ran = [pool.submit(sums_of, client, session, 1500) for session in range(8)]
             for _ in range(2):
-                while client._session.number % 500 < 400:
+                while client._link.session.number % 500 < 400:
                     pass
                 if how == "end":
                     assert server.process.stdin is not None
@@ -421,14 +422,14 @@ def test_a_server_that_is_frozen_under_load_goes_on_with_every_session() -> None
         with client_of(server.address, timeout=60.0) as client, ThreadPoolExecutor(8) as pool:
             ran = [pool.submit(sums_of, client, session, 1500) for session in range(8)]
             for _ in range(2):
-                before = client._session.number
-                while client._session.number < before + 500:
+                before = client._link.session.number
+                while client._link.session.number < before + 500:
                     pass
                 server.process.send_signal(signal.SIGSTOP)
-                while not client._loop.dialler.problems:  # it is given up, and dialled again
+                while not client._link.loop.dialler.problems:  # it is given up, and dialled again
                     threading.Event().wait(0.01)
                 server.process.send_signal(signal.SIGCONT)
-                while client._loop.dialler.problems:
+                while client._link.loop.dialler.problems:
                     threading.Event().wait(0.01)
             assert [each.result(120)[0] for each in ran] == [0] * 8
     finally:
@@ -487,3 +488,20 @@ def test_a_client_needs_no_torch() -> None:
     program = f"import sys; sys.path[:] = {sys.path!r}\nfrom rollflow.policy import PolicyClient\n"
     program += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
+
+
+@pytest.mark.parametrize("has_tls", [False, True])
+def test_a_probe_is_no_warning_and_a_stranger_is(
+    caplog: pytest.LogCaptureFixture, certificates: dict[str, ssl.SSLContext], *, has_tls: bool
+) -> None:
+    with served(policy_of(Sums), tls=certificates["server"] if has_tls else None) as (_, server):
+        address = parse_address(server.address)
+        assert isinstance(address, TcpAddress)
+        for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
+            with socket.create_connection((address.host, address.port)) as stranger:
+                stranger.sendall(said)
+                stranger.shutdown(socket.SHUT_WR)
+                while stranger.recv(1 << 16):  # until it is hung up on
+                    pass
+    [warning] = caplog.records
+    assert "is refused: client: " in warning.message

@@ -47,7 +47,7 @@ def check(path: Path, played: Played) -> list[int]:
     starts = np.cumsum([0, *(fragment.num_steps for fragment in played.fragments)]).tolist()
     found: list[set[tuple[int, int, int]]] = [set()]
     counts: Counter[int] = Counter()
-    for run, episode in zip(source._index.runs.tolist(), source.episodes(), strict=True):
+    for run, episode in zip(source._store.runs.tolist(), source.episodes(), strict=True):
         observations = numbers_of(episode.get_observations())
         slot, number = observations[0, :2].tolist()
         steps = [(slot, number, step) for step in range(len(episode))]
@@ -123,13 +123,14 @@ def test_a_missing_fragment_in_between_ends_its_episodes(tmp_path: Path) -> None
     assert "cut" in first.custom_data
 
 
-def test_one_sink_that_is_closed_in_between_goes_on_with_its_episodes(played: Played, tmp_path: Path) -> None:
-    sink = DatasetSink(tmp_path)
-    for fragment in played.fragments:
-        sink(fragment)
-        sink.close()
+def test_one_sink_that_is_flushed_in_between_goes_on_with_its_episodes(played: Played, tmp_path: Path) -> None:
+    with DatasetSink(tmp_path) as sink:
+        for fragment in played.fragments:
+            sink(fragment)
+            sink.flush()
     assert check(tmp_path, played) == [sum(fragment.num_steps for fragment in played.fragments)]
-    assert len(DatasetSource(tmp_path).description["runs"]) == 1
+    with pytest.raises(DatasetError, match=f"the sink to {tmp_path} is closed, expected a new one"):
+        sink(played.fragments[0])
 
 
 def test_files_that_were_never_committed_are_passed_over_and_removed(played: Played, tmp_path: Path) -> None:
@@ -152,13 +153,12 @@ def test_files_that_were_never_committed_are_passed_over_and_removed(played: Pla
 
 
 def test_two_sinks_on_one_folder_are_refused(played: Played, tmp_path: Path) -> None:
-    other = DatasetSink(tmp_path)
     with DatasetSink(tmp_path) as sink:
-        sink(played.fragments[0])
         with pytest.raises(DatasetError, match=f"another sink writes to {tmp_path}, expected one at a time"):
-            other(played.fragments[0])
-    other(played.fragments[0])
-    other.close()
+            DatasetSink(tmp_path)
+        sink(played.fragments[0])
+    with DatasetSink(tmp_path) as other:
+        other(played.fragments[0])
     assert len(check(tmp_path, played)) == 2
 
 

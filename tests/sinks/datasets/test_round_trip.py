@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from property_examples import examples
 from replayed import Played, numbers_of, plays
+from shapes_env import FixedModule, Shapes
 
-from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, RLModule, Rollout
-from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline
-from rollflow.stream import Graph
+from rollflow.nodes import DefaultModelConfig, GeneralAdvantageEstimation, Rollout
+from rollflow.sinks import DatasetSink, DatasetSource, LearnerPipeline, TrainerSink
+from rollflow.stream import Graph, GraphError
 
 
 def written(played: Played, path: Path, **options: Any) -> None:
@@ -113,41 +114,6 @@ def test_chunks_join_with_their_lookback_and_batches_have_every_step_once(
     assert rewards == [played.steps[step][1] for step in steps]
 
 
-class Shapes(gym.Env[Any, Any]):
-    """Observations and actions of every kind that a space may have."""
-
-    observation_space = gym.spaces.Dict(
-        {
-            "picture": gym.spaces.Box(0, 255, (2, 3, 1), np.uint8),
-            "pair": gym.spaces.Tuple(
-                [gym.spaces.Discrete(5), gym.spaces.Dict({"half": gym.spaces.Box(-1, 1, (2,), np.float16)})]
-            ),
-            "flags": gym.spaces.MultiBinary(3),
-            "counts": gym.spaces.MultiDiscrete([3, 4]),
-            "one": gym.spaces.Box(-1, 1, (), np.float64),
-        }
-    )
-    action_space = gym.spaces.Dict({"push": gym.spaces.Box(-1, 1, (2,), np.float32), "pick": gym.spaces.Discrete(3)})
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        super().reset(seed=seed)
-        if seed is not None:
-            self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> Any:
-        return self.observation_space.sample(), 1.0, bool(self.np_random.integers(3) == 0), False, {}
-
-
-class FixedModule(RLModule):
-    """The same action always, and an output that is a tree."""
-
-    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        rows = len(batch["obs"]["one"])
-        actions = {"push": torch.zeros(rows, 2), "pick": torch.arange(rows) % 3}
-        return {"actions": actions, "memory": (torch.ones(rows, 2, 2), {"a": torch.arange(rows)})}
-
-
 def test_nested_observations_actions_and_outputs_come_back_with_their_types(tmp_path: Path) -> None:
     with (
         Rollout([Shapes, Shapes], module=FixedModule(), fragment_length=8, num_fragments=3, seed=0) as rollout,
@@ -218,7 +184,8 @@ async def test_sink_and_source_stand_in_graphs(tmp_path: Path, anyio_backend: st
     assert DatasetSource(tmp_path).num_steps == 2 * sink.num_steps
     source = DatasetSource(tmp_path, batch_size=32, passes=2)
     (first, second) = source.description["runs"]
-    assert (first["rollout"]["env"], first["rollout"]["seed"], second["rollout"]) == ("CartPole-v1", 0, None)
+    assert (first["rollout"]["env"], first["rollout"]["seed"]) == ("CartPole-v1", 0)
+    assert second == first
     assert any("NumpyToTensor" in name for name in first["rollout"]["env_to_module"])
     graph = Graph("reads")
     graph.add(source=source, learner=LearnerPipeline(source.learner_pipeline, None))
@@ -226,3 +193,14 @@ async def test_sink_and_source_stand_in_graphs(tmp_path: Path, anyio_backend: st
     graph.output("batches", "learner")
     async with graph.run() as run:
         assert sum([len(batch["obs"]) async for batch in run["batches"]]) == 2 * source.num_steps
+
+
+@pytest.mark.anyio
+async def test_a_trainer_elsewhere_wants_a_rollout(tmp_path: Path, anyio_backend: str) -> None:
+    written(Played(slots=1, fragments=1), tmp_path)
+    graph = Graph("sends")
+    graph.add(source=DatasetSource(tmp_path), trainer=TrainerSink("unix:/nowhere"))
+    graph.connect("source.fragments", "trainer")
+    with pytest.raises(GraphError, match=r"no rollout leads to the TrainerSink to unix:/nowhere, but DatasetSource"):
+        async with graph.run():
+            pass

@@ -119,6 +119,41 @@ def test_no_size_within_the_buffer_stands_still_and_smaller_buffers_are_refused(
             tight.check(inserts=inserts, samples=samples)
 
 
+@given(
+    ratio=st.sampled_from([0.5, 1.0, 4.0]),
+    min_size=st.integers(1, 50),
+    sizes=st.lists(st.tuples(st.booleans(), st.integers(1, 2000)), max_size=60),
+)
+def test_without_a_buffer_one_side_goes_on_whatever_sizes_come(
+    ratio: float, min_size: int, sizes: list[tuple[bool, int]]
+) -> None:
+    limiter, inserted = RateLimiter(SamplesPerInsert(ratio, min_size), samples=8), 0
+    wanted = {"insert": 1, "sample": 8}  # what each side comes with until it is let through
+    for is_insert, steps in sizes:
+        wanted["insert" if is_insert else "sample"] = steps
+        limiter.most_inserts = max(limiter.most_inserts, wanted["insert"])
+        may_insert = limiter.admits_insert(wanted["insert"], inserted, 0)
+        may_sample = limiter.admits_sample(wanted["sample"], inserted, 0)
+        assert may_insert or may_sample
+        if may_insert:
+            inserted += wanted["insert"]
+        else:
+            limiter.sampled += wanted["sample"]
+            limiter.most_samples = max(limiter.most_samples, wanted["sample"])
+
+
+@pytest.mark.parametrize("buffer", [None, 400.0])
+def test_to_ask_changes_nothing(buffer: float | None) -> None:
+    replay = Replay(4096, rate=SamplesPerInsert(1.0, min_size=500, error_buffer=buffer), batch_size=8, seed=0)
+    replay.insert(Played(2, 1, fragment_length=16).fragments[0])
+    before = replay.get_state()["rate"]
+    assert not replay.may_sample(700)
+    with pytest.raises(ReplayError, match="holds this sample back"):
+        replay.sample(700)
+    assert replay.may_insert(300)
+    assert replay.get_state()["rate"] == before
+
+
 def test_a_buffer_that_is_too_small_would_stand_still() -> None:
     """Worked by hand: ratio 1, minimum 10, inserts of 10, samples of 10, a buffer of 4."""
     limiter = RateLimiter(SamplesPerInsert(1.0, 10, 4.0))

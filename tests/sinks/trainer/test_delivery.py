@@ -98,6 +98,7 @@ def killed_again_and_again(
         end_whole(feed, child, folder)
 
 
+@pytest.mark.slow
 @AGENTS
 @pytest.mark.parametrize("ack", ["auto", "manual"])
 def test_a_trainer_that_is_killed_and_started_again_gets_the_rest(tmp_path: Path, ack: str, agents: int) -> None:

@@ -1,7 +1,9 @@
 """A rollout that feeds a trainer from a script without an event loop of its own."""
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,3 +61,15 @@ def test_a_rollout_that_the_trainer_refuses_ends_with_its_words() -> None:
         with pytest.raises(WireError, match=f"^trainer {stream.address}: refuses: .*another secret"):
             fed.result()
     assert rollout.environments.is_closed
+
+
+def test_what_the_rollout_logs_is_logged_while_it_feeds(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    rollout = numbered_rollout(num_fragments=3, log=f"jsonl:{path}", log_every=3600.0)
+    with ThreadPoolExecutor() as threads, trainer(yields="fragments") as stream:
+        fed = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+        assert len(list(stream)) == 3
+        assert fed.result() is None
+    [row] = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (row["steps"], row["updates"]) == (rollout.num_steps, 3)
+    assert {"busy/rollout/env", "busy/trainer"} <= row.keys()

@@ -11,6 +11,7 @@ from feeding_rollouts import trainer
 from remote_rollouts import await_that
 
 from rollflow.sinks.trainer.own_folder import OwnFolder
+from rollflow.stream.snapshots.run_folder import FOLDER
 
 FORK = multiprocessing.get_context("fork")
 
@@ -18,6 +19,7 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv(FOLDER, "")  # runs have no sockets in it
     return tmp_path
 
 

@@ -144,6 +144,7 @@ def test_weights_that_are_there_before_the_rollout_are_those_that_it_begins_with
     assert versions == {1}
 
 
+@pytest.mark.slow
 def test_weights_of_some_modules_that_come_too_early_end_the_rollout() -> None:
     with trainer(join_timeout=5.0) as stream:
         stream.publish({"plain 0": {"weight": torch.tensor(1.0)}})
@@ -316,6 +317,7 @@ def test_a_loader_s_workers_get_weights_by_module(sends: str) -> None:
     assert number == 5
 
 
+@pytest.mark.slow
 def test_fragments_of_modules_whose_ids_are_no_strings_are_refused() -> None:
     modules = dict(enumerate(modules_of(DRAWN).values()))
     options: dict[str, Any] = {"agent_to_module_mapping_fn": lambda agent, episode: 2 * (agent != "agent 0")}

@@ -74,7 +74,7 @@ class Keep:
             self.fragments.append(fragment)
 
 
-@settings(max_examples=examples(20), phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_settings)
 def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
@@ -85,7 +85,7 @@ def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
 
 
-@settings(max_examples=examples(20), phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(8), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_agents.drawn_settings)
 def test_fragments_of_several_agents_are_those_of_the_rollout(drawn: drawn_agents.Drawn) -> None:
     here = drawn_agents.fragments_of(drawn)
@@ -133,6 +133,7 @@ def test_batches_of_several_agents_are_those_of_the_rollout(sends: Any, address:
     check(here, there)
 
 
+@pytest.mark.slow
 @PLACES
 def test_arrays_lie_where_the_rollout_has_them(where: str, agents: int, address: str) -> None:
     with trainer(address, yields="fragments") as stream:
@@ -155,6 +156,7 @@ def test_arrays_lie_where_the_rollout_has_them(where: str, agents: int, address:
                     assert file_of(leaf) == file_of(other) is not None, (name, mine.sequence)
 
 
+@pytest.mark.slow
 @PLACES
 def test_what_a_trainer_keeps_stays_as_it_was_while_the_rollout_goes_on(where: str, agents: int, address: str) -> None:
     kept, copies = [], []
@@ -261,6 +263,7 @@ def test_a_trainer_that_is_killed_loses_nothing_and_leaves_nothing(where: str, a
     assert files_mapped() <= others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("agents", [0, 2])
 def test_a_rollout_that_is_killed_takes_nothing_with_it(agents: int, address: str) -> None:
     gc.collect()
@@ -283,6 +286,7 @@ def test_a_rollout_that_is_killed_takes_nothing_with_it(agents: int, address: st
     assert files_mapped() <= others
 
 
+@pytest.mark.slow
 def test_the_socket_of_a_trainer_that_was_killed_is_replaced(address: str) -> None:
     process = trainer_process(address, "")
     path = Path(address.removeprefix("shm:"))

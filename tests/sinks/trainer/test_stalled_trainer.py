@@ -1,21 +1,24 @@
 """The stall doctor names a trainer that does not come, and says nothing of one that is there and takes its time."""
 
 import re
+import signal
+import subprocess
+import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import pytest
 from doctor_clock import Looking
 from feeding_rollouts import SHORT, trainer
 from numbered_module import NumberedEnv, NumberedModule
+from stalled_rollouts import line_of
+from stalled_runs import await_blocker, running
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerSink, feed
-from rollflow.stream import Graph, Run, StallError
+from rollflow.sinks import TrainerSink, TrainerStream, feed
+from rollflow.stream import Graph, StallError
 
 LONGEST_S = 60.0
 
@@ -30,35 +33,10 @@ def graph_to(address: str) -> Graph:
     return graph
 
 
-async def run_until_over(graph: Graph, runs: list[Run], is_over: threading.Event) -> None:
-    async with graph.run(stall_after=None) as run:
-        runs.append(run)
-        await anyio.to_thread.run_sync(is_over.wait, LONGEST_S)
-
-
-def await_blocker(run: Run, party: str, kind: str) -> None:
-    until = time.monotonic() + LONGEST_S
-    while (blocker := run.diagnose().blocker) is None or (blocker.party, blocker.kind) != (party, kind):
-        assert time.monotonic() < until, str(run.diagnose())
-        time.sleep(0.01)
-
-
 def looked_at(graph: Graph, party: str, kind: str, seconds: float) -> list[str]:
     """Texts of so many seconds of looks, once a party is what the run waits for, and is of that kind."""
-    runs: list[Run] = []
-    is_over = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        ended = pool.submit(anyio.run, run_until_over, graph, runs, is_over)
-        try:
-            until = time.monotonic() + LONGEST_S
-            while not runs:
-                assert time.monotonic() < until
-                time.sleep(0.01)
-            await_blocker(runs[0], party, kind)
-            return Looking(runs[0].doctor).for_s(seconds)
-        finally:
-            is_over.set()
-            ended.result()
+    with running(graph, party, kind) as run:
+        return Looking(run.doctor).for_s(seconds)
 
 
 def test_a_trainer_that_does_not_come_is_named() -> None:
@@ -78,6 +56,63 @@ def test_a_trainer_that_takes_its_time_is_no_stall() -> None:
             texts = looked_at(graph_to(address), f"the trainer at {address}", "holds back", 600.0)
             assert first.result().num_steps == 8
     assert texts == []
+
+
+def learn_from(stream: TrainerStream, batches: int, has_last: threading.Event, goes: threading.Event) -> None:
+    for _ in range(batches):
+        next(iter(stream))
+    has_last.set()
+    goes.wait(LONGEST_S)  # an update that takes its time
+
+
+def test_a_trainer_that_works_says_so_with_the_line_that_it_is_at() -> None:
+    has_last, goes = threading.Event(), threading.Event()
+    with trainer(yields="fragments", prefetch=0) as stream, ThreadPoolExecutor(1) as pool:
+        learning = pool.submit(learn_from, stream, 3, has_last, goes)
+        party = f"the trainer at {stream.address}"
+        try:
+            with running(graph_to(str(stream.address)), party, "holds back") as run:
+                assert has_last.wait(LONGEST_S)
+                await_blocker(run, party, "holds back")
+                text = str(run.diagnose())
+        finally:
+            goes.set()
+        learning.result()
+    works = r"works on its batch \(the median was 0\.\d s\) since \d\.\d s"
+    assert re.match(rf"no item for \d\.\d s: {re.escape(party)} {works}; ", text), text
+    assert line_of(learn_from, "goes.wait") in text, text
+    assert "do: nothing here: look at the trainer" in text
+
+
+_TRAINER = """
+import sys; sys.path[:] = {path!r}
+from rollflow.sinks import TrainerStream
+with TrainerStream({address!r}, yields="fragments", prefetch=0) as stream:
+    next(iter(stream))
+    print("has", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_that_is_stopped_is_said_not_to_answer(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/trainer"
+    program = _TRAINER.format(path=sys.path, address=address)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            party = f"the trainer at {address}"
+            with running(graph_to(address), party, "holds back") as run:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "has\n"
+                process.send_signal(signal.SIGSTOP)
+                await_blocker(run, party, "holds back")
+                text = str(run.diagnose())
+        finally:
+            process.kill()
+    assert re.match(rf"no item for \d\.\d s: {re.escape(party)} does not answer since ", text), text
+    assert "do: look whether the trainer's process runs" in text
 
 
 def test_a_feed_follows_the_rollouts_own_rules() -> None:

@@ -22,7 +22,7 @@ from rollflow.stream import Fragment, RunError, SingleAgentEpisode
 from rollflow.stream.testing import check
 
 
-@settings(max_examples=examples(20), phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(10), phases=[Phase.explicit, Phase.generate])
 @given(drawn=drawn_settings)
 def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     here = fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes)
@@ -32,6 +32,7 @@ def test_fragments_are_those_of_the_rollout(drawn: Setting) -> None:
     assert_alike(in_lanes_order(there), [fragment for fragment in here if fragment.num_steps])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "rollouts"])
 def test_batches_are_those_of_the_rollout_wherever_it_goes(where: str) -> None:
     placed = {"where": where, "lanes": 2, **({} if where == "inline" else {"workers": 2})}

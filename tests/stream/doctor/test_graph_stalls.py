@@ -1,11 +1,9 @@
 """Faults in graphs on an event loop, which the stall doctor names from another thread."""
 
 import contextlib
-import inspect
 import logging
 import queue
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +11,8 @@ import anyio
 import anyio.to_thread
 import pytest
 from doctor_clock import Looking
+from stalled_rollouts import line_of
+from stalled_runs import looked_at
 
 from rollflow.stream import Graph, Inlet, Outlet, Run, StallError
 
@@ -20,30 +20,9 @@ LONGEST_S = 60.0
 pytestmark = pytest.mark.anyio
 
 
-def line_of(function: Any, text: str) -> str:
-    """`file:line` of the line of a function that has a text."""
-    lines, first = inspect.getsourcelines(function)
-    return f"{inspect.getsourcefile(function)}:{first + next(i for i, line in enumerate(lines) if text in line)}"
-
-
 async def numbers(out: Outlet[int]) -> None:
     for number in range(100):
         await out.send(number)
-
-
-async def looked_at(
-    run: Run, look: Callable[[Looking], str], party: str, is_there: Callable[[], bool] = lambda: True
-) -> str:
-    """What looks from a thread say, once a party is what the run waits for, and the fault is there."""
-
-    def wait_and_look() -> str:
-        until = time.monotonic() + LONGEST_S
-        while not is_there() or (blocker := run.diagnose().blocker) is None or blocker.party != party:
-            assert time.monotonic() < until, str(run.diagnose())
-            time.sleep(0.005)
-        return look(Looking(run.doctor))
-
-    return await anyio.to_thread.run_sync(wait_and_look)
 
 
 async def test_a_lock_that_a_node_in_a_thread_takes_is_named_with_its_line() -> None:
@@ -182,6 +161,7 @@ async def test_a_synchronous_node_that_blocks_the_event_loop_is_named() -> None:
     assert "blocks: looker." in texts[0]
 
 
+@pytest.mark.slow
 async def test_a_reader_that_does_not_ask_is_no_stall() -> None:
     graph = Graph()
     graph.add(numbers=numbers)

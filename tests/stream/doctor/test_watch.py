@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollflow.stream.doctor.rules import CallTimes, StallRules
 from rollflow.stream.doctor.stacks import Frame
-from rollflow.stream.doctor.waits import READER, Exit, Look, Wait, by_name, way_from
+from rollflow.stream.doctor.waits import READER, Exit, Look, Sign, Wait, by_name, way_from
 from rollflow.stream.doctor.watch import StallWatch
 
 
@@ -25,12 +25,16 @@ class Told:
     def __init__(self, *waits: Wait, items: int = 0, is_waiting: bool = True) -> None:
         self.items, self.is_waiting, self.is_running = items, is_waiting, True
         self.waits = waits
+        self.notes: tuple[Sign, ...] = ()
 
     def look(self) -> Look | None:
         if not self.is_running:
             return None
         waits = by_name([reader(self.items, waits=self.is_waiting), *self.waits])
         return Look((Exit(READER, self.items, self.is_waiting),), waits, noun="fragment")
+
+    def signs(self) -> tuple[Sign, ...]:
+        return self.notes
 
 
 STEP = Wait("env", "call", "is in step()", mark=1, calls=500, where="lane 2", remedy="have it return")
@@ -68,6 +72,7 @@ def threading_file() -> str:
     return str(threading.__file__)
 
 
+@pytest.mark.slow
 def test_it_is_told_again_after_one_five_and_thirty_minutes_and_once_when_it_is_over() -> None:
     probe = Told(*on_lane(STEP))
     looking = Looking(probe)
@@ -90,6 +95,7 @@ def test_it_does_not_go_on_while_the_reader_still_waits_for_another_party() -> N
     assert looking.for_s(3.0) == []
 
 
+@pytest.mark.slow
 def test_a_reader_that_works_is_no_stall_however_long() -> None:
     probe = Told(*on_lane(STEP), items=3, is_waiting=False)
     looking = Looking(probe)
@@ -139,6 +145,16 @@ def test_a_watcher_that_comes_late_begins_anew() -> None:
     looking.until_told(1.5)
 
 
+def test_a_question_that_takes_its_time_does_not_make_the_next_look_late() -> None:
+    def ask() -> Wait:
+        looking.clock.time += 1.6
+        return replace(STEP, doing="has no answer to step(), and its host does not answer at all")
+
+    looking = Looking(Told(*on_lane(replace(STEP, ask=ask))))
+    assert "env (lane 2) has no answer to step(), and its host does not answer at all since" in looking.until_told(5.5)
+    assert looking.for_s(20.0) == []  # it does not go on
+
+
 def test_under_a_debugger_it_begins_anew() -> None:
     clock, debugged = ToldClock(), [True]
     watch = StallWatch(Told(*on_lane(STEP)), StallRules(5.0, clock=clock), lambda: debugged[0])
@@ -176,6 +192,25 @@ def test_a_stall_that_ends_with_the_run_is_over() -> None:
     probe.is_running = False
     assert looking.once() == [f"it has ended: it stood still for {looking.spent:.1f} s"]
     assert looking.for_s(60.0) == []
+
+
+def test_a_silent_fault_is_told_once_and_again_where_it_was_gone_for_a_minute() -> None:
+    probe = Told()
+    looking = Looking(probe)
+
+    def told_in(seconds: float, *notes: Sign) -> list[str]:
+        probe.notes = notes
+        probe.items += 1  # it flows
+        return looking.for_s(seconds)
+
+    fault = Sign("obs", "observations are NaN")
+    assert told_in(2.0, fault) == ["observations are NaN"]
+    for _ in range(5):
+        assert told_in(2.0) == told_in(2.0, fault) == []
+    assert told_in(2.0, fault, Sign("lag", "too old")) == ["too old"]
+    for _ in range(30):
+        assert told_in(2.0) == []
+    assert told_in(2.0, fault) == ["observations are NaN"]
 
 
 def test_a_run_that_has_ended_is_not_diagnosed() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 
 from rollflow.stream import Graph, GraphError, Inlet, InlineRun, Outlet, RunError
+from rollflow.stream.graph.report import Report
 
 pytestmark = pytest.mark.anyio
 
@@ -249,6 +250,21 @@ async def test_two_errors_at_once_are_told_both() -> None:
             ready.set()
             await run.wait()
     assert len(raised.value.exceptions) == 2
+
+
+async def test_a_node_that_asks_for_it_has_the_report_before_its_first_item() -> None:
+    class Reported(Collect):
+        def take_report(self, report: Callable[[], Report]) -> None:
+            assert not self.items
+            self.report = report
+
+    reported = Reported()
+    graph = Graph("reported")
+    graph.add(numbers=Numbers(3), reported=reported)
+    graph.connect("numbers.out", "reported")
+    async with graph.run() as run:
+        await run.wait()
+    assert {node.name: node.items for node in reported.report().nodes} == {"numbers": 3, "reported": 3}
 
 
 async def test_every_node_is_closed_even_when_one_close_raises() -> None:

@@ -182,7 +182,7 @@ def test_a_name_server_that_hangs_is_waited_for_no_longer_than_was_said(
 
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
     monkeypatch.setattr("rollflow.stream.net.dial.REACH_S", 0.1)
-    monkeypatch.setattr("rollflow.stream.net.dial._LOOK_S", 0.05)
+    monkeypatch.setattr("rollflow.stream.net.dial.LOOK_S", 0.05)
     names["name.test"] = hang
     try:
         given_up(0.5, dial, caplog, "no (answer yet|name server has said where this is)")

@@ -1,15 +1,17 @@
 """Connections and their sockets: what is waited for, who is let in."""
 
+import logging
 import select
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from time import monotonic
 
 import pytest
 
 from rollflow.stream.net import transport
-from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet
+from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet, refusal_level
 from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
@@ -77,7 +79,8 @@ def test_what_comes_while_the_last_words_are_on_their_way_does_not_cut_them_off(
     connection.refuse("failed", "it broke")
     size = connection.undelivered
     assert size
-    closing = threading.Thread(target=line.close, args=(monotonic() + 60.0,))
+    until = monotonic() + 60.0
+    closing = threading.Thread(target=line.close, args=(lambda: until,))
     closing.start()
     received = 0
     while data := there.recv(1 << 20):
@@ -94,7 +97,8 @@ def test_what_comes_while_the_last_words_are_on_their_way_does_not_cut_them_off(
 def test_the_other_end_has_only_so_much_time_to_close() -> None:
     here, there = socket.socketpair()
     line = transport.Transport(here, End(Limits(), 0.0, 1 << 20))
-    line.close(monotonic() + 0.01)
+    until = monotonic() + 0.01
+    line.close(lambda: until)
     assert line.fileno() == -1
     assert there.recv(1) == b""
     there.close()
@@ -133,3 +137,19 @@ def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
             arrived[0].close()
     poll.close()
     assert "a connection can't be taken: [Errno 24] Too many open files" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("ends", "level"),
+    [
+        (lambda end: end.ended(), logging.DEBUG),
+        (lambda end: (end.receive(b"\0", 0.0), end.ended()), logging.WARNING),
+        (lambda end: end.tick(1e6), logging.WARNING),
+        (lambda end: end.refuse("busy", "no room"), logging.WARNING),
+    ],
+    ids=["it was closed without a word", "with a byte", "it was silent for too long", "it was refused"],
+)
+def test_a_look_whether_somebody_listens_is_no_warning(ends: Callable[[Connection], object], level: int) -> None:
+    end = End(Limits(), 0.0, 1 << 20)
+    ends(end)
+    assert refusal_level(end) == level

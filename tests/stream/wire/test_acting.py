@@ -14,6 +14,9 @@ from rollflow.stream.wire import (
     ClientSession,
     ConnectionBroken,
     Limits,
+    Query,
+    ReplayConnection,
+    Result,
     ServerConnection,
     ServerSession,
     Step,
@@ -73,6 +76,31 @@ def test_a_host_is_no_client() -> None:
         host.receive(taken_from(server), 0.0)
     assert isinstance(events[-1], ConnectionBroken)
     assert events[-1].error.code == "role"
+
+
+def test_a_query_comes_once_and_its_result_too() -> None:
+    ends = ActingEnds("query")
+    (request,) = ends.to_server()
+    assert isinstance(request, Query)
+    result = EXAMPLES["result"]
+    assert isinstance(result, Result)
+    ends.server.answer(result)
+    (answer,) = ends.to_client()
+    assert isinstance(answer, Result)
+    assert answer.columns["ids"].tolist() == [7, 9]
+    (again,) = ends.server.receive(b"".join(encode(EXAMPLES["act"])), 0.0)
+    assert isinstance(again, ConnectionBroken)
+    assert again.error.code == "order"
+
+
+def test_a_client_of_policies_and_a_replay_host_refuse_each_other() -> None:
+    host = ReplayConnection(software="s", nonce=GATEWAY_NONCE, secret=None, limits=Limits(), now=0.0)
+    client = ClientConnection(CLIENT, ClientSession(TOKEN), secret=None, limits=Limits(), now=0.0)
+    for _ in range(2):
+        events = host.receive(taken_from(client), 0.0)
+        client.receive(taken_from(host), 0.0)
+    assert isinstance(events[-1], ConnectionBroken)
+    assert "hello.role is 'client', expected 'sampler': this is a replay host" in str(events[-1].error)
 
 
 def test_requests_beyond_the_window_are_refused_on_both_sides() -> None:

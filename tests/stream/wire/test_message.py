@@ -41,7 +41,7 @@ def frame_as(message: Message) -> bytes:
 def fields_of(message: Any) -> dict[str, Any]:
     """A message's fields as plain values."""
     return {
-        field.name: [fields_of(each) for each in value] if field.name == "lanes" else value
+        field.name: [fields_of(each) for each in value] if field.name in ("lanes", "calls") else value
         for field in dataclasses.fields(message)
         for value in [getattr(message, field.name)]
     }
@@ -125,7 +125,10 @@ MAY_BE_MISSING = {
     ("hello", "busy"),
     ("hello", "agents"),
     ("hello", "parts"),
+    ("hello", "answers_inspect"),
+    ("welcome", "answers_inspect"),
     ("step", "agent_slots"),
+    ("goodbye", "drained"),
     ("weights", "module"),
 }
 

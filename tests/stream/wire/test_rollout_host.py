@@ -316,3 +316,32 @@ class TurnsAndCuts(RuleBasedStateMachine):
 
 TestTurnsAndCuts = TurnsAndCuts.TestCase
 TestTurnsAndCuts.settings = settings(max_examples=examples(100), stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_host_owes_an_answer_that_the_gateway_has_not_got(*, is_answered: bool) -> None:
+    ends, turn = turning()
+    if is_answered:
+        ends.host.answer(turn, fragment(turn))
+        taken_from(ends.host)  # which the gateway does not get
+    assert ends.host_session.owed == set()
+    again = welcomed_back(ends)
+    while not (events := again.to_host(1)):
+        pass
+    assert [type(event) for event in events] == [Welcome]
+    assert again.host_session.owed == ({0} if is_answered else set())
+    assert again.to_host() == []  # it is asked once more
+    if not is_answered:
+        again.host.answer(turn, fragment(turn))
+    assert again.host_session.owed == set()
+    (answer,) = again.to_gateway()
+    assert isinstance(answer, Fragment)
+
+
+def test_a_host_whose_answers_have_come_owes_none() -> None:
+    ends, turn = turning()
+    ends.host.answer(turn, fragment(turn))
+    ends.to_gateway()
+    again = welcomed_back(ends)
+    again.to_host()
+    assert again.host_session.owed == set()

@@ -153,6 +153,7 @@ def filtered(env: Any) -> AgentConnectorPipeline:
     return AgentConnectorPipeline(None, [MeanStdObservationFilterAgentConnector()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "threads", "processes", "rollouts"])
 def test_a_pipeline_runs_wherever_environments_do_and_its_state_comes_back(where: str) -> None:
     rollout = Rollout(
@@ -291,6 +292,7 @@ def test_a_pipeline_that_leaves_out_an_agent_is_refused() -> None:
         chunks_of(rollout)
 
 
+@pytest.mark.slow
 def test_cartpole_is_trained_with_a_pipeline() -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)

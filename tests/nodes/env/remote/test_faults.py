@@ -46,6 +46,7 @@ def test_a_host_that_is_killed_ends_its_own_episodes_and_no_others(step: int, tm
     assert all("victim" in reason and "not back within 0.5 s" in reason for reason in lost)
 
 
+@pytest.mark.slow
 def test_a_host_that_freezes_and_wakes_goes_on_where_it_was() -> None:
     envs = listening(limits=Limits(heartbeat_s=0.2, grace_s=30.0))
     host = HostProcess(envs.addresses[0], told(0, 1))
@@ -94,6 +95,7 @@ def test_a_connection_cut_a_thousand_times_loses_nothing(monkeypatch: pytest.Mon
     assert rollout.lost.get("workers", 0) <= 3
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_killed_and_started_again_gets_its_hosts_back() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]

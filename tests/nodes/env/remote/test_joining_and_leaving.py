@@ -18,9 +18,10 @@ from remote_rollouts import HASTY, check_laws, makers, reset_of, rollout_over, s
 from rollflow.nodes import EnvHost, RemoteEnvs, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Goodbye, Limits
+from rollflow.stream.wire import Goodbye, Limits, Reset, Welcome
 
 
+@pytest.mark.slow
 def test_a_drained_rollout_waits_for_no_host_that_is_frozen() -> None:
     envs = listening(limits=HASTY)
     host = HostProcess(envs.addresses[0], told(0, 1))
@@ -58,7 +59,9 @@ def test_hosts_join_and_leave_while_the_rollout_runs(caplog: pytest.LogCaptureFi
         taken = [next(fragments)]
         with hosting(envs.addresses[0], makers(1, 2), lanes=2):
             taken += taken_until(fragments, lambda more: slots_of(more) >= {0, 1, 2})
+            assert rollout.environments.lanes_at_work == {0, 1, 2}
         taken += taken_until(fragments, lambda more: len(more) > 20 and slots_of(more[-5:]) == {0})
+        assert rollout.environments.lanes_at_work == {0}
         first.stop()
         with hosting(envs.addresses[0], makers(3)):  # no host is left, until this one comes
             taken += taken_until(fragments, lambda more: 3 in slots_of(more))
@@ -281,3 +284,26 @@ def test_a_host_that_takes_smaller_frames_leaves_and_the_others_go_on(caplog: py
         for _ in range(4):
             next(fragments)
     assert "takes no more" in caplog.text
+
+
+def test_a_host_whose_place_another_took_before_the_start_comes_anew_and_its_first_lanes_leave() -> None:
+    envs = listening(RemoteEnvs, hosts=2)
+    with ThreadPoolExecutor(1) as pool:
+        rollout = pool.submit(rollout_over, envs)
+        first = RawHost(envs.addresses[0])
+        first.next_of(Welcome)
+        first.sock.close()
+        other = RawHost(envs.addresses[0])  # by the same name
+        other.next_of(Welcome)
+        again = RawHost(envs.addresses[0], session=first.hello.session)
+        again.next_of(Welcome)
+        starting = pool.submit(rollout.result().start)
+        for raw in (other, again):
+            raw.answer(raw.next_of(Reset))
+            raw.flush()
+        starting.result()
+        lanes = rollout.result().environments.carrier.lanes
+        assert [lane.has_left for lane in lanes] == [True, False, False]
+        rollout.result().close()
+    other.sock.close()
+    again.sock.close()

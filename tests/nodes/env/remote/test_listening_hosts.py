@@ -4,6 +4,7 @@ import logging
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_envs import LONGEST_S
 from numbered_module import NumberedModule
 from raw_gateway import PATIENT, RawGateway
 from remote_hosts import dialled_host, listening
@@ -22,10 +24,12 @@ from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, Rollout
 from rollflow.stream import EnvError
 from rollflow.stream.wire import (
     Goodbye,
+    HostConnection,
     Limits,
     Refused,
     Reset,
     Rows,
+    Standing,
     Step,
     encode,
 )
@@ -125,6 +129,50 @@ def test_the_newer_connection_of_a_gateway_takes_the_place_of_the_older(
     assert "the gateway has come back, the connection from a Unix socket is closed" in caplog.text
 
 
+def test_a_host_says_what_a_lane_is_at_while_no_lane_can_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    could_answer: list[bool] = []
+    tell = HostConnection.tell
+
+    def try_lock() -> bool:
+        if is_free := host._lock.acquire(blocking=False):
+            host._lock.release()
+        return is_free
+
+    def told(connection: HostConnection, news: Any) -> None:
+        could_answer.append(pool.submit(try_lock).result())
+        tell(connection, news)
+
+    monkeypatch.setattr(HostConnection, "tell", told)
+    address = f"unix:{tmp_path}/host"
+    with ThreadPoolExecutor(1) as pool, dialled_host(address, makers(0)) as host:
+        gateway = RawGateway(address)
+        gateway.welcome()
+        gateway.connection.inspect(0)
+        assert gateway.next_of(Standing).doing == "has nothing to do"
+        gateway.end()
+    assert could_answer == [False]
+
+
+def test_a_host_that_is_told_to_end_at_once_does_not_wait_for_its_goodbye_to_be_read(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/host"
+    with EnvHost(makers(0)) as host, host.listening(address):
+        thread = threading.Thread(target=host.serve)
+        thread.start()
+        gateway = RawGateway(address)
+        gateway.welcome()
+        gateway.ask(Reset(0, 1, (1,), None))
+        host.drain(60 * LONGEST_S)
+        assert gateway.next_of(Goodbye).drained
+        try:
+            host.drain(0.0)
+            thread.join(LONGEST_S)
+            assert not thread.is_alive()  # though the gateway has not closed
+        finally:
+            gateway.sock.close()
+
+
 def test_a_gateway_that_is_gone_makes_room_at_once(tmp_path: Path) -> None:
     with listening_host(tmp_path) as address:
         for seed in range(3):
@@ -151,6 +199,7 @@ def test_a_gateway_that_is_silent_makes_room_for_one_that_has_waited(
         silent.sock.close()
 
 
+@pytest.mark.slow
 def test_a_gateway_that_is_killed_and_started_again_gets_its_host_back(tmp_path: Path) -> None:
     program = (
         f"import sys; sys.path[:] = {sys.path!r}\n"

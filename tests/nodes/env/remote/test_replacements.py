@@ -4,8 +4,10 @@ import logging
 import re
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, RolloutHost
 from rollflow.nodes.env.remote.host import Host
 from rollflow.nodes.env.remote.registry import Registry
 from rollflow.nodes.env.remote.remote_host import RemoteHost
+from rollflow.nodes.env.remote.software import process_name
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Limits
 
@@ -91,6 +94,7 @@ def rollout_with_a_dead_host(kind: Kind, folder: Path, **options: Any) -> Iterat
         victim.end()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["victim", "another"])
 def test_a_new_host_takes_the_place_of_a_lost_one(
     kind: Kind, name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -107,6 +111,7 @@ def test_a_new_host_takes_the_place_of_a_lost_one(
     assert re.search(rf"host {name} \(.*\) has joined in place of victim \(.*\), which is lost", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_new_host_takes_the_place_of_a_lost_one_where_there_is_room_for_no_more(
     kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +185,18 @@ def test_a_host_may_be_replaced_before_its_loss_is_noticed() -> None:
     hosts.now = 30.0
     hosts.lose(lost)
     assert hosts.present == [other, again]
+
+
+def test_hosts_of_one_machine_are_not_taken_for_each_other() -> None:
+    with EnvHost("CartPole-v1") as host, ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        names = [host.name, pool.submit(process_name).result()]
+    assert len(set(names)) == 2
+    hosts = Hosts()
+    cut_off = hosts.join(names[0])
+    hosts.now = 9.0
+    hosts.lose(cut_off)
+    other = hosts.join(names[1])
+    assert hosts.present == [cut_off, other]
 
 
 def test_hosts_that_have_a_place_take_no_other() -> None:

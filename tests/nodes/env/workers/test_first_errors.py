@@ -44,6 +44,7 @@ def test_a_first_step_that_raises_in_every_lane_is_reported_at_once(where: Any, 
     assert any("lane 0, in a worker process:\nTraceback" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_a_first_reset_that_raises_in_every_lane_is_reported_at_once(where: Any) -> None:
     with pytest.raises(EnvError, match=TOLD):
@@ -94,6 +95,7 @@ def test_where_another_host_goes_on_it_is_an_accident(tmp_path: Path, monkeypatc
     assert len(Doomed.lives(tmp_path, 0)) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 @pytest.mark.parametrize("step", [0, 2])
 def test_where_another_lane_goes_on_it_is_an_accident(
@@ -116,6 +118,7 @@ class Vectors(NumberedEnv):
         return observation, np.ones(1 + self.slot % 2), *others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_vectors_for_rewards_are_refused_at_once(where: Any) -> None:
     with pytest.raises(EnvError, match=r"slot 0: its reward is array\(\[1\.\]\), expected one number"):

@@ -28,6 +28,7 @@ def few_descriptors() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_many_fragments_may_be_kept(where: Literal["processes", "rollouts"], few_descriptors: None) -> None:
     makers = [partial(NumberedEnv, 0)]
@@ -42,6 +43,7 @@ def test_many_fragments_may_be_kept(where: Literal["processes", "rollouts"], few
         )
 
 
+@pytest.mark.slow
 def test_a_module_that_makes_a_rollout_when_it_is_imported_is_refused_by_its_workers(tmp_path: Path) -> None:
     (tmp_path / "careless.py").write_text(
         "import gymnasium as gym\n"

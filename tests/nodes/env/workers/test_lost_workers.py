@@ -102,6 +102,7 @@ def test_one_that_fails_again_and_again_is_set_aside_and_the_others_go_on(
     options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 4, "seed": 0}
     with Rollout(makers, where="processes", lanes=3, workers=2, **options) as rollout:
         fragments = list(rollout.fragments())
+        assert rollout.environments.lanes_at_work == {0, 2}
     assert [fragment.sequence for fragment in fragments if fragment.lane == 0] == [0, 1, 2, 3]
     assert [fragment.sequence for fragment in fragments if fragment.lane == 2] == [0, 1, 2, 3]
     [cut_short] = [fragment for fragment in fragments if fragment.lane == 1]
@@ -115,6 +116,7 @@ class NeverReset(NumberedEnv):
         raise RuntimeError("no reset")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
     where: Any, caplog: pytest.LogCaptureFixture
@@ -123,6 +125,7 @@ def test_one_that_is_set_aside_before_it_has_begun_holds_nobody_up(
     options: Any = {"module": NumberedModule(), "fragment_length": 8, "num_fragments": 3, "seed": 0}
     with Rollout(makers, where=where, lanes=3, workers=2, **options) as rollout:
         fragments = list(rollout.fragments())
+        assert rollout.environments.lanes_at_work == {0, 2}
     assert sorted((fragment.lane, fragment.sequence) for fragment in fragments) == [
         (lane, sequence) for lane in (0, 2) for sequence in range(3)
     ]

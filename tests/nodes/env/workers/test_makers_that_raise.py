@@ -39,6 +39,7 @@ def registered() -> Iterator[str]:
 TOLD = "LicenceError: the simulator has expired 3 days ago"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [*HERE, *ELSEWHERE])
 def test_a_callable_that_raises_is_refused_by_one_error(where: Any) -> None:
     before = psutil.Process().children()

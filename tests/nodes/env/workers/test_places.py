@@ -91,7 +91,7 @@ def fragments_of(drawn: Setting, where: Any, **options: Any) -> list[Fragment]:
 
 
 @given(drawn=drawn_settings, where=st.sampled_from(["threads", "processes"]), prefetch=st.integers(0, 2))
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(20))
 def test_every_place_gives_the_same_fragments(drawn: Setting, where: str, prefetch: int) -> None:
     assert_alike(fragments_of(drawn, where, prefetch=prefetch), fragments_of(drawn, "inline"))
 

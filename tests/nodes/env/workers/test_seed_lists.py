@@ -49,6 +49,7 @@ def seeds_seen(observations: Any) -> list[int]:
     return [int(high) * 2**31 + int(low) for high, low in np.asarray(observations)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 def test_every_slot_is_reset_with_the_seed_of_its_own(where: Any) -> None:
     seen: dict[int, list[int]] = {}
@@ -104,6 +105,7 @@ def test_what_else_is_drawn_follows_from_the_whole_list() -> None:
     assert actions([1, 2])[0] != actions([1, 3])[0]  # lane 0's environment has the same seed; sampling has another
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "threads", "processes"])
 def test_a_list_of_another_length_is_refused(where: Any) -> None:
     with pytest.raises(ValueError, match=r"seed is a list of 3, expected one whole number, or a list of 4"):

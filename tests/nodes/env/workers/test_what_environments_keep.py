@@ -40,6 +40,7 @@ class Overwriting(Keeping):
         return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("env", "where"),
     [*((env, where) for env in (Keeping, Overwriting) for where in WHERE[:-1]), (Overwriting, "rollouts")],

@@ -32,6 +32,7 @@ class Leaves(NumberedEnv):
         sys.left_by_env = TakenApart(folder)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["processes", "rollouts"])
 def test_a_worker_calls_what_is_to_be_called_at_its_exit_and_takes_nothing_apart(where: Any, tmp_path: Path) -> None:
     rollout = Rollout(

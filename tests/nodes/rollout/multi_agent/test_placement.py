@@ -39,6 +39,7 @@ def test_environments_that_wait_are_put_into_threads() -> None:
     assert "where='threads': a step of 4 environments takes " in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"lanes": 2}, {"workers": 1}, {"max_batch": 4}], ids=str)
 def test_what_is_announced_is_what_is_made(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[PlacementChoice] = []

@@ -24,6 +24,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.stream.net.backoff.FIRST_WORD_S", 0.02)
 
 
+@pytest.mark.slow
 def test_both_ends_say_that_they_wait_and_that_the_connection_is_back(caplog: pytest.LogCaptureFixture) -> None:
     names = set()
     with trainer(yields="fragments", limits=SHORT) as stream:

@@ -66,7 +66,8 @@ class Rollout:
         self.lanes = {index: Lane(index) for index in range(lanes)}
         self.kept, self.session = ResendBuffer(1 << 30), SourceSession(TOKEN)
         self.news = LaneNews(self.lanes, lambda: None)
-        self.gate = PaceGate(self.kept, SimpleNamespace(is_passed_over=False), "it", self.news)  # type: ignore[arg-type]
+        trainer: Any = SimpleNamespace(is_passed_over=False)
+        self.gate = PaceGate(self.kept, trainer, "it", self.news, lambda: None)
         self.pieces: list[Piece] = []  # by their numbers
         self.under_way: deque[Piece] = deque()
         self.to_tell: deque[Any] = deque()

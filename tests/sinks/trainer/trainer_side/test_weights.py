@@ -45,6 +45,7 @@ def test_a_rollout_begins_with_the_trainers_newest_weights() -> None:
                 assert (batch["weight"] == 7.0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["inline", "rollouts"])
 def test_every_forward_node_says_which_weights_it_uses(where: str) -> None:
     with trainer(max_lag=0, on_excess="pace") as stream:

@@ -61,7 +61,8 @@ def test_a_host_that_is_cut_off_again_and_again_loses_nothing(max_lag: int, agen
     with ExitStack() as hosts, trainer(**rounds.settings()) as stream:
         wire = BrokenWire(remote.address, lambda: next(lengths))
         hosts.callback(wire.close)
-        hosts.enter_context(remote.host_of(remote.makers(0, 1), wire.address, lanes=2))
+        # By a name of its own: one of the same name that joins meanwhile would take its place.
+        hosts.enter_context(remote.host_of(remote.makers(0, 1), wire.address, lanes=2, name="cut off"))
         hosts.enter_context(remote.host(2))
         rollout = remote.rollout()
         stream.publish(remote.weights(1.0))

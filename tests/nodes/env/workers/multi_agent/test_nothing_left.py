@@ -63,6 +63,7 @@ def ran(ending: str, place: str) -> None:
             raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("ending", ["left", "ahead", "error", "never entered"])
 def test_nothing_is_left_in_this_process(

@@ -68,6 +68,7 @@ def test_a_drained_rollout_gives_every_step_that_was_made(way: str, where: str) 
     assert psutil.Process().children() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["threads", "processes", "rollouts"])
 def test_a_reader_that_stalls_stops_the_environments(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     can_not_go_on = stalling(monkeypatch)
@@ -95,6 +96,7 @@ class Wide(MultiAgentEnv):
         return {agent: action[:1] * 2 for agent, action in actions.items()}, rewards, {}, {}, {}
 
 
+@pytest.mark.slow
 def test_environments_get_the_actions_that_are_for_them() -> None:
     options: Any = {"num_envs": 2, "lanes": 1, "seed": 1, "num_fragments": 2, "fragment_length": 10}
     fragments = []

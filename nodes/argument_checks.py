@@ -5,11 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.env.env_source import is_whole
 from rollflow.stream.graph.seeding import fresh_seed, joint_seed
 
 _MOST_SEED = 2**63 - 1
 _SECONDS = ("max_wait", "step_timeout", "reset_timeout", "join_timeout", "linger", "retry_s")
+
+
+def is_whole(number: Any) -> bool:
+    """True for a whole number, Python's or numpy's, but no bool."""
+    return type(number) is int or (isinstance(number, int | np.integer) and not isinstance(number, bool))
 
 
 def check_numbers(**numbers: tuple[float | None, int]) -> None:

@@ -1,0 +1,170 @@
+"""`rollflow dataset`: what a dataset is, whether its files are whole, and others made of its episodes."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.dataset_check import check_dataset
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of
+from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram, step_bytes
+from rollflow.sinks.datasets.minari_episodes import write_minari
+from rollflow.stream.data.errors import DatasetError
+
+_BYTES_AT_ONCE = 256 << 20  # of steps in memory
+
+
+def add_to(commands: Any) -> None:
+    """Add the command, with its own commands, to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "dataset",
+        help="show, check, merge, filter or convert datasets",
+        description="Datasets: folders that a DatasetSink has written, or of Minari's.",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print spaces, runs, and histograms of returns and lengths")
+    show.add_argument("path", type=Path)
+    show.set_defaults(run=_show)
+    check = actions.add_parser("check", help="read every byte, and name the files that are damaged; the status is 1")
+    check.add_argument("path", type=Path)
+    check.set_defaults(run=_check)
+    merge = actions.add_parser("merge", help="write the episodes of several datasets to one; their runs stay apart")
+    merge.add_argument("paths", type=Path, nargs="+", metavar="path")
+    merge.add_argument("--out", type=Path, required=True, help="its folder; a dataset that is there is added to")
+    merge.set_defaults(run=_merge)
+    _add_filter(actions)
+    convert = actions.add_parser("convert", help="write a dataset in another library's format")
+    convert.add_argument("path", type=Path)
+    convert.add_argument("--to", required=True, choices=["minari"], help="Minari's HDF5 files (extra minari)")
+    convert.add_argument(
+        "--id", required=True, help="by which minari.load_dataset finds it, such as cartpole/expert-v0"
+    )
+    convert.add_argument("--out", type=Path, metavar="FOLDER", help="of all datasets (where Minari keeps its own)")
+    convert.set_defaults(run=_convert)
+
+
+def _add_filter(actions: Any) -> None:
+    parser = actions.add_parser("filter", help="write the episodes that are within some bounds to another dataset")
+    parser.add_argument("path", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="its folder; a dataset that is there is added to")
+    for name, kind in (("return", float), ("length", int), ("version", int)):
+        what = "policy version of every step" if name == "version" else name
+        parser.add_argument(f"--min-{name}", type=kind, metavar="N", help=f"the least {what}")
+        parser.add_argument(f"--max-{name}", type=kind, metavar="N", help=f"the largest {what}")
+    parser.add_argument(
+        "--run", type=int, action="append", metavar="N", dest="runs", help="of this run; may come again"
+    )
+    parser.add_argument("--whole", action="store_true", help="with their beginning and their end")
+    parser.set_defaults(run=_filter)
+
+
+def _show(args: argparse.Namespace) -> int:
+    source = DatasetSource(args.path)
+    summary, runs = source.summary(), source.description["runs"]
+    print(f"observations  {source.observation_space}")
+    print(f"actions       {source.action_space}")
+    print(f"columns       {', '.join(source.columns)}")
+    for number, run in enumerate(runs):
+        mine = summary.runs == number
+        size = f"{np.count_nonzero(mine)} episodes, {summary.lengths[mine].sum()} steps"
+        print(f"run {number:<9} {size}; {'; '.join(_facts_of(run))}")
+    print(f"episodes      {len(mine := summary.is_whole)}, {np.count_nonzero(~mine)} without beginning or end")
+    print(f"steps         {summary.lengths.sum()}")
+    for name, values in (("return", summary.returns), ("length", summary.lengths)):
+        print(f"{name:<13} mean {values.mean():.2f}, deviation {values.std():.2f}, median {np.median(values):.2f}")
+        print("\n".join(histogram(values)))
+    return 0
+
+
+def _facts_of(run: dict[str, Any]) -> Iterator[str]:
+    """What the record of a run says of it."""
+    yield f"environment {environment_of(run) or 'not known'}"
+    rollout = run["rollout"] or {}
+    if "seed" in rollout:
+        yield f"seed {rollout['seed']}"
+    yield from (f"{name} {value}" for name, value in run["metadata"].items())
+
+
+def _check(args: argparse.Namespace) -> int:
+    wrong = 0
+    for path, fault in check_dataset(DatasetFolder(args.path)):
+        print(f"{'ok   ' if fault is None else 'WRONG'}  {path}", flush=True)
+        if fault is not None:
+            wrong += 1
+            print(f"       {fault}", flush=True)
+    print("all is well" if not wrong else f"{wrong} wrong")
+    return min(wrong, 1)
+
+
+def _merge(args: argparse.Namespace) -> int:
+    _check_apart(args.paths, args.out)
+    sources = [_source(path) for path in args.paths]
+    kinds = [(each.observation_space, each.action_space, each.columns) for each in sources]
+    for path, kind in zip(args.paths, kinds, strict=True):
+        if kind != kinds[0]:
+            texts = [f"{spaces[:2]} and the columns {spaces[2]}" for spaces in (kinds[0], kind)]
+            raise DatasetError(
+                f"{args.paths[0]} has {texts[0]:.300}, but {path} has {texts[1]:.300}; expected datasets of one kind"
+            ).see("dataset")
+    return _write(sources, args.out)
+
+
+def _filter(args: argparse.Namespace) -> int:
+    _check_apart([args.path], args.out)
+    summary = DatasetSource(args.path).summary()
+    chosen = np.flatnonzero(_within(summary, args))
+    if not len(chosen):
+        raise DatasetError(f"none of {len(summary.returns)} episodes of {args.path} is within the bounds").see(
+            "dataset"
+        )
+    return _write([_source(args.path, chosen)], args.out)
+
+
+def _within(summary: EpisodeSummary, args: argparse.Namespace) -> NDArray[np.bool_]:
+    """bool[E]: whether each episode is within the bounds of the arguments."""
+    kept = summary.is_whole if args.whole else np.ones(len(summary.returns), np.bool_)
+    lows = {"return": summary.returns, "length": summary.lengths, "version": summary.oldest_version}
+    for name, values in lows.items():
+        if (low := getattr(args, f"min_{name}")) is not None:
+            kept = kept & (values >= low)
+    for name, values in {**lows, "version": summary.newest_version}.items():
+        if (high := getattr(args, f"max_{name}")) is not None:
+            kept = kept & (values <= high)
+    return kept if args.runs is None else kept & np.isin(summary.runs, args.runs)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    source = _source(args.path)
+    spaces = source.observation_space, source.action_space
+    folder = write_minari(source.episodes(), spaces, source.description, args.id, args.out)
+    print(f"{folder} has {source.num_episodes} episodes, {source.num_steps} steps")
+    return 0
+
+
+def _check_apart(paths: list[Path], out: Path) -> None:
+    """Raise DatasetError where a dataset would be written to itself."""
+    if out.resolve() in [path.resolve() for path in paths]:
+        raise DatasetError(f"--out {out} is read as well, expected another folder").see("dataset")
+
+
+def _source(path: Path, episodes: Any = None) -> DatasetSource:
+    """A source of whole episodes that keeps little in memory."""
+    per_step = step_bytes(DatasetSource(path).columns)
+    steps = max(1, _BYTES_AT_ONCE // per_step)
+    return DatasetSource(
+        path, episodes=episodes, window_steps=steps, batch_size=min(steps, 8192), complete_episodes=True
+    )
+
+
+def _write(sources: list[DatasetSource], out: Path) -> int:
+    """Write the episodes of sources to a dataset, with a line on what it has now; the exit status."""
+    with DatasetSink(out) as sink:
+        for source in sources:
+            for fragment in source.fragments():
+                sink(fragment)
+    print(f"{out} has {sum(each.num_episodes for each in sources)} episodes more, of {sink.num_steps} steps")
+    return 0

@@ -1,0 +1,134 @@
+"""`rollflow doctor`: where the threads of a process stand, as seen from another terminal."""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollflow.stream.data.errors import RunError
+from rollflow.stream.doctor.stack_dumps import dump_of, is_stopped
+from rollflow.stream.doctor.stacks import Frame, stack_lines, stacks_in_dump
+
+_ANSWER_S, _PY_SPY_S = 2.0, 30.0
+_MAIN = "main thread"
+_REMEDY = (
+    "install py-spy here (pip install py-spy; in a container it needs the right SYS_PTRACE), or have the process run "
+    "rollflow with a stall_after, by which it answers itself, on Linux"
+)
+
+
+class ThreadStack(NamedTuple):
+    """A thread of another process, with its stack, innermost call first."""
+
+    name: str
+    stack: Sequence[Frame]
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="say where the threads of a running process stand",
+        description="Say where the threads of a running process and of its workers stand, your own code first. Its "
+        "stacks are read by py-spy where that is installed, else by a signal that a rollflow run answers whatever it "
+        "hangs in, and that breaks nothing off.",
+    )
+    parser.add_argument("pid", type=int, metavar="PID", help="the process that runs rollflow, or one of its workers")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; the exit status, 0 where something was seen."""
+    pid: int = args.pid
+    _check_process(pid)
+    if is_stopped(pid):
+        print(f"process {pid} is stopped, as by SIGSTOP or a debugger")
+        print(f"do: kill -CONT {pid}, or find out who stopped it")
+        return 0
+    threads, problem = _by_py_spy(pid)
+    threads = threads or _by_signal(pid)
+    if not threads:
+        why = f" ({problem})" if problem else ""
+        raise RunError(f"nothing can be seen of process {pid}{why}: {_REMEDY}").see("stall")
+    _print(f"process {pid}, {_command_of(pid)}", threads)
+    for child in _children_of(pid):
+        with suppress(OSError):  # it has ended meanwhile
+            if of_child := _by_signal(child):
+                _print(f"process {child}, which it has started", of_child)
+    return 0
+
+
+def _check_process(pid: int) -> None:
+    """Raise ValueError for a number that is no process of this user's."""
+    try:
+        if pid <= 0:  # os.kill takes these for groups of processes
+            raise ProcessLookupError
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        raise ValueError(f"no process has the id {pid}") from None
+    except PermissionError:
+        raise ValueError(f"process {pid} is another user's, expected one of yours") from None
+
+
+def _print(title: str, threads: Sequence[ThreadStack]) -> None:
+    print(title, *(line for thread in threads for line in _lines_of(thread)), sep="\n")
+
+
+def _by_py_spy(pid: int) -> tuple[list[ThreadStack], str]:
+    """The threads, the main one first; or none, and why py-spy has seen none, "" where it is not installed."""
+    program = shutil.which("py-spy") or shutil.which("py-spy", path=sysconfig.get_path("scripts"))
+    if program is None:
+        return [], ""
+    try:
+        asked = subprocess.run(
+            [program, "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=_PY_SPY_S
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"py-spy took more than {_PY_SPY_S:g} s"
+    if asked.returncode:
+        return [], f"py-spy says: {' '.join(asked.stderr.split())}"
+    threads = []
+    for thread in json.loads(asked.stdout):
+        name = _MAIN if thread["thread_name"] == "MainThread" else f"thread {thread['thread_name']}"
+        stack = [Frame(frame["filename"], frame["line"], frame["name"]) for frame in thread["frames"]]
+        threads.append(ThreadStack(name, stack))
+    return sorted(threads, key=lambda thread: thread.name != _MAIN), ""
+
+
+def _by_signal(pid: int) -> list[ThreadStack]:
+    """The threads of a process that answers the signal, the main one first; none where it does not."""
+    stacks = list(stacks_in_dump(dump_of(pid, _ANSWER_S) or "").items())
+    names = [f"thread {ident:#x}" for ident, _ in stacks[:-1]] + [_MAIN]
+    return [ThreadStack(name, stack) for name, (_, stack) in zip(names, stacks, strict=False)][::-1]
+
+
+def _lines_of(thread: ThreadStack) -> list[str]:
+    if not thread.stack:
+        return [f"{thread.name}: is not in Python"]
+    if not any(frame.is_own for frame in thread.stack):
+        return [f"{thread.name}: in no code of yours, at {thread.stack[0]}"]
+    return [f"{thread.name}:", *stack_lines(thread.stack)]
+
+
+def _children_of(pid: int) -> list[int]:
+    """Processes that a process has started; none where that can't be seen."""
+    children: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # its thread has ended meanwhile
+            children += map(int, path.read_text().split())
+    return sorted(children)
+
+
+def _command_of(pid: int) -> str:
+    """The command line of a process, shortened; "?" where it can't be seen."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return "?"
+    return " ".join(" ".join(words).split())[:100]

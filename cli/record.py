@@ -1,0 +1,74 @@
+"""`rollflow record`: a saved policy plays whole episodes, which are written to a dataset."""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+
+from rollflow.cli import arguments
+from rollflow.nodes.rollout.policy_rollout import rollout_of
+from rollflow.policy import Policy
+from rollflow.sinks import DatasetSink
+from rollflow.sinks.datasets.filmed_env import FilmedEnv, import_av
+from rollflow.sinks.datasets.recording import record_episodes, shares_of
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "record",
+        help="have a saved policy play whole episodes, and write them to a dataset",
+        description="Have a saved policy play whole episodes, and write them to a dataset. The same seed gives the "
+        "same steps. Ctrl-C ends it; what was played until then is in the dataset.",
+    )
+    parser.add_argument("--env", required=True, help=arguments.ENV_HELP)
+    parser.add_argument("--policy", type=Path, required=True, metavar="PATH", help="a saved policy")
+    parser.add_argument("--episodes", type=int, required=True, metavar="N", help="whole episodes")
+    parser.add_argument("--out", type=Path, required=True, help="the dataset's folder; one that is there is added to")
+    parser.add_argument("--num-envs", type=int, default=8, help="environments side by side, with equal shares (8)")
+    parser.add_argument("--seed", type=int, help="of environments and sampling (a fresh one)")
+    parser.add_argument(
+        "--explore", action="store_true", help="sample actions, even where the policy was saved without"
+    )
+    parser.add_argument(
+        "--extra",
+        nargs="*",
+        metavar="NAME",
+        help="outputs of the module to be written; none of them without a name (all)",
+    )
+    parser.add_argument(
+        "--video", type=Path, metavar="FOLDER", help="write a video of each episode, from render() (extra video)"
+    )
+    arguments.add_allow(parser)
+    parser.add_argument("--device", help="where forward passes are done")
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.episodes < 1 or args.num_envs < 1:
+        raise ValueError(f"--episodes {args.episodes} --num-envs {args.num_envs}, expected 1 or more of each")
+    policy = Policy.load(args.policy, allow=args.allow, device=args.device, explore=args.explore or None)
+    env, num_envs = arguments.environment_of(args.env), min(args.num_envs, args.episodes)
+    if args.video is None:
+        rollout = rollout_of(policy, env, num_envs=num_envs, seed=args.seed)
+    else:
+        import_av()
+        make = env if callable(env) else partial(gym.make, env, render_mode="rgb_array")
+        shares = enumerate(shares_of(args.episodes, num_envs).tolist())
+        envs = [partial(FilmedEnv, make, args.video, slot, share) for slot, share in shares]
+        rollout = rollout_of(policy, envs, seed=args.seed)
+    metadata = {"policy": str(args.policy), "trained_on": policy.trained_on}
+    with rollout, DatasetSink(args.out, rollout=rollout, extra=args.extra, metadata=metadata) as sink:
+        try:
+            record_episodes(rollout, sink, args.episodes, _show if sys.stderr.isatty() else None)
+        finally:
+            sink.close()
+            print(f"{args.out} has {sink.num_steps} steps more, with seed {rollout.seed}", flush=True)
+    return 0
+
+
+def _show(count: int) -> None:
+    print(f"\r{count} episodes", end="", file=sys.stderr, flush=True)

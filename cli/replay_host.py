@@ -1,0 +1,91 @@
+"""`rollflow replay-host`: a replay that rollouts write into and that trainers sample from, in a process of its own."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollflow.cli import arguments
+from rollflow.sinks import Prioritized, Replay, ReplayHost, SamplesPerInsert
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay-host",
+        help="hold a replay that several rollouts write into, and several trainers sample from",
+        description="Hold a replay in this process. Rollouts feed it as they feed a trainer: rollflow rollout "
+        "--trainer ADDRESS. Trainers sample from it by a ReplayClient. SIGTERM, or Ctrl-C, writes a last checkpoint, "
+        "where there is one, and ends it.",
+    )
+    parser.add_argument(
+        "--rollouts",
+        required=True,
+        metavar="ADDRESS",
+        help="where to listen for rollouts: tcp://host:port, or on this machine unix:/path or shm:/path",
+    )
+    parser.add_argument(
+        "--trainers",
+        required=True,
+        metavar="ADDRESS",
+        help="where to listen for trainers: as --rollouts, but for shm:",
+    )
+    parser.add_argument("--capacity", type=int, default=100_000, metavar="ROWS", help="rows that are kept (100000)")
+    parser.add_argument("--batch-size", type=int, default=256, metavar="B", help="rows of a batch (256)")
+    parser.add_argument("--ratio", type=float, help="steps sampled for each one inserted (any number)")
+    parser.add_argument("--min-size", type=int, default=1, metavar="M", help="steps before the first sample (1)")
+    parser.add_argument(
+        "--error-buffer", type=float, metavar="B", help="sampled steps by which either side may be ahead (the fewest)"
+    )
+    parser.add_argument("--prioritized", action="store_true", help="draw steps in proportion to their priorities")
+    parser.add_argument("--seed", type=int, help="of what is drawn (a fresh one)")
+    parser.add_argument(
+        "--replay",
+        metavar="PACKAGE.MODULE:CALLABLE",
+        help="makes the Replay, in place of the options for it",
+    )
+    parser.add_argument(
+        "--checkpoint",
+        type=Path,
+        metavar="FILE",
+        help="where the state is written; read at the start",
+    )
+    parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between two checkpoints (30)")
+    arguments.add_protection(parser)
+    arguments.add_max_frame(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; the exit status."""
+    host = ReplayHost(
+        _replay_of(args),
+        rollouts=args.rollouts,
+        trainers=args.trainers,
+        secret=arguments.secret_of(args),
+        tls=arguments.tls_of(args, listens=True),
+        checkpoint=args.checkpoint,
+        every=args.every,
+        limits=arguments.limits_of(args.max_frame),
+    )
+    with host:
+        print(f"rollouts feed {host.rollouts}, trainers sample at {host.trainers}", file=sys.stderr, flush=True)
+        host.wait()
+    return 0
+
+
+def _replay_of(args: argparse.Namespace) -> Replay:
+    """The replay for the arguments."""
+    make = arguments.object_of(args.replay, "--replay")
+    if make is not None:
+        made = make()
+        if not isinstance(made, Replay):
+            raise ValueError(f"--replay {args.replay} has made a {type(made).__name__}, expected a Replay")
+        return made
+    rate = None
+    if args.ratio is not None:
+        rate = SamplesPerInsert(args.ratio, args.min_size, args.error_buffer)
+    elif args.error_buffer is not None or args.min_size != 1:
+        raise ValueError("--min-size and --error-buffer are of the rate, expected --ratio as well")
+    sampler = Prioritized() if args.prioritized else None
+    return Replay(args.capacity, sampler=sampler, rate=rate, batch_size=args.batch_size, seed=args.seed)

@@ -1,0 +1,96 @@
+"""`rollflow top`: the runs of this user on this machine, in the terminal."""
+
+import argparse
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollflow.stream.snapshots.rates import with_rates
+from rollflow.stream.snapshots.run_folder import run_folder, snapshot_at, snapshots
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to those of `rollflow`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "top",
+        help="look at the runs of this user on this machine",
+        description="Look at the runs of this user on this machine, until Ctrl-C: their stages and edges, who waits "
+        "for whom, returns, policy versions, losses, and what holds each of them back.",
+    )
+    add_run(parser)
+    parser.add_argument("--once", action="store_true", help="show them once, with shares since they began")
+    parser.add_argument("--json", action="store_true", help="print a JSON array of their snapshots a line")
+    parser.add_argument("--every", type=float, default=1.0, metavar="S", help="seconds between two looks (1)")
+    parser.set_defaults(run=_run)
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that `looked_at` reads."""
+    parser.add_argument(
+        "address", nargs="?", metavar="ADDRESS", help="one run: its process id, or unix:/path of its socket (all)"
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    if not args.every > 0:
+        raise ValueError(f"--every is {args.every:g}, expected a number of seconds above 0")
+    once = args.once or not (args.json or sys.stdout.isatty())
+    if not args.json and importlib.util.find_spec("rich") is None:
+        raise ValueError("rollflow top takes the package rich, expected --json, or pip install 'rollflow[view]'")
+    try:
+        if args.json:
+            for found in _looks(args.address, args.every, once=once):
+                print(json.dumps(found), flush=True)
+        else:
+            picture = importlib.import_module("rollflow.cli.run_picture")
+            picture.show(_looks(args.address, args.every, once=once), str(run_folder()), once=once)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _looks(address: str | None, every: float, *, once: bool) -> Iterator[list[dict[str, Any]]]:
+    """Snapshots with rates, again and again."""
+    looks = RunLooks(address)
+    while True:
+        yield looks.next()
+        if once:
+            return
+        time.sleep(every)
+
+
+class RunLooks:
+    """Looks at runs, one after the other.
+
+    address    of the run that is looked at; None: all
+    """
+
+    def __init__(self, address: str | None) -> None:
+        self._address = address
+        self._before: dict[str, dict[str, Any]] = {}
+
+    def next(self) -> list[dict[str, Any]]:
+        """Snapshots of the runs now, with rates since the look before. Raises ValueError as `looked_at` does."""
+        found, before = looked_at(self._address), self._before
+        self._before = {each["path"]: each for each in found}
+        return [with_rates(each, before.get(each["path"])) for each in found]
+
+
+def looked_at(address: str | None) -> list[dict[str, Any]]:
+    """Snapshots of the run, or of the process, that an address names; None: of all. Raises ValueError for none."""
+    if address is None:
+        return snapshots()
+    if address.isdigit():
+        found = [each for each in snapshots() if each["pid"] == int(address)]
+        if not found:
+            raise ValueError(f"process {address} has no run in {run_folder()}, expected the process id of one")
+        return found
+    try:
+        return [snapshot_at(Path(address.removeprefix("unix:")))]
+    except OSError as error:
+        raise ValueError(f"{address}: {error}, expected a process id, or unix:/path of a run's socket") from error

@@ -1,0 +1,1 @@
+"""Pieces that fit a policy into an environment with other spaces."""

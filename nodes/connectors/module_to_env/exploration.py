@@ -1,0 +1,259 @@
+"""Exploration: pieces that change the module's actions, by as much as a schedule says, and schedules."""
+
+import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
+from rollflow.nodes.connectors.connector_v2 import Batch, ConnectorV2, Episodes, SharedData, Space
+from rollflow.nodes.connectors.list_form import is_keyed_by_episode, single_agent_episodes
+from rollflow.nodes.modules.distribution import distribution_for
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.fragments.live_episode import LaneEpisodes
+
+Schedule = Callable[[int], float]
+ACTION_NOISE = "action_noise"
+"""Column of the noise that was added to each action, where later noise depends on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Schedule from `begin` at step 0 to `end` at step `steps`, in a straight line, and `end` from there on."""
+
+    begin: float
+    end: float
+    steps: int
+
+    def __call__(self, step: int) -> float:
+        """The value at a step."""
+        return self.begin + (self.end - self.begin) * min(1.0, step / max(self.steps, 1))
+
+
+class _Exploration(ConnectorV2):
+    """Base of pieces that explore by a schedule: a number, or a function of the lane's vector steps so far.
+
+    Each worker and host counts its lanes' steps itself, so that no value need be sent. Without exploration
+    (`explore=False`) nothing changes. Raises ValueError for a schedule that is neither, and ConnectorError for a value
+    outside the piece's range, and for actions that the piece is not for.
+    """
+
+    columnar = True
+    pipelines = ("module-to-env",)
+    changes_episodes = False
+    expected: ClassVar[str]  # the schedule's values, in words
+    action_spaces: ClassVar[tuple[type[Space], ...]]
+    takes: ClassVar[str]  # the column that the actions are made of
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        schedule: float | Schedule,
+    ) -> None:
+        is_number = isinstance(schedule, int | float) and self._allows(schedule)
+        if not callable(schedule) and not is_number:
+            raise ValueError(f"schedule is {schedule!r}, expected {self.expected}, or a function of steps")
+        self.schedule = schedule
+        super().__init__(input_observation_space, input_action_space)
+
+    def value(self, step: int) -> float:
+        """The schedule's value after so many vector steps of a lane."""
+        value = self.schedule(step) if callable(self.schedule) else self.schedule
+        if not self._allows(value):
+            raise ConnectorError(f"{self.name}: the schedule gives {value} at step {step}, expected {self.expected}")
+        return float(value)
+
+    def __call__(
+        self,
+        *,
+        batch: Batch,
+        episodes: Episodes,
+        explore: bool | None = None,
+        shared_data: SharedData = None,
+        **kwargs: Any,
+    ) -> Batch:
+        if not explore or not batch:
+            return batch
+        if self.takes not in batch or not isinstance(self.input_action_space, self.action_spaces):
+            kinds = " or ".join(kind.__name__ for kind in self.action_spaces)
+            raise ConnectorError(
+                f"{self.name} is for one {kinds} action and a module that gives '{self.takes}'; the action space is "
+                f"{self.input_action_space}, and the batch has {sorted(batch)}"
+            )
+        shared = {} if shared_data is None else shared_data
+        self._explore(batch, episodes, self.value(shared.get("step", 0)), shared.get("generator"))
+        return batch
+
+    @classmethod
+    @abc.abstractmethod
+    def _allows(cls, value: float) -> bool:
+        """True for a value in the schedule's range."""
+
+    @abc.abstractmethod
+    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
+        """Change the batch's actions."""
+
+
+class EpsilonGreedy(_Exploration):
+    """Takes the action with the largest of `action_dist_inputs`, or with probability epsilon any action.
+
+        schedule    epsilon: a number from 0 to 1, or a function of the lane's vector steps so far, such as `Linear`
+
+    For one Discrete action, whose `action_dist_inputs` any[N, n] may be Q-values. Those of -inf are never taken.
+    `action_logp`, f32[N], becomes that of this choice. Without exploration (`explore=False`) it changes nothing.
+
+    Raises ValueError for another schedule; ConnectorError for other actions, and for a value outside 0 … 1.
+    """
+
+    expected = "a number from 0 to 1"
+    action_spaces = (gym.spaces.Discrete,)
+    takes = Columns.ACTION_DIST_INPUTS
+
+    @classmethod
+    def _allows(cls, value: float) -> bool:
+        return 0.0 <= value <= 1.0
+
+    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
+        values = _rows(batch[Columns.ACTION_DIST_INPUTS])
+        there = values > -np.inf
+        greedy = values.argmax(1)
+        draws = torch.rand((2, len(values)), generator=generator, dtype=torch.float64).numpy()
+        # The k-th of the allowed actions, for k drawn from 0 up to their number.
+        allowed = there.cumsum(1)
+        anything = (allowed > (draws[1] * allowed[:, -1])[:, None].astype(np.int64)).argmax(1)
+        chosen = np.where(draws[0] < value, anything, greedy)
+        with np.errstate(divide="ignore"):
+            logp = np.log((1.0 - value) * (chosen == greedy) + value / allowed[:, -1])
+        start = int(getattr(self.input_action_space, "start", 0))
+        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], chosen + start)
+        batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], logp.astype(np.float32))
+
+
+class Temperature(_Exploration):
+    """Samples actions with the probabilities softmax(`action_dist_inputs` / temperature).
+
+        schedule    the temperature: a number above 0, or a function of the lane's vector steps so far, such as `Linear`
+
+    Above 1 actions are more random than the module has them, below 1 less. The `action_dist_inputs` any[N, n] of a
+    Discrete action may be Q-values; those of a MultiDiscrete or MultiBinary one are logits. They stay as they are.
+    `action_logp`, f32[N], becomes that of this choice. Without exploration (`explore=False`) it changes nothing.
+
+    Raises ValueError for another schedule; ConnectorError for other actions, and for a value that is not above 0.
+    """
+
+    expected = "a number above 0"
+    action_spaces = (gym.spaces.Discrete, gym.spaces.MultiDiscrete, gym.spaces.MultiBinary)
+    takes = Columns.ACTION_DIST_INPUTS
+
+    @classmethod
+    def _allows(cls, value: float) -> bool:
+        return 0.0 < value < np.inf
+
+    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
+        inputs = tensor_of(_rows(batch[Columns.ACTION_DIST_INPUTS]))
+        distribution = distribution_for(self._needed_space("action")).from_logits(inputs / value)
+        actions: Any = distribution.sample(generator)
+        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], actions.numpy())
+        batch[Columns.ACTION_LOGP] = _like(batch[Columns.ACTION_LOGP], distribution.logp(actions).numpy())
+
+
+class GaussianNoise(_Exploration):
+    """Adds normally distributed noise to `actions`, and clips the sums to the action space's bounds.
+
+        schedule    the noise's deviation, in the units of `actions`: a number, 0 or more, or a function of the lane's
+                    vector steps so far, such as `Linear`
+
+    For actions any[N, ...] in a Box that the module gives itself, as those of DDPG and TD3. `action_logp` is taken out
+    of the batch: it would be that of another action. Without exploration (`explore=False`) nothing changes.
+
+    Raises ValueError for another schedule; ConnectorError for other actions, and for a negative value.
+    """
+
+    expected = "a number, 0 or more"
+    action_spaces = (gym.spaces.Box,)
+    takes = Columns.ACTIONS
+
+    @classmethod
+    def _allows(cls, value: float) -> bool:
+        return 0.0 <= value < np.inf
+
+    def _explore(self, batch: Batch, episodes: Episodes, value: float, generator: torch.Generator | None) -> None:
+        chosen, box = _rows(batch[Columns.ACTIONS]), self.input_action_space
+        draws = value * torch.randn(chosen.shape, generator=generator, dtype=torch.float64).numpy()
+        noisy = chosen + self._noise(batch, episodes, draws)
+        batch[Columns.ACTIONS] = _like(batch[Columns.ACTIONS], np.clip(noisy, box.low, box.high))  # type: ignore[union-attr]
+        batch.pop(Columns.ACTION_LOGP, None)
+
+    def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The noise of this step, f64[N, ...], from fresh random numbers of the same shape."""
+        return draws
+
+
+class OrnsteinUhlenbeckNoise(GaussianNoise):
+    """Adds noise to `actions` that drifts from step to step, and clips the sums to the action space's bounds.
+
+        schedule    deviation of what is added to the noise in a step, in the units of `actions`: a number, 0 or more,
+                    or a function of the lane's vector steps so far, such as `Linear`
+        theta       share of the noise that is lost in a step, above 0 and up to 1; 1: `GaussianNoise`
+
+    The noise of step t is (1 - theta) · noise of step t - 1 + deviation · a normal number. It begins each episode from
+    0, and after many steps has the deviation / sqrt(1 - (1 - theta)²). It is recorded in the column `action_noise`,
+    like `actions`, which is its memory. Else this piece is as `GaussianNoise`. Raises ValueError for another theta.
+    """
+
+    lookback = 1
+
+    def __init__(
+        self,
+        input_observation_space: Space | None = None,
+        input_action_space: Space | None = None,
+        *,
+        schedule: float | Schedule,
+        theta: float = 0.15,
+    ) -> None:
+        if not 0.0 < theta <= 1.0:
+            raise ValueError(f"theta is {theta}, expected above 0 and up to 1")
+        self.theta = theta
+        super().__init__(input_observation_space, input_action_space, schedule=schedule)
+
+    def _noise(self, batch: Batch, episodes: Episodes, draws: NDArray[np.float64]) -> NDArray[np.float64]:
+        noise = (1.0 - self.theta) * _noise_before(episodes, draws.shape) + draws
+        batch[ACTION_NOISE] = _like(batch[Columns.ACTIONS], noise)
+        return noise
+
+
+def _noise_before(episodes: Episodes, shape: tuple[int, ...]) -> NDArray[Any]:
+    """The noise of the step before, any[N, ...], of this shape; zeros where an episode begins."""
+    if isinstance(episodes, LaneEpisodes):
+        before: Any = episodes.previous(ACTION_NOISE)
+        begins = episodes.just_begun().reshape(-1, *[1] * (len(shape) - 1))
+        return np.zeros(shape) if before is None else np.where(begins, 0.0, before)
+    alone = single_agent_episodes(episodes, stepped_only=True)
+    zeros = np.zeros(shape[1:])
+    return np.stack([each.get_extra_model_outputs(ACTION_NOISE, -1) if each.t else zeros for each in alone])
+
+
+def _rows(column: Any) -> NDArray[Any]:
+    """A column's items, in whatever form, as one array any[N, ...]."""
+    if is_keyed_by_episode(column):
+        column = [item for items in column.values() for item in items]
+    return np.stack([as_array(item) for item in column]) if isinstance(column, list) else as_array(column)
+
+
+def _like(column: Any, values: NDArray[Any]) -> Any:
+    """Values any[N, ...] in the form and dtype of a column that they take the place of."""
+    values = values.astype(_rows(column).dtype)
+    if is_keyed_by_episode(column):
+        rest = iter(values)
+        return {key: [next(rest) for _ in items] for key, items in column.items()}
+    if isinstance(column, list):
+        return list(values)
+    return tensor_of(values) if torch.is_tensor(column) else values

@@ -1,0 +1,1 @@
+"""Hosts that a rollout starts itself: launchers, and the places that they start hosts in."""

@@ -1,0 +1,108 @@
+"""A program of this installation in a process of its own, and what it has written last."""
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from rollflow.nodes.env.workers.worker_process import WorkerProcess
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 14  # of what it has written
+_LAST_BYTES_S = 1.0  # until what a process wrote before its end has been read
+
+
+class ProgramProcess:
+    """Runs a program in a process that ends when this one does, whatever ends it.
+
+        command      name of a program, and its arguments
+        variables    added to its environment
+        is_worker    whether the program is one of this installation, and starts no workers of its own: then the command
+                     does not stand on the process's command line. Else it is any program
+        output       called with bytes that it writes, as they come, and with none at their end, in another thread.
+                     Where it raises, that is logged, and it is called no more. None: the bytes are kept alone
+
+    Raises RunError in a worker process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        is_worker: bool = True,
+        output: Callable[[bytes], None] | None = None,
+    ) -> None:
+        self._worker = WorkerProcess("rollflow.nodes.launch.program", 2)
+        orders, written = self._worker.sockets
+        self._output = output
+        self._end: str | None = None
+        self._written = bytearray()
+        self._source = written.dup()  # read by another thread: the worker's is closed under its hands
+        self._reader = threading.Thread(target=self._read, name="rollflow program", daemon=True)
+        self._reader.start()
+        with contextlib.suppress(OSError):  # it has ended already, which `end` says
+            order = {"command": list(command), "variables": dict(variables), "is_worker": is_worker}
+            if not is_worker:
+                order["environment"] = dict(os.environ)  # a worker's has been added to
+            orders.sendall(json.dumps(order).encode() + b"\n")
+
+    @property
+    def end(self) -> str | None:
+        """How it has ended, in words, "" where it did as it should; None: it runs."""
+        if self._end is None and self._worker.has_ended(0.0):
+            self.kill()
+        return self._end
+
+    def wait(self, timeout: float) -> str | None:
+        """Wait until it has ended, for so many seconds at most: its `end`."""
+        self._worker.has_ended(timeout)
+        return self.end
+
+    @property
+    def log(self) -> str:
+        """Lines that it has written last. From any thread."""
+        return bytes(self._written).decode(errors="replace")
+
+    def terminate(self) -> None:
+        """Tell it to end, by SIGTERM."""
+        if self.end is None:
+            os.kill(self._worker.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now, with whatever it has started and left in its process group."""
+        if self._end is not None:
+            return
+        how = self._worker.ended() if self._worker.has_ended(0.0) else "was killed by SIGKILL"
+        self._worker.kill()
+        self._reader.join(_LAST_BYTES_S)
+        with contextlib.suppress(OSError):  # held open by what has left the process group
+            self._source.shutdown(socket.SHUT_RDWR)
+        self._reader.join()
+        self._source.close()
+        self._end = "" if how == "exited with code 0" else how
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._source.recv(1 << 12):
+                self._written += data
+                del self._written[:-_MOST_BYTES]
+                self._hand_on(data)
+        self._hand_on(b"")
+
+    def _hand_on(self, data: bytes) -> None:
+        """Give bytes to the output. Whatever it raises, the program's bytes are read on: else it would stand still."""
+        if self._output is None:
+            return
+        try:
+            self._output(data)
+        except Exception as error:
+            self._output = None
+            logger.warning(
+                "what process %d writes is no longer handed on: %s: %s", self._worker.pid, type(error).__name__, error
+            )

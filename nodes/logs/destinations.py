@@ -1,0 +1,75 @@
+"""Destinations of a log: their interface, their kinds, and how a text names one."""
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from rollflow.nodes.logs.figures import Axis, Row
+from rollflow.nodes.logs.progress import Progress
+from rollflow.nodes.logs.prometheus import Prometheus
+from rollflow.nodes.logs.text_files import CsvFile, JsonLines
+from rollflow.nodes.logs.trackers import Mlflow, TensorBoard, Wandb
+from rollflow.stream.data.errors import MetricsError
+
+
+class Destination(Protocol):
+    """Where rows go. It is made in the program's thread, and written and closed in a thread of its own."""
+
+    def open(self) -> None:
+        """Make ready to be written, in the thread that begins the run. Raises where that can't be done."""
+        ...
+
+    def write(self, row: Row) -> None:
+        """Write one row, to the end: what was written is there when the program is killed."""
+        ...
+
+    def close(self) -> None:
+        """End."""
+        ...
+
+
+KINDS: Mapping[str, Callable[[str, Axis], Destination]] = {
+    "csv": lambda target, axis: CsvFile(target),
+    "jsonl": lambda target, axis: JsonLines(target),
+    "mlflow": Mlflow,
+    "progress": lambda target, axis: Progress(target),
+    "prometheus": lambda target, axis: Prometheus(target),
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+}
+"""Kind -> maker of a destination from its target and the x axis."""
+
+_PACKAGES = {  # kind -> package, and the extra that has it
+    "mlflow": ("mlflow", "mlflow"),
+    "progress": ("rich", "view"),
+    "prometheus": ("prometheus_client", "serve"),
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+}
+
+
+_IN_FILES = ("csv", "jsonl", "tensorboard")  # kinds whose targets are paths
+
+
+def place_of(text: str) -> tuple[str, str]:
+    """Kind and target of a destination; the same for two spellings of one path."""
+    kind, _, target = text.partition(":")
+    return kind, str(Path(target).resolve()) if kind in _IN_FILES else target
+
+
+def destination_of(text: str, axis: Axis) -> Destination:
+    """The destination that a text names as KIND:TARGET, not opened yet.
+
+    Raises MetricsError for an unknown kind, a target that can't be worked with and a missing package.
+    """
+    kind, colon, target = text.partition(":") if isinstance(text, str) else ("", "", "")
+    if not colon or kind not in KINDS:
+        raise MetricsError(
+            f"log is {text!r}, expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: {', '.join(KINDS)}"
+        )
+    destination = KINDS[kind](target, axis)
+    package, extra = _PACKAGES.get(kind, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        raise MetricsError(f"log={text!r} takes the package {package}: pip install 'rollflow[{extra}]'")
+    return destination

@@ -1,0 +1,96 @@
+"""Check of a dataset's files: checksums, counts, ids, the order of the steps, and flags."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.sinks.datasets.arrow_columns import arrow_type, import_pyarrow
+from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, read_chunks
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import DatasetError
+
+
+def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
+    """Each file of steps and what is wrong with it or with its file of episodes; None: nothing.
+
+    Every byte is read, and has its checksum. Raises DatasetError where there is no dataset, where a file is missing,
+    and where no file is there.
+    """
+    description = folder.read()
+    numbers = folder.check_pairs()
+    wrong = 0
+    for number in numbers:
+        path = folder.file(STEPS, number)
+        try:
+            faults = list(_faults_of(folder, number, description))
+        except DatasetError as error:
+            faults = [str(error)]
+        wrong += len(faults)
+        yield path, "; ".join(faults) or None
+    if not wrong:
+        EpisodeIndex(folder)
+
+
+def _faults_of(folder: DatasetFolder, number: int, description: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a file of steps and its file of episodes. Raises DatasetError where one can't be read."""
+    read_chunks(folder, number)
+    steps, episodes = (_whole(folder, kind, number) for kind in (STEPS, EPISODES))
+    of_steps, of_episodes = folder.file(STEPS, number), folder.file(EPISODES, number)
+    for name, each in description["columns"].items():
+        expected = arrow_type(each)
+        if (found := steps.schema.field(name).type if name in steps.column_names else "missing") != expected:
+            yield f"{of_steps}: column {name} is {found}, expected {expected}"
+            return
+    lengths, runs = _numbers(episodes, "num_steps"), _numbers(episodes, "run")
+    if not 0 <= runs.min() <= runs.max() < len(description["runs"]):
+        yield f"{of_episodes}: runs are {runs.min()} to {runs.max()}, expected those of {len(description['runs'])}"
+    for name, expected in _expected_steps(episodes, lengths).items():
+        found = _ids(steps) if name == Columns.EPS_ID else _numbers(steps, name)
+        if len(differing := np.flatnonzero(found != expected)):
+            row = int(differing[0])
+            yield f"{of_steps}: {name} of row {row} is {found[row]}, expected {expected[row]} as in {EPISODES}"
+    sums = np.add.reduceat(_numbers(steps, Columns.REWARDS).astype(np.float64), np.cumsum(lengths) - lengths)
+    returns = _numbers(episodes, "return")
+    if len(differing := np.flatnonzero(~np.isclose(sums, returns, equal_nan=True))):
+        row = int(differing[0])
+        yield f"{of_episodes}: return of row {row} is {returns[row]}, expected {sums[row]}, the sum of its steps"
+
+
+def _expected_steps(episodes: Any, lengths: NDArray[np.int64]) -> dict[str, Any]:
+    """What the steps must have in the columns that follow from the episodes: name -> any[n].
+
+    lengths    i64[C]    steps of each chunk
+    """
+    chunk, firsts = np.repeat(np.arange(len(lengths)), lengths), np.cumsum(lengths) - lengths
+    expected = {
+        "run": _numbers(episodes, "run")[chunk],
+        Columns.T: np.arange(len(chunk)) - (firsts - _numbers(episodes, "t_started"))[chunk],
+        Columns.EPS_ID: _ids(episodes)[chunk],
+    }
+    for name, flag in ((Columns.TERMINATEDS, "terminated"), (Columns.TRUNCATEDS, "truncated")):
+        expected[name] = np.zeros(len(chunk), np.bool_)
+        expected[name][firsts + lengths - 1] = _numbers(episodes, flag)
+    return expected
+
+
+def _whole(folder: DatasetFolder, kind: str, number: int) -> Any:
+    """The table of a file, of which every byte is read."""
+    with open_file(folder, kind, number) as file:
+        try:
+            return file.read(use_threads=False)
+        except UNREADABLE as error:
+            raise damaged(folder.file(kind, number), error) from None
+
+
+def _numbers(table: Any, name: str) -> Any:
+    return table.column(name).to_numpy()
+
+
+def _ids(table: Any) -> Any:
+    """The ids, object[n] text."""
+    pa, _ = import_pyarrow()
+    return table.column(Columns.EPS_ID).cast(pa.string()).to_numpy()

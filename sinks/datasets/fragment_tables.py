@@ -1,0 +1,54 @@
+"""Fragments as Arrow tables: a row for each step, and a row for each chunk of an episode."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rollflow.sinks.datasets.arrow_columns import array_of, arrow_of, import_pyarrow
+from rollflow.sinks.datasets.dataset_folder import LAST_OBS
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.fragments.fragment import Fragment
+
+
+def tables_of(fragment: Fragment, columns: Mapping[str, Any], runs: Any) -> tuple[Any, Any]:
+    """Arrow tables of a fragment's steps, a row each in chunk order, and of its chunks, a row each.
+
+    columns    name -> description of what is written
+    runs       i32[C]    number of each chunk's run
+
+    A chunk that another dataset has cut is written without the end that it has not reached.
+    """
+    pa, _ = import_pyarrow()
+    chunks = fragment.chunks
+    lengths = chunks.stop - chunks.start
+    count, total = len(lengths), int(lengths.sum())
+    keys = list(zip(chunks.slot.tolist(), chunks.number.tolist(), strict=True))
+    ids = pa.array([fragment.layout.episode_id(*key) for key in keys], pa.string())
+    firsts = np.cumsum(lengths) - lengths
+    trees = {name: fragment.gather(name) for name in columns}
+    is_cut = np.array(["cut" in fragment.custom_data.get(key, ()) for key in keys]) if fragment.custom_data else False
+    truncated = chunks.truncated & ~np.broadcast_to(is_cut, count)
+    if fragment.custom_data:
+        trees[Columns.TRUNCATEDS][firsts + lengths - 1] = truncated
+    of_step = np.repeat(np.arange(count, dtype=np.int32), lengths)
+    step = {
+        "run": array_of(runs[of_step]),
+        Columns.EPS_ID: pa.DictionaryArray.from_arrays(array_of(of_step), ids),
+        Columns.T: array_of(np.arange(total) - np.repeat(firsts - chunks.t_started, lengths)),
+    } | {name: arrow_of(trees[name], description) for name, description in columns.items()}
+    lost = {key: values["lost"] for key, values in fragment.custom_data.items() if "lost" in values}
+    episode = {
+        "run": array_of(runs),
+        Columns.EPS_ID: ids,
+        "lane": array_of(np.full(count, fragment.lane)),
+        "slot": array_of(np.asarray(fragment.env_slots(chunks.slot, chunks.number), np.int64)),
+        "t_started": array_of(chunks.t_started),
+        "num_steps": array_of(lengths),
+        "return": array_of(np.add.reduceat(trees[Columns.REWARDS].astype(np.float64), firsts)),
+        "terminated": array_of(chunks.terminated),
+        "truncated": array_of(truncated),
+        "lost": pa.array([lost.get(key) for key in keys], pa.string()) if lost else pa.nulls(count, pa.string()),
+        LAST_OBS: arrow_of(fragment.last_observations(), columns[Columns.OBS]),
+    }
+    return pa.table(step), pa.table(episode)

@@ -1,0 +1,132 @@
+"""Replay client: samples from a replay host in another process or on another host."""
+
+import socket
+import ssl
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any, Self
+
+import numpy as np
+
+from rollflow.nodes.connectors.checked import checked_count
+from rollflow.nodes.connectors.common.tensors import as_array
+from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
+from rollflow.nodes.env.remote.software import software
+from rollflow.sinks.replay.rate import ReplayReport
+from rollflow.sinks.replay.replay import Batch, detached
+from rollflow.sinks.trainer.messages.item_message import tensors_of
+from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
+from rollflow.stream import wire
+from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.tree import Tree
+from rollflow.stream.net.request_link import LinkTarget, RequestLink
+
+_HOSTS_SHARE = 0.9  # of the time that an answer is waited for, so that a reason not to sample comes in time
+
+
+class ReplayClient:
+    """Samples from a `ReplayHost`, or `rollflow replay-host`, elsewhere.
+
+        address    where the host listens for trainers: 'tcp://host:port' or 'unix:/path'
+        secret     the host's; None: it has none
+        tls        a client's context; None: nothing is encrypted
+        timeout    seconds that an answer is waited for, over as many connections as it takes
+        name       what the host calls this client; None: the machine's name
+        limits     of frames, times and bytes under way
+
+    Any number of threads may call it. A connection that breaks is dialled again. The host does each call once; one
+    that has been started anew meanwhile does what was not answered.
+
+    Raises WireError for an address that is none, and where the host refuses this client or has another secret;
+    ReplayError for what the host says of a call, and where no answer comes in time.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        timeout: float = 60.0,
+        name: str | None = None,
+        limits: wire.Limits | None = None,
+    ) -> None:
+        target, known = wire.parse_address(address), secret_bytes(secret)
+        wire.check_secret(target, known)
+        check_tls(target, tls)
+        self.address, self.timeout = str(target), timeout
+        name, limits = socket.gethostname() if name is None else name, limits or wire.Limits()
+        self._link = RequestLink(
+            LinkTarget(
+                target, known, tls, limits, timeout, software(), name, wire.SamplerConnection, ReplayError, ReplayError
+            )
+        )
+
+    def sample(self, count: int | None = None, *, wait_s: float | None = None) -> Batch:
+        """A batch of `count` rows, as `Replay.sample` gives it; None: as many as the host's `batch_size`.
+
+        wait_s    seconds that the host may wait for inserts, where the rate holds the sample back; None: nearly
+                  `timeout`
+
+        Raises ReplayError where nothing can be sampled in time; the text says what is waited for.
+        """
+        count = None if count is None else checked_count("count", count, 1)
+        wait_s = _HOSTS_SHARE * self.timeout if wait_s is None else float(wait_s)
+        columns = self._asked("sample", {"count": count, "wait_s": wait_s}).columns
+        return tensors_of({name: _with_tuples(tree) for name, tree in columns.items()})
+
+    def update_priorities(self, ids: Any, values: Any) -> None:
+        """Set the priorities of steps, as `Replay.update_priorities` does.
+
+        ids       i64[B]  of batches of the host as it runs now: those from before a restart are passed over
+        values    f[B]    such as TD errors
+        """
+        arrays = {"ids": as_array(ids).astype(np.int64), "values": detached(values)}
+        self._asked("update_priorities", {}, arrays)
+
+    def publish(self, weights: Mapping[str, Any]) -> int:
+        """Have all rollouts act with a module's `state_dict()`; returns its policy version.
+
+        Raises ModuleError for weights that can't be sent.
+        """
+        sent = PublishedWeights.of(weights).message
+        values = {"dtypes": sent.dtypes, "others": sent.others}
+        version: int = self._asked("publish", values, sent.tensors).values["version"]
+        return version
+
+    def report(self) -> ReplayReport:
+        """The host's counts, the ratio reached, and which side waits."""
+        return ReplayReport(**self._asked("report").values)
+
+    def close(self) -> None:
+        """Say goodbye; calls under way raise ReplayError."""
+        self._link.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asked(
+        self,
+        name: wire.QueryName,
+        values: Mapping[str, Any] | None = None,
+        arrays: Mapping[str, Any] | None = None,
+    ) -> wire.Result:
+        """The host's answer to a query. Raises ReplayError where it has refused it."""
+        result = self._link.ask(
+            lambda number, done: wire.Query(number, done, name, values or {}, arrays or {}),
+            monotonic() + self.timeout,
+        )
+        assert isinstance(result, wire.Result)
+        if result.problem is not None:
+            raise ReplayError(result.problem).see("replay")
+        return result
+
+
+def _with_tuples(tree: Tree) -> Tree:
+    """A tree of arrays with tuples in the place of lists, which a message has for them."""
+    if isinstance(tree, dict):
+        return {name: _with_tuples(part) for name, part in tree.items()}
+    return tuple(map(_with_tuples, tree)) if isinstance(tree, list | tuple) else tree

@@ -1,0 +1,36 @@
+"""Snapshot of a running graph, as plain values: nodes, edges, what every party does, and the diagnosis."""
+
+from typing import TYPE_CHECKING, Any
+
+from rollflow.stream.doctor.diagnosis import Diagnosis
+from rollflow.stream.doctor.waits import Look
+from rollflow.stream.graph.drawing import shape
+from rollflow.stream.graph.report import Report
+
+if TYPE_CHECKING:
+    from rollflow.stream.graph.graph import Graph
+
+
+def run_snapshot(graph: "Graph", report: Report, look: Look | None, diagnosis: Diagnosis) -> dict[str, Any]:
+    """What there is to see of a run.
+
+    elapsed_s, bottleneck, conclusion, nodes    as in `Report.as_dict`
+    tasks, edges    as `drawing.shape` has them; an edge that is measured also has the figures of `Report.as_dict`
+    parties      of a look: `name`, `kind`, `doing`, `on` (names), `age_s`
+    diagnosis    `state`, `text`, `waited_s`
+    """
+    found, drawn = report.as_dict(), shape(graph)
+    names = [edge.name for edge in (*graph.edges, *graph.outputs.values())]
+    edges = [edge | found["edges"].get(name, {}) for name, edge in zip(names, drawn["edges"], strict=True)]
+    parties = [
+        {"name": wait.name, "kind": wait.kind, "doing": wait.doing, "on": list(wait.on), "age_s": wait.age_s}
+        for wait in (() if look is None else look.waits.values())
+        if not wait.is_part
+    ]
+    return {
+        **found,
+        "tasks": drawn["tasks"],
+        "edges": edges,
+        "parties": parties,
+        "diagnosis": {"state": diagnosis.state, "text": str(diagnosis), "waited_s": diagnosis.waited_s},
+    }

@@ -1,0 +1,140 @@
+"""Tracing: the trace of a run, which begins with the run, or when somebody asks for one."""
+
+import select
+import socket
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from threading import RLock
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+
+from rollflow.stream.graph.chain import Chain
+from rollflow.stream.graph.meter import NodeMeter, NodeTrace, clock
+from rollflow.stream.traces.fragment_trace import FragmentTrace
+from rollflow.stream.traces.trace import Trace, open_trace
+
+if TYPE_CHECKING:
+    from rollflow.stream.graph.graph import Graph
+
+
+class Traceable(NamedTuple):
+    """Parts of a run that its trace is made of: its graph, and the meters and chains that it has by now."""
+
+    graph: "Graph"
+    meters: Iterable[NodeMeter]
+    chains: Sequence[Chain]
+
+
+class Tracing:
+    """Has the meters and nodes of a run write a trace, one at a time.
+
+    Nodes that have a method `take_trace(name, trace)` are given their name and a `FragmentTrace`, and None at its end.
+
+    run    gives the parts of the run; None: it has not begun, or has ended
+
+    fragments    the trace of a rollout's own lanes; None: nothing is traced
+    """
+
+    def __init__(self, run: Callable[[], Traceable | None]) -> None:
+        self.fragments: FragmentTrace | None = None
+        self._run = run
+        self._trace: Trace | None = None
+        self._file: BinaryIO | None = None  # of the trace that began last
+        self._rollouts: dict[str, FragmentTrace] = {}  # by the prefix of their nodes
+        self._end: Callable[[], object] | None = None
+        self._lock = RLock()  # held while a trace begins, and while it is taken from what writes it
+
+    def begin(self, path: str | None) -> None:
+        """Begin a trace to a file; None: none. Raises OSError where it can't be written."""
+        if path is not None:
+            with self._lock:
+                self._begin(open_trace(path))
+
+    def serve(self, asker: socket.socket) -> None:
+        """Begin a trace that is sent to who asks for it, until that end of the connection says no more.
+
+        Where there is none to be had, the asker gets nothing. From any thread.
+        """
+        poll = select.poll()
+        poll.register(asker, select.POLLIN)
+        with self._lock:
+            if self._trace is None and self._run() is not None:
+                self._begin(asker.makefile("wb"), lambda: not poll.poll(0), asker)
+                return
+        _hang_up(asker)
+
+    def _begin(
+        self,
+        file: BinaryIO,
+        goes_on: Callable[[], bool] | None = None,
+        asker: socket.socket | None = None,
+    ) -> None:
+        run, end = self._run(), weakref.WeakMethod(self.end)
+        assert run is not None
+        self._file = file
+        self._trace = trace = Trace(file, f"rollflow {run.graph.name}", lambda: _ended(end(), file, asker), goes_on)
+        self._end = weakref.finalize(self, trace.close)  # also where a run is forgotten, or the program ends
+        self._rollouts = {}
+        self.fragments = self._of("")
+        for name, spec in run.graph.nodes.items():
+            if hasattr(spec.node, "take_trace"):
+                spec.node.take_trace(name, self._of("".join(name.rpartition("/")[:2])))
+        self.follow()
+
+    def follow(self) -> None:
+        """Have the meters write that have come since it began; none where nothing is traced."""
+        with self._lock:
+            run, trace = self._run(), self._trace
+            if run is None or trace is None:
+                return
+            for meter in run.meters:
+                if meter.trace is None:
+                    meter.take_trace(NodeTrace.of(trace, meter.name))
+
+    def end(self, file: BinaryIO | None = None) -> None:
+        """End the trace, written to its end; again does nothing. From any thread.
+
+        file    of the trace that is meant, where another one may have begun; None: whichever there is
+        """
+        with self._lock:  # the next one begins when this one is taken from all meters
+            if file is not None and file is not self._file:
+                return
+            run, end = self._run(), self._end
+            self._trace = self.fragments = self._end = None
+            if end is not None and run is not None:
+                self._take_from(run)
+        if end is not None:
+            end()  # waits for the trace's thread, which may wait for the lock
+
+    def _take_from(self, run: Traceable) -> None:
+        """Have no meter and no node write any more; what is under way is written as far as it has come."""
+        under_way = dict(chain.under_way for chain in run.chains)
+        for meter in run.meters:
+            busy, now = meter.trace, clock()
+            meter.take_trace(None)
+            if busy is not None and meter.name in under_way:
+                busy.busy(now - under_way[meter.name], now)
+        for name, spec in run.graph.nodes.items():
+            if hasattr(spec.node, "take_trace"):
+                spec.node.take_trace(name, None)
+
+    def _of(self, prefix: str) -> FragmentTrace:
+        assert self._trace is not None
+        return self._rollouts.setdefault(prefix, FragmentTrace(self._trace, prefix, len(self._rollouts)))
+
+
+def _ended(end: Callable[[BinaryIO], object] | None, file: BinaryIO, asker: socket.socket | None) -> None:
+    """Tell a run's tracing that a trace was written to its end, and then who asked for it, who may ask for the next.
+
+    end    None: the run has been forgotten
+    """
+    if end is not None:
+        end(file)
+    if asker is not None:
+        _hang_up(asker)
+
+
+def _hang_up(asker: socket.socket) -> None:
+    """End a connection, also where a process that was forked meanwhile holds it as well."""
+    with asker, suppress(OSError):  # who asks may be gone
+        asker.shutdown(socket.SHUT_RDWR)

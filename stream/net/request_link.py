@@ -1,0 +1,238 @@
+"""Request link: the client's end of requests and answers, over connections that may break, in a thread of its own."""
+
+import logging
+import secrets
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from rollflow.stream import wire
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.net.sockets import Peer, quoted
+from rollflow.stream.net.transport import transport_for
+
+logger = logging.getLogger(__name__)
+
+# Codes of errors after which the server is dialled again.
+_COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
+
+
+class LinkTarget(NamedTuple):
+    """Server that a link asks.
+
+    software, name    of this end, for people
+    connection        kind of this end
+    unanswered        error that says that no answer has come in time
+    closed            error that says that the link is closed
+    """
+
+    address: wire.Address
+    secret: bytes | None
+    tls: ssl.SSLContext | None
+    limits: wire.Limits
+    timeout: float
+    software: str
+    name: str
+    connection: type[wire.ClientConnection]
+    unanswered: type[Exception]
+    closed: type[Exception]
+
+
+class SettingsReader(Protocol):
+    """Reader of what a server says unasked."""
+
+    def take_settings(self, settings: wire.Settings) -> None:
+        """Take settings; called in the link's thread, with its lock held."""
+        ...
+
+
+class RequestLink:
+    """Asks a server, from any number of threads, until it is closed. A connection that breaks is dialled again.
+
+    reader    of settings; None: there are none
+
+    changed    condition, notified whenever something has come
+    session    memory of the requests
+    loop       of the sockets
+    """
+
+    def __init__(self, target: LinkTarget, reader: SettingsReader | None = None) -> None:
+        self._target, self._reader = target, reader
+        self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
+        self._futures: dict[int, Future[wire.AnyAnswer]] = {}
+        self._fatal: Exception | None = None
+        self._is_closing = False
+        self.loop: SocketLoop[Peer[wire.ClientConnection]] = SocketLoop(self)
+        self.loop.dial([target.address], self)
+        self.changed = threading.Condition(self.loop.lock)  # of all of the above
+        name = f"rollflow {target.connection.roles[0]} of {target.address}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def ask(
+        self,
+        make: Callable[[int, int], wire.AnyRequest],
+        until: float,
+        give_up: Callable[[], object] = lambda: None,
+    ) -> wire.AnyAnswer:
+        """Send a request, and wait for its answer until a time.
+
+        make       makes the request of its number, and the number up to which all are answered
+        give_up    called, as `make` is, with the lock held: the answer has not come in time
+        """
+        future: Future[wire.AnyAnswer] = Future()
+        with self.changed:
+            self.wait(until, lambda: self.session.may_ask)
+            request = make(self.session.number + 1, self.session.done)
+            self._send(request)
+            self._futures[request.number] = future
+        try:
+            return future.result(max(0.0, until - monotonic()))
+        except TimeoutError:
+            with self.changed:
+                self.session.drop(request.number)
+                give_up()
+                raise self._unanswered() from None
+        finally:
+            self._futures.pop(request.number, None)
+
+    def tell(self, news: wire.Message) -> None:
+        """Send a message that has no answer, if there is a connection."""
+        with self.changed:
+            for peer in self.loop.peers:
+                if peer.connection.phase is wire.ConnectionPhase.RUNNING:
+                    peer.connection.tell(news)
+                    self.loop.peers.write(peer)
+
+    def wait(self, until: float, is_there: Callable[[], bool]) -> None:
+        """Wait, with the lock held, until something is there. Raises what has ended the link, or that it is late."""
+        while not is_there() or self._fatal is not None or self._is_closing:
+            if self._fatal is not None:
+                raise self._fatal
+            if self._is_closing:
+                raise self._closed()
+            if not self.changed.wait(max(0.0, until - monotonic())):
+                raise self._unanswered()
+
+    def close(self) -> None:
+        """Say goodbye; requests under way raise `closed`."""
+        with self.changed:
+            self._is_closing = True
+            self.changed.notify_all()
+        self.loop.wakeup.ring()
+        self._thread.join()
+
+    def _send(self, request: wire.AnyRequest) -> None:
+        """Send a request by the connection that there is, or have the next one send it."""
+        peer = next((each for each in self.loop.peers if each.connection.is_open), None)
+        if peer is None or peer.connection.phase is not wire.ConnectionPhase.RUNNING:
+            self.session.ask(request)
+            return
+        try:
+            peer.connection.ask(request)
+        except WireError as error:
+            if error.code != "undelivered":
+                raise
+            self.loop.fail(peer, error, monotonic())
+        self.loop.peers.write(peer)
+        if peer.transport.waits_to_write or not peer.connection.is_open:
+            self.loop.wakeup.ring()
+
+    def _unanswered(self) -> Exception:
+        target, problems = self._target, "; ".join(self.loop.dialler.problems)
+        server = f"the {target.connection.roles[1]} at {target.address}"
+        return target.unanswered(
+            f"{server} has not answered within {target.timeout:g} s{': ' if problems else ''}{problems}"
+        )
+
+    def _closed(self) -> Exception:
+        return self._target.closed("this client is closed")
+
+    # In the thread
+
+    def _run(self) -> None:
+        try:
+            self.loop.tick(monotonic())
+            while not self._is_closing and self._fatal is None:
+                ready = self.loop.wait_until(monotonic() + 1.0 if self._is_away else None)
+                now = monotonic()
+                self.loop.serve(ready, now)
+                self.loop.tick(now)
+        except Exception as error:
+            self._fatal = error
+        with self.changed:
+            ending = self._fatal or self._closed()
+            for future in self._futures.values():
+                if not future.done():
+                    future.set_exception(ending)
+            for peer in self.loop.peers:
+                peer.connection.goodbye("the client is closed")
+                self.loop.drop(peer)
+            self.changed.notify_all()
+        self.loop.close()
+
+    @property
+    def _is_away(self) -> bool:
+        return not any(peer.connection.is_open for peer in self.loop.peers)
+
+    # What the loop asks for
+
+    def greet(
+        self, sock: socket.socket, where: str, now: float, dialled: Dialled | None
+    ) -> Peer[wire.ClientConnection]:
+        """Peer of a socket with a server at its other end, which is told hello."""
+        assert dialled is not None
+        target = self._target
+        hello = wire.Hello(
+            versions=(wire.VERSION, wire.VERSION),
+            role=target.connection.role,
+            software=target.software,
+            name=target.name[:256],
+            nonce=secrets.token_bytes(wire.NONCE_BYTES),
+            session=self.session.token,
+            max_frame=target.limits.max_frame,
+            slots=(1,),
+            observation_space={},
+            action_space={},
+            autoreset="DISABLED",
+            metadata={},
+        )
+        connection = target.connection(hello, self.session, secret=target.secret, limits=target.limits, now=now)
+        transport = transport_for(sock, connection, target.tls, dialled=dialled.address)
+        return Peer(transport, connection, where, dialled=dialled)
+
+    def handle(self, peer: Peer[wire.ClientConnection], event: wire.Message, now: float) -> None:
+        """Take a message of the server."""
+        with self.changed:
+            match event:
+                case wire.Acted() | wire.Result():
+                    future = self._futures.get(event.number)
+                    if future is not None and not future.done():
+                        future.set_result(event)
+                case wire.Settings() if self._reader is not None:
+                    self._reader.take_settings(event)
+                case wire.Welcome():
+                    self.loop.dialler.welcomed(peer.dialled)
+                case wire.Goodbye():
+                    logger.info("%s says goodbye: %s", peer.where, event.reason)
+                    if peer.dialled is not None:
+                        peer.dialled.problem = f"it has said goodbye: {quoted(event.reason)}"
+                    self.loop.drop(peer)
+            self.changed.notify_all()
+
+    def fail(self, peer: Peer[wire.ClientConnection], error: Exception, now: float) -> None:
+        """Have the server dialled again, or end where that is of no use."""
+        if isinstance(error, WireError) and error.code in _COMES_BACK:
+            if peer.dialled is not None:
+                peer.dialled.problem = str(error)
+            peer.connection.refuse(error.code, str(error))
+            logger.info("%s: %s; it is dialled again", peer.where, error)
+        else:
+            peer.connection.refuse(getattr(error, "code", "message"), str(error))
+            self._fatal = error

@@ -1,0 +1,86 @@
+"""What people are shown of snapshots: a title, rates between two of them, and a diagnosis that is worth it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Snapshot = Mapping[str, Any]
+
+_LONG_S = 1.0  # of waiting, that people are told of
+_PARTS = ("busy", "idle", "blocked")
+
+
+def with_rates(now: Snapshot, before: Snapshot | None) -> dict[str, Any]:
+    """A snapshot with rates since an earlier one of the same run; None: since the run began.
+
+    steps_per_s      environment steps per second, of all parts together; None: the run counts none
+    nodes, edges     each also has `items_per_s`; the shares `busy`, `idle` and `blocked` of a node are since then
+    """
+    past_s = now.get("elapsed_s", 0.0) - ({} if before is None else before).get("elapsed_s", 0.0)
+    if past_s <= 0.0:
+        past_s, before = now.get("elapsed_s", 0.0), None
+    nodes_before, edges_before = _nodes(before), _edges(before)
+    nodes = {name: _node(node, nodes_before.get(name, {}), past_s) for name, node in _nodes(now).items()}
+    edges = [
+        {**edge, "items_per_s": _rate(edge["items"], edges_before.get(key, {}).get("items", 0), past_s)}
+        if "items" in edge
+        else edge
+        for key, edge in _edges(now).items()
+    ]
+    return {**now, "nodes": nodes, "edges": edges, "steps_per_s": _steps_per_s(now, before)}
+
+
+def title_of(snapshot: Snapshot) -> str:
+    """What kind of run it is, and its name, as far as it says so."""
+    return f"{snapshot.get('kind', 'run')} {snapshot.get('name', '')}".strip()
+
+
+def is_bad(snapshot: Snapshot) -> bool:
+    """Whether the run stands still, or can't say how it does."""
+    return "error" in snapshot or is_stalled(snapshot)
+
+
+def is_stalled(snapshot: Snapshot) -> bool:
+    """Whether the run stands still."""
+    return bool(snapshot.get("diagnosis", {}).get("state") == "stalled")
+
+
+def diagnosis_to_show(snapshot: Snapshot) -> str:
+    """The text of the diagnosis where the run stands still, or somebody waits for long; else none."""
+    diagnosis = snapshot.get("diagnosis", {"waited_s": 0.0})
+    return diagnosis["text"] if is_stalled(snapshot) or diagnosis["waited_s"] >= _LONG_S else ""
+
+
+def _nodes(snapshot: Snapshot | None) -> Mapping[str, Any]:
+    nodes: Mapping[str, Any] = {} if snapshot is None else snapshot.get("nodes", {})
+    return nodes
+
+
+def _edges(snapshot: Snapshot | None) -> dict[tuple[str, str, str], Any]:
+    edges = [] if snapshot is None else snapshot.get("edges", [])
+    return {(edge["source"], edge["port"], edge["target"]): edge for edge in edges}
+
+
+def _node(node: Snapshot, before: Snapshot, past_s: float) -> dict[str, Any]:
+    shares = {part: min(1.0, _rate(node[f"{part}_s"], before.get(f"{part}_s", 0.0), past_s)) for part in _PARTS}
+    return {**node, **shares, "items_per_s": _rate(node["items"], before.get("items", 0), past_s)}
+
+
+def _rate(now: float, before: float, past_s: float) -> float:
+    return max(0.0, now - before) / max(past_s, 1e-9)
+
+
+def _steps_per_s(now: Snapshot, before: Snapshot | None) -> float | None:
+    """Steps by the figures of the run, or of its parts."""
+    counted, earlier = _figures(now), {} if before is None else _figures(before)
+    rates = []
+    for name, figures in counted.items():
+        steps, since = figures["time/total_timesteps"], earlier.get(name, {})
+        past_s = figures["time/time_elapsed"] - since.get("time/time_elapsed", 0.0)
+        rates.append(_rate(steps, since.get("time/total_timesteps", 0), past_s))
+    return sum(rates) if rates else None
+
+
+def _figures(snapshot: Snapshot) -> dict[str, Any]:
+    """Figures by the name of the part; those of the run itself have the name ""."""
+    parts = {"": snapshot, **snapshot.get("parts", {})}
+    return {name: part["figures"] for name, part in parts.items() if "figures" in part}

@@ -1,0 +1,222 @@
+"""Trace: a file of what a run did and when, in the trace event format of Chrome, which Perfetto shows as well.
+
+A span is an event by itself, with its begin and duration. So nothing is left open where a run is killed: what was
+written up to its last line is a whole trace but for the `]`, which both viewers allow to be missing.
+"""
+
+import gzip
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from threading import Event, Lock, Thread, current_thread
+from time import perf_counter_ns
+from typing import Any, BinaryIO, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+logger = logging.getLogger(__name__)
+
+Record = Callable[[int, int], None]  # (begin, end) of a span, in ns on the clock `perf_counter_ns`
+
+MOST_SPANS = 1 << 18  # that wait to be written
+MOST_BYTES = 1 << 30  # of a trace, before it is compressed: a browser hardly opens a larger one
+_FIELDS = 3
+_EVERY_S, _END_S = 0.25, 5.0
+_BLANKS = 1000  # from its row for a number of three digits to that with blanks for zeros in front
+_THREE_DIGITS = np.frombuffer(
+    b"".join(b".%03d" % row if row < _BLANKS else b".%3d" % (row - _BLANKS) for row in range(2000)) + b".   ", np.uint32
+)
+
+
+class Trace:
+    """Writes the spans of a run to a file, from a thread of its own.
+
+    file       where to; it is closed at the end
+    title      the run's name
+    on_end     called when it has been written to its end, or can't be written any more; in the thread
+    goes_on    is asked again and again whether somebody still wants more; None: until `close`
+    most       spans that are kept until they are written: where more come, the oldest are dropped, and counted
+    size       bytes after which it ends by itself, which is logged
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        title: str,
+        on_end: Callable[[], object],
+        goes_on: Callable[[], bool] | None = None,
+        *,
+        most: int = MOST_SPANS,
+        size: int = MOST_BYTES,
+    ) -> None:
+        self._file, self._on_end, self._goes_on, self._most = file, on_end, goes_on, most
+        self._size, self._written = size, 0
+        self._pid = os.getpid()
+        self.began = perf_counter_ns()
+        self._spans: list[int] = []  # kind, begin and end of each: numbers alone cost a run half of what records would
+        self._events: list[dict[str, Any]] = []
+        self._names: list[dict[str, Any]] = []  # of tracks, which are never dropped
+        self._taking = Lock()  # held where something is taken out of these
+        self._dropped = self._dropped_before = 0
+        self._tracks: dict[str, int] = {}
+        self._heads: list[bytes] = []  # of every kind of span: its event up to the time
+        self._making = Lock()  # tracks and kinds of spans are made in any thread
+        self._stop = Event()
+        self._about("process_name", 0, name=title)
+        self._thread = Thread(target=self._work, name="rollflow trace", daemon=True)
+        self._thread.start()
+
+    def recorder(self, track: str, name: str, kind: str = "busy") -> Record:
+        """A function that records spans of this name and kind. On one track they lie apart, or within each other."""
+        tid = self._track(track)
+        head = json.dumps({"ph": "X", "pid": self._pid, "tid": tid, "name": name, "cat": kind, "ts": 0})
+        with self._making:
+            number_of_kind = len(self._heads)
+            self._heads.append(head[:-2].encode())
+        spans, extend, most = self._spans, self._spans.extend, _FIELDS * self._most
+
+        def record(begin: int, end: int) -> None:
+            if len(spans) >= most:
+                self._drop(spans, _FIELDS)
+            extend((number_of_kind, begin, end))
+
+        return record
+
+    def span(self, track: str, name: str, begin: int, end: int, args: Mapping[str, Any]) -> None:
+        """Record a span that has more to say; one for a fragment or a batch, not for a step."""
+        times = {"ts": self._us(begin), "dur": (end - begin) / 1e3}
+        self._event(ph="X", tid=self._track(track), name=name, cat="busy", **times, args=args)
+
+    def flow(self, phase: Literal["s", "f"], track: str, name: str, number: int, at: int) -> None:
+        """Record where an arrow starts ("s") or ends ("f"): within a span of this track at this time."""
+        more = {"bp": "e"} if phase == "f" else {}
+        self._event(ph=phase, tid=self._track(track), name=name, cat="fragment", id=number, ts=self._us(at), **more)
+
+    def close(self) -> None:
+        """Write what is left, and the end; again does nothing. From any thread."""
+        if os.getpid() == self._pid:  # a process that was forked has neither the thread nor the file for itself
+            self._stop.set()
+            if current_thread() is not self._thread:
+                self._thread.join(_END_S)
+
+    def _us(self, at: int) -> float:
+        return max(0, at - self.began) / 1e3
+
+    def _track(self, name: str) -> int:
+        with self._making:
+            known = self._tracks.get(name)
+            tid = self._tracks.setdefault(name, len(self._tracks) + 1)
+        if known is None:
+            self._about("thread_name", tid, name=name)
+            self._about("thread_sort_index", tid, sort_index=tid)
+        return tid
+
+    def _about(self, what: str, tid: int, **args: Any) -> None:
+        self._names.append({"ph": "M", "pid": self._pid, "tid": tid, "name": what, "args": args})
+
+    def _event(self, **fields: Any) -> None:
+        if len(self._events) >= self._most:
+            self._drop(self._events, 1)
+        self._events.append({"pid": self._pid, **fields})
+
+    def _drop(self, kept: list[Any], fields: int) -> None:
+        """Drop the older half of what is kept, so many fields each."""
+        with self._taking:
+            count = min(len(kept), fields * self._most) // fields // 2
+            del kept[: count * fields]
+            self._dropped += count
+
+    def _take(self, kept: list[Any]) -> list[Any]:
+        """Take all that is kept; meanwhile others put more behind it."""
+        with self._taking:
+            taken = kept[:]
+            del kept[: len(taken)]
+        return taken
+
+    # In the thread
+
+    def _work(self) -> None:
+        try:
+            with self._file:
+                self._file.write(b"[\n")
+                while not self._stop.wait(_EVERY_S) and (self._goes_on is None or self._goes_on()):
+                    self._write_new()
+                    if self._written >= self._size:
+                        logger.warning(
+                            "the trace ends after %s bytes: `rollflow trace` writes another one", f"{self._size:,}"
+                        )
+                        break
+                self._write_new()
+                end = {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "name": "end of the trace"}
+                end |= {"ts": self._us(perf_counter_ns()), "args": {"dropped": self._dropped}}
+                self._file.write(f"{json.dumps(end)}\n]\n".encode())
+        except ConnectionError:
+            logger.debug("who asked for the trace is gone")
+        except OSError as error:
+            logger.warning("the trace ends: %s", error)
+        finally:
+            self._on_end()
+
+    def _write_new(self) -> None:
+        events, spans = self._take(self._events), self._take(self._spans)
+        events = self._take(self._names) + events
+        if self._dropped > self._dropped_before:
+            self._dropped_before = self._dropped
+            name = f"{self._dropped} spans dropped so far: they came faster than they could be written"
+            events.append(
+                {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "ts": self._us(perf_counter_ns()), "name": name}
+            )
+        text = b"".join(json.dumps(event).encode() + b",\n" for event in events)
+        table = np.fromiter(spans, np.int64, len(spans)).reshape(-1, _FIELDS)
+        for kind in np.flatnonzero(np.bincount(table[:, 0])):
+            begin, end = np.maximum(table[table[:, 0] == kind, 1:].T - self.began, 0)
+            text += span_lines(self._heads[kind], begin, end - begin)
+        if text:
+            self._file.write(text)
+            self._file.flush()
+            self._written += len(text)
+
+
+def open_trace(path: str) -> BinaryIO:
+    """A file for a trace, emptied; compressed where its name ends in .gz. Raises OSError where it can't be written."""
+    return cast(BinaryIO, gzip.open(path, "wb", 1)) if path.endswith(".gz") else Path(path).open("wb")
+
+
+def check_trace(path: Any) -> None:
+    """Raise ValueError for what is neither None nor a file's path in a folder that is there."""
+    if path is None:
+        return
+    if not isinstance(path, str) or not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"trace is {path!r}, expected a file in a folder that is there, such as 'run.trace'")
+
+
+def span_lines(head: bytes, begin: NDArray[np.int64], duration: NDArray[np.int64]) -> bytes:
+    """The lines of spans that differ in their times alone, i64[n], in ns; `head` is what stands before a time.
+
+    It works on columns, since a text for each span by itself would take a run's interpreter ten times as long.
+    """
+
+    def same(text: bytes) -> NDArray[np.uint8]:
+        return np.broadcast_to(np.frombuffer(text, np.uint8), (len(begin), len(text)))
+
+    times = _microseconds(begin), same(b', "dur": '), _microseconds(duration)
+    return np.hstack([same(head), *times, same(b"},\n")]).tobytes()
+
+
+def _microseconds(ns: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """Numbers as text, u8[n, ...], in microseconds with three decimals, behind as many blanks as make them equal."""
+    columns: list[NDArray[np.uint8]] = []
+    while len(columns) < 2 or ns.any():
+        rest = ns // 1000
+        row = ns - 1000 * rest
+        if columns:
+            row += _BLANKS * (rest == 0)
+        if len(columns) > 1:
+            row += _BLANKS * (ns == 0)
+        texts = _THREE_DIGITS[row].view(np.uint8).reshape(len(ns), 4)
+        columns.insert(0, texts[:, 1:] if columns else texts)
+        ns = rest
+    return np.hstack(columns)

@@ -1,0 +1,105 @@
+"""`rollflow policy adapt`: a saved policy for an environment with other spaces."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from rollflow.cli.main import main
+from rollflow.nodes import DefaultModule
+from rollflow.nodes.policies.space_text import described
+from rollflow.policy import Policy
+
+SPACES: dict[str, Any] = {
+    "observation_space": spaces.Box(-1.0, 1.0, (2,), np.float32),
+    "action_space": spaces.Discrete(3),
+}
+
+
+class Newer(gym.Env[Any, Any]):
+    """Environment with a third number to see."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (3,), np.float32)
+    action_space = spaces.Discrete(3)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A saved policy for two numbers."""
+    Policy(DefaultModule, **SPACES).save(tmp_path / "old")
+    return tmp_path / "old"
+
+
+def adapt(saved: Path, *options: str, env: str = f"{__name__}:Newer") -> int:
+    """Run the command; what it writes goes beside the policy."""
+    where = [] if "--spaces" in options else ["--env", env]
+    return main(["policy", "adapt", str(saved), "--out", str(saved.parent / "new"), *where, *options])
+
+
+def test_what_is_open_is_refused_with_options_that_settle_it(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt(saved) == 1
+    text = capsys.readouterr().err
+    assert "observation[2] came: -1 … 1; an agent connector drops it" in text
+    assert "do not say which of 3 numbers that come are its 2; expected --take 0,1\n" in text
+    options = text.splitlines()[-1].removeprefix("the first answers together: ").split()
+    assert options == ["--take", "0,1"]
+    assert not (saved.parent / "new").exists()
+    assert adapt(saved, *options) == 0
+    assert "test_adapt:Newer as" in capsys.readouterr().out
+    old, new = Policy.load(saved), Policy.load(saved.parent / "new")
+    for row in np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3):
+        assert new.act(row) == old.act(row[:2])
+
+
+def test_the_spaces_may_come_from_a_file_or_a_policy(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spaces_of = {"observation_space": Newer.observation_space, "action_space": spaces.Discrete(4)}
+    file = saved.parent / "spaces.json"
+    file.write_text(json.dumps({name: described(space) for name, space in spaces_of.items()}))
+    options = ["--take", "2,_", "--fill", "observation[1]=0.5", "--keep", "action"]
+    assert adapt(saved, "--spaces", str(file), *options) == 0
+    old, new = Policy.load(saved), Policy.load(saved.parent / "new")
+    assert new.action_space == spaces.Discrete(4)
+    for row in np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3):
+        assert new.act(row) == old.act(np.array([row[2], 0.5], np.float32))
+    Policy(DefaultModule, **spaces_of).save(saved.parent / "other")
+    assert adapt(saved, "--spaces", str(saved.parent / "other"), *options) == 0
+    capsys.readouterr()
+    assert main(["policy", "diff", str(saved), str(saved.parent / "other")]) == 1
+    shown = capsys.readouterr().out
+    assert f"{saved} in the environment of {saved.parent / 'other'}:\nobservation[2] came" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--take", "0,,1"], "--take '0,,1', expected FIELD=FROM"),
+        (["--take", "=0"], "--take '=0', expected FIELD=FROM"),
+        (["--fill", "speed"], "--fill 'speed', expected FIELD=NUMBER"),
+        (["--fill", "speed=fast"], "--fill 'speed=fast', expected FIELD=NUMBER"),
+        (["--take", "0,1", "--fill", "speed=1"], "fill of 'speed': nothing is to be settled there"),
+        (["--take", "0,7"], "observation[1] is 7, expected the place of one of"),
+        (["--spaces", "nowhere.json"], "nowhere.json: [Errno 2]"),
+        (["--spaces", "nowhere"], "nowhere"),
+    ],
+)
+def test_options_that_can_not_be_are_refused(
+    options: list[str], text: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert adapt(saved, *options) == 1
+    assert text in capsys.readouterr().err
+    assert not (saved.parent / "new").exists()
+
+
+def test_an_environment_that_is_not_there_is_named(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert adapt(saved, env="Nowhere-v3") == 1
+    assert "--env Nowhere-v3: " in capsys.readouterr().err
+
+
+def test_a_json_file_without_spaces_is_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (saved.parent / "x.json").write_text("[]")
+    assert adapt(saved, "--spaces", str(saved.parent / "x.json")) == 1
+    assert "has no observation_space and action_space" in capsys.readouterr().err

@@ -1,0 +1,187 @@
+"""`rollflow dataset`: datasets are shown, checked, merged, filtered and converted."""
+
+import json
+from pathlib import Path
+
+import minari
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from command_errors import assert_one_line
+from replayed import Played
+
+from rollflow.cli.main import main
+from rollflow.sinks import DatasetSink, DatasetSource
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(slots=3, fragments=12, seed=5, fragment_length=8)
+
+
+def write(path: Path, played: Played, **options: object) -> Path:
+    """A dataset of several files."""
+    with DatasetSink(path, max_file_bytes=8_000, **options) as sink:  # type: ignore[arg-type]
+        for fragment in played.fragments:
+            sink(fragment)
+    return path
+
+
+def rewrite(file: Path, name: str, row: int, value: object) -> None:
+    """Write a file anew, with another value in one row of a column; row groups stay as they are."""
+    with pq.ParquetFile(file) as before:
+        groups = [before.read_row_group(each) for each in range(before.num_row_groups)]
+    values = groups[0].column(name).to_pylist()
+    values[row] = value
+    at = groups[0].schema.get_field_index(name)
+    column = pa.array(values, groups[0].schema.field(name).type)
+    groups[0] = groups[0].set_column(at, groups[0].schema.field(at), column)
+    with pq.ParquetWriter(file, groups[0].schema) as writer:
+        for table in groups:
+            writer.write_table(table, row_group_size=len(table))
+
+
+def test_show_says_what_a_dataset_is(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "data", played, metadata={"by": "us"})
+    source = DatasetSource(path)
+    assert main(["dataset", "show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"observations  {source.observation_space}\nactions       {source.action_space}\n" in shown
+    episodes, steps = source.num_episodes, source.num_steps
+    assert f"run 0         {episodes} episodes, {steps} steps; environment not known; by us\n" in shown
+    cut = sum("cut" in episode.custom_data for episode in source.episodes())
+    assert f"episodes      {episodes}, {cut} without beginning or end\nsteps         {steps}\n" in shown
+    lengths = [len(episode) for episode in source.episodes()]
+    assert f"length        mean {np.mean(lengths):.2f}, deviation {np.std(lengths):.2f}, median" in shown
+    *_, bars = shown.partition("length  ")
+    assert sum(int(line.rsplit(maxsplit=1)[-1]) for line in bars.splitlines()[1:]) == episodes
+
+
+def test_check_finds_nothing_in_whole_files(played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "data", played)
+    assert main(["dataset", "check", str(path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    files = sorted((path / "steps").glob("*.parquet"))
+    assert printed == [*(f"ok     {file}" for file in files), "all is well"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "fault"),
+    [
+        ("steps", "t", 99, "t of row 1 is 99, expected "),
+        ("steps", "eps_id", "other", "eps_id of row 1 is other, expected "),
+        ("steps", "run", 1, "run of row 1 is 1, expected 0 as in episodes"),
+        ("steps", "rewards", 1e6, "return of row "),
+        ("episodes", "run", 4, "runs are 0 to 4, expected those of 1"),
+        ("episodes", "terminated", None, "terminateds of row "),
+        ("episodes", "num_steps", 77, "its row groups have"),
+    ],
+)
+def test_check_names_what_is_damaged(
+    kind: str, name: str, value: object, fault: str, played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "data", played)
+    file = path / kind / "000002.parquet"
+    if value is None:
+        value = not pq.read_table(file).column(name)[1].as_py()
+    rewrite(file, name, 1, value)
+    assert main(["dataset", "check", str(path)]) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("ok ")]
+    assert wrong[0] == f"WRONG  {path}/steps/000002.parquet"
+    assert fault in wrong[1]
+    assert wrong[2:] == ["1 wrong"]
+
+
+def test_check_names_a_flipped_bit_and_goes_on(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "data", played)
+    file = path / "steps" / "000001.parquet"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    (path / "episodes" / "000002.parquet").write_bytes(b"")
+    assert main(["dataset", "check", str(path)]) == 1
+    printed = capsys.readouterr().out
+    assert f"{file} can't be read" in printed
+    assert f"{path}/episodes/000002.parquet can't be read" in printed
+    assert f"ok     {path}/steps/000003.parquet" in printed
+    assert printed.endswith("2 wrong\n")
+
+
+def test_merge_keeps_episodes_and_runs_apart(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = (write(tmp_path / name, played, metadata={"name": name}) for name in ("one", "other"))
+    assert main(["dataset", "merge", str(one), str(other), "--out", str(tmp_path / "both")]) == 0
+    both = DatasetSource(tmp_path / "both")
+    assert f"{both.num_episodes} episodes more, of {both.num_steps} steps" in capsys.readouterr().out
+    assert [run["metadata"]["name"] for run in both.description["runs"]] == ["one", "other"]
+    found = [(each.id_, len(each), each.custom_data) for each in both.episodes()]
+    assert found == [
+        (each.id_, len(each), each.custom_data) for path in (one, other) for each in DatasetSource(path).episodes()
+    ]
+    assert main(["dataset", "check", str(tmp_path / "both")]) == 0
+    assert main(["dataset", "merge", str(one), "--out", str(tmp_path / "other" / ".." / "one")]) == 1
+    assert_one_line(error := capsys.readouterr().err)
+    assert "is read as well, expected another folder" in error
+
+
+def test_merge_refuses_datasets_of_several_kinds_before_it_writes(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one, other = write(tmp_path / "one", played), write(tmp_path / "other", played, extra=())
+    assert main(["dataset", "merge", str(one), str(one), str(other), "--out", str(tmp_path / "both")]) == 1
+    assert_one_line(error := capsys.readouterr().err)
+    assert f"but {other} has " in error
+    assert "expected datasets of one kind" in error
+    assert not (tmp_path / "both").exists()
+
+
+def test_filter_keeps_the_episodes_within_the_bounds(
+    played: Played, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "data", played)
+    write(path, played)
+    everything = [(each.get_return(), len(each), "cut" in each.custom_data) for each in DatasetSource(path).episodes()]
+    median = float(np.median([returns for returns, *_ in everything]))
+    bounds = ["--min-return", str(median), "--max-length", "9", "--run", "1", "--whole", "--min-version", "0"]
+    assert main(["dataset", "filter", str(path), "--out", str(tmp_path / "few"), *bounds]) == 0
+    few = [
+        (each.get_return(), len(each), "cut" in each.custom_data) for each in DatasetSource(tmp_path / "few").episodes()
+    ]
+    second = everything[len(everything) // 2 :]
+    assert few == [each for each in second if each[0] >= median and each[1] <= 9 and not each[2]] != []
+    capsys.readouterr()
+    nothing = ["--min-version", "1", "--out", str(tmp_path / "none")]
+    assert main(["dataset", "filter", str(path), *nothing]) == 1
+    assert_one_line(error := capsys.readouterr().err)
+    assert f"none of {len(everything)} episodes of {path} is within the bounds" in error
+    assert not (tmp_path / "none").exists()
+
+
+def test_convert_writes_what_minari_opens(
+    played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "data", played)
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "all"))
+    command = ["dataset", "convert", str(path), "--to", "minari", "--id", "numbered/play-v3", "--out"]
+    assert main([*command, str(tmp_path / "all")]) == 0
+    dataset = minari.load_dataset("numbered/play-v3")
+    source = DatasetSource(path)
+    assert (dataset.total_episodes, dataset.total_steps) == (source.num_episodes, source.num_steps)
+    assert f"has {source.num_episodes} episodes, {source.num_steps} steps" in capsys.readouterr().out
+    assert main(["dataset", "filter", str(tmp_path / "all/numbered/play-v3"), "--out", str(tmp_path / "back")]) == 0
+    assert DatasetSource(tmp_path / "back").num_steps == source.num_steps
+    metadata = json.loads((tmp_path / "back/dataset.json").read_text())["runs"][0]["metadata"]
+    assert metadata["dataset_id"] == "numbered/play-v3"
+
+
+@pytest.mark.parametrize("action", ["show", "check"])
+def test_what_is_no_dataset_is_refused_in_one_line(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["dataset", action, str(tmp_path / "nothing")]) == 1
+    assert_one_line(error := capsys.readouterr().err)
+    assert f"there is no dataset at {tmp_path}/nothing" in error

@@ -1,0 +1,147 @@
+"""Image and Compose file: what they name is there, and the commands work as processes of this machine."""
+
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import check_jsonschema
+import httpx
+import pytest
+import yaml
+from dockerfile_parse import DockerfileParser
+from jsonschema import Draft7Validator
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "deploy"
+SCHEMA = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor" / "compose-spec.json"
+SECRET = "correct horse battery staple"
+
+
+@pytest.fixture(scope="module")
+def compose() -> Any:
+    return yaml.safe_load((FOLDER / "compose.yaml").read_text())
+
+
+@pytest.fixture(scope="module")
+def image() -> DockerfileParser:
+    return DockerfileParser(fileobj=io.BytesIO((FOLDER / "Dockerfile").read_bytes()))
+
+
+def last_stage(image: DockerfileParser) -> dict[str, str]:
+    """Instruction -> its value where it stands last, of the stage that becomes the image."""
+    values: dict[str, str] = {}
+    for each in image.structure:
+        if each["instruction"] == "FROM":
+            values.clear()
+        values[each["instruction"]] = each["value"]
+    return values
+
+
+def test_the_image_runs_the_command_as_another_user_than_root(image: DockerfileParser) -> None:
+    stage = last_stage(image)
+    assert json.loads(stage["ENTRYPOINT"]) == ["rollflow"]
+    # Numbers: Kubernetes does not know whom a name stands for, and refuses it.
+    assert all(int(number) > 0 for number in stage["USER"].split(":"))
+
+
+def test_the_image_is_built_from_all_that_the_wheel_needs(image: DockerfileParser) -> None:
+    copied = {
+        source
+        for each in image.structure
+        if each["instruction"] == "COPY" and "--from" not in each["value"]
+        for source in each["value"].split()[:-1]
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    folders = {Path(path).parts[0] for path in project["tool"]["setuptools"]["package-dir"].values()}
+    texts = {project["project"]["readme"], *project["project"]["license-files"]}
+    assert copied == folders | texts | {"pyproject.toml", "constraints.txt"}
+
+
+def test_the_compose_file_is_one(compose: Any) -> None:
+    Draft7Validator(json.loads(SCHEMA.read_text())).validate(compose)
+    services = compose["services"]
+    assert {name: each.get("deploy", {}).get("replicas", 1) for name, each in services.items()} == {
+        "trainer": 1,
+        "hosts": 2,
+        "server": 1,
+    }
+    for each in services.values():
+        build = each["build"]
+        assert (FOLDER / build["context"]).resolve() == ROOT
+        assert ROOT / build["dockerfile"] == FOLDER / "Dockerfile"
+        assert each["secrets"] == [*compose["secrets"]]
+
+
+class Layout:
+    """The services of the Compose file as processes, with a folder and free ports in place of what containers have."""
+
+    def __init__(self, compose: Any, image: DockerfileParser, folder: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        self._services, self._entry = compose["services"], json.loads(last_stage(image)["ENTRYPOINT"])
+        (folder / "key").write_text(f"{SECRET}\n")
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            trains_at, serves_at = one.getsockname()[1], other.getsockname()[1]
+        self.url = f"http://127.0.0.1:{serves_at}/v1/policies/pole/act"
+        self._places = {
+            "/run/secrets": str(folder),
+            "/policies": str(folder),
+            "//trainer:": "//127.0.0.1:",
+            ":7000": f":{trains_at}",
+            ":8080": f":{serves_at}",
+        }
+
+    def start(self, name: str) -> list["subprocess.Popen[str]"]:
+        """Start the containers of a service."""
+        service = self._services[name]
+        options: dict[str, Any] = {"env": {**os.environ, **service["environment"], "PYTHONUNBUFFERED": "1"}}
+        options |= {"cwd": FOLDER.parent, "text": True}
+        if "healthcheck" in service:
+            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started = []
+        for _ in range(service.get("deploy", {}).get("replicas", 1)):
+            command = self._here([*service.get("entrypoint", self._entry), *service["command"]])
+            started.append(self._stack.enter_context(subprocess.Popen(command, **options)))
+            self._stack.callback(started[-1].kill)
+        return started
+
+    def check_health(self, name: str, process: "subprocess.Popen[str]", line: str) -> None:
+        """Check that a service is healthy once its process has written a line, or a part of one."""
+        assert process.stdout is not None
+        assert any(line in written for written in process.stdout)
+        kind, *command = self._services[name]["healthcheck"]["test"]
+        assert kind == "CMD"
+        subprocess.run(self._here(command), check=True)
+
+    def _here(self, command: list[str]) -> list[str]:
+        programs = {"python": [sys.executable], "rollflow": [sys.executable, "-m", "rollflow.cli.main"]}
+        parts = [*programs.get(command[0], command[:1]), *command[1:]]
+        for there, here in self._places.items():
+            parts = [part.replace(there, here) for part in parts]
+        return parts
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_compose_file_train_and_serve(
+    compose: Any, image: DockerfileParser, tmp_path: Path
+) -> None:
+    asked: Any = {"json": {"observation": [0.0, 0.0, 0.0, 0.0]}, "headers": {"Authorization": f"Bearer {SECRET}"}}
+    with ExitStack() as stack:
+        layout = Layout(compose, image, tmp_path, stack)
+        [trainer], hosts = layout.start("trainer"), layout.start("hosts")
+        layout.check_health("trainer", trainer, "saved")
+        [server] = layout.start("server")
+        layout.check_health("server", server, "serving pole at")
+        assert httpx.post(layout.url, **asked).json()["action"] in (0, 1)
+        assert httpx.post(layout.url, json=asked["json"]).status_code == 401
+        for process in (*hosts, server, trainer):
+            process.send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in (*hosts, server)] == [128 + signal.SIGTERM] * 3
+        assert trainer.wait(60) == -signal.SIGTERM

@@ -1,0 +1,186 @@
+"""`rollflow doctor`: where the threads of another process stand, by py-spy or by the signal that a run answers."""
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_errors import assert_one_line
+from held_envs import Held, await_held, let_go
+from numbered_module import NumberedModule
+from remote_hosts import listening
+from stalled_rollouts import OPTIONS, await_blocker, being_read, line_of
+
+from rollflow.cli.main import main
+from rollflow.nodes import Rollout
+
+Shown = pytest.CaptureFixture[str]
+WATCHED: Any = {**OPTIONS, "stall_after": 60.0}
+
+
+@pytest.fixture
+def without_py_spy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name, **options: None)
+
+
+def py_spy_that(folder: Path, program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a program in the place of py-spy."""
+    path = folder / "py-spy"
+    path.write_text(f"#!{sys.executable}\n{program}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+def waiting_process(*words: str) -> subprocess.Popen[str]:
+    """A process that waits for its input, and has said so."""
+    process = subprocess.Popen(
+        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> int:
+    """The exit status of a process once it has gone on."""
+    process.communicate("go on\n")
+    return process.returncode
+
+
+@pytest.mark.usefixtures("without_py_spy")
+def test_a_step_that_hangs_is_shown_with_its_line_and_goes_on(tmp_path: Path, capsys: Shown) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="threads", **WATCHED)
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        assert main(["doctor", str(os.getpid())]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"process {os.getpid()}, ")
+    assert f"{line_of(Held.step, 'self._wait()')} in step: self._wait()" in shown
+    assert shown.index("main thread:") < shown.index("\nthread 0x")
+
+
+@pytest.mark.usefixtures("without_py_spy")
+def test_workers_are_shown_with_their_process_and_by_themselves(tmp_path: Path, capsys: Shown) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), where="processes", **WATCHED)
+    worker = rollout.environments.carrier._workers[0].pid
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        await_blocker(rollout, "env")
+        assert main(["doctor", str(os.getpid())]) == 0
+        with_its_parent = capsys.readouterr().out
+        assert main(["doctor", str(worker)]) == 0
+        alone = capsys.readouterr().out
+    line = line_of(Held.step, "self._wait()")
+    assert line in with_its_parent.split(f"process {worker}, which it has started\n")[1]
+    assert alone.startswith(f"process {worker}, ")
+    assert line in alone
+
+
+@pytest.mark.usefixtures("without_py_spy")
+def test_a_process_without_a_run_is_left_alone_and_the_error_says_what_to_do(
+    capsys: Shown,
+) -> None:
+    process = waiting_process("-c", "print('here', flush=True); input()")
+    assert main(["doctor", str(process.pid)]) == 1
+    error = capsys.readouterr().err
+    assert_one_line(error)
+    assert f"nothing can be seen of process {process.pid}: install py-spy here" in error
+    assert "have the process run rollflow with a stall_after" in error
+    assert ended(process) == 0
+
+
+def test_what_py_spy_sees_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Shown) -> None:
+    own = {"name": "learn", "filename": str(tmp_path / "train.py"), "line": 2}
+    library = {"name": "wait", "filename": threading.__file__, "line": 331}
+    (tmp_path / "train.py").write_text("def learn():\n    lock.acquire()\n")
+    threads = [
+        {"thread_name": "loader", "thread_id": 2, "frames": [library]},
+        {"thread_name": "MainThread", "thread_id": 1, "frames": [own]},
+    ]
+    arguments = f"assert sys.argv[1:] == ['dump', '--json', '--pid', '{os.getpid()}'], sys.argv"
+    py_spy_that(tmp_path, f"import sys; {arguments}; print({json.dumps(threads)!r})", monkeypatch)
+    assert main(["doctor", str(os.getpid())]) == 0
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["main thread:", f"  at {tmp_path}/train.py:2 in learn: lock.acquire()"]
+    assert lines[2].startswith(f"thread loader: in no code of yours, at {threading.__file__}:331 in wait")
+
+
+def test_where_py_spy_may_not_the_signal_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    py_spy_that(tmp_path, "import sys; sys.exit('Permission denied (os error 13)')", monkeypatch)
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
+    rollout = Rollout(env, num_envs=1, module=NumberedModule(), **WATCHED)
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        assert main(["doctor", str(os.getpid())]) == 0
+    assert line_of(Held.step, "self._wait()") in capsys.readouterr().out
+    assert main(["doctor", str(os.getpid())]) == 1  # its run has ended
+    assert "(py-spy says: Permission denied (os error 13))" in capsys.readouterr().err
+
+
+def test_a_process_that_is_stopped_is_said_to_be(capsys: Shown) -> None:
+    process = waiting_process("-c", "print('here', flush=True); input()")
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert main(["doctor", str(process.pid)]) == 0
+    process.send_signal(signal.SIGCONT)
+    assert ended(process) == 0
+    assert f"do: kill -CONT {process.pid}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("pid", ["0", "-1", str(1 << 62)])
+def test_what_is_no_process_is_refused(pid: str, capsys: Shown) -> None:
+    assert main(["doctor", "--", pid]) == 1
+    assert capsys.readouterr().err == f"rollflow: no process has the id {pid}\n"
+
+
+_HOST = """
+import sys; sys.path[:] = {path!r}
+from functools import partial
+from pathlib import PosixPath
+from held_envs import Held
+from rollflow.nodes import EnvHost
+with EnvHost([partial(Held, 0, {folder!r}, steps=[0])], name="sim") as host:
+    print("here", flush=True)
+    host.connect({address!r}, retry_s=30.0)
+"""
+_TRAINER = """
+import sys; sys.path[:] = {path!r}
+from rollflow.sinks import TrainerStream
+with TrainerStream("tcp://127.0.0.1:0"):
+    print("here", flush=True)
+    input()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_py_spy")
+def test_a_trainer_answers_the_signal_too(capsys: Shown) -> None:
+    process = waiting_process("-c", _TRAINER.format(path=sys.path))
+    assert main(["doctor", str(process.pid)]) == 0
+    assert ended(process) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("main thread:")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_py_spy")
+def test_a_host_answers_the_signal_too(tmp_path: Path, capsys: Shown) -> None:
+    remote = listening()
+    program = _HOST.format(path=sys.path, folder=tmp_path, address=str(remote.addresses[0]))
+    process = waiting_process("-c", program)
+    rollout = Rollout(remote, module=NumberedModule(), **OPTIONS)
+    with being_read(rollout, lambda: let_go(tmp_path, 0)):
+        await_held(tmp_path, 0)
+        assert main(["doctor", str(process.pid)]) == 0
+    assert ended(process) == 0
+    assert line_of(Held.step, "self._wait()") in capsys.readouterr().out

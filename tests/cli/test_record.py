@@ -1,0 +1,183 @@
+"""`rollflow record`: a saved policy plays whole episodes into a dataset."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import gymnasium as gym
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from command_errors import assert_one_line
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.cli.main import main
+from rollflow.nodes import DefaultModelConfig, FrameStacking, MeanStdFilter, Rollout
+from rollflow.policy import Policy
+from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.filmed_env import FilmedEnv
+from rollflow.sinks.datasets.recording import record_episodes
+from rollflow.stream import DatasetError
+from rollflow.stream.data.tree import equal_trees
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved policy with a memory, and with pieces that have learnt something."""
+    path = tmp_path_factory.mktemp("policy") / "cartpole"
+    with Rollout(
+        "CartPole-v1",
+        num_envs=2,
+        fragment_length=32,
+        num_fragments=2,
+        model_config=DefaultModelConfig(fcnet_hiddens=(8,), use_lstm=True),
+        env_to_module_connector=lambda env: [MeanStdFilter(), FrameStacking(num_frames=2)],
+        seed=0,
+    ) as rollout:
+        list(rollout.fragments())
+        rollout.save_policy(path)
+    return path
+
+
+def command(policy: Path, out: Path, *options: str, episodes: int = 7) -> list[str]:
+    needed = ["--env", "CartPole-v1", "--policy", str(policy), "--episodes", str(episodes), "--out", str(out)]
+    return ["record", *needed, *options]
+
+
+@pytest.mark.parametrize("num_envs", ["1", "3", "20"])
+def test_so_many_whole_episodes_are_recorded_and_again_by_the_seed(
+    num_envs: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "other"):
+        assert main(command(policy, tmp_path / name, "--num-envs", num_envs, "--seed", "5")) == 0
+    one, other = (list(DatasetSource(tmp_path / name).episodes()) for name in ("one", "other"))
+    assert len(one) == len(other) == 7
+    for first, second in zip(one, other, strict=True):
+        assert first.id_ == second.id_
+        assert first.is_done
+        assert (first.t_started, first.custom_data) == (0, {})
+        assert equal_trees(first.get_observations(), second.get_observations())
+        assert equal_trees(first.get_actions(), second.get_actions())
+    assert sum(map(len, one)) == DatasetSource(tmp_path / "one").num_steps
+    (run,) = DatasetSource(tmp_path / "one").description["runs"]
+    assert (run["rollout"]["env"], run["rollout"]["seed"]) == ("CartPole-v1", 5)
+    assert run["metadata"]["policy"] == str(policy)
+    assert f"{tmp_path}/other has {sum(map(len, other))} steps more, with seed 5" in capsys.readouterr().out
+
+
+def test_the_policy_acts_as_it_was_saved(policy: Path, tmp_path: Path) -> None:
+    assert main(command(policy, tmp_path / "data", "--num-envs", "1", episodes=2)) == 0
+    acting = Policy.load(policy)
+    piece = next(iter(acting.env_to_module))
+    stats = piece.get_state()
+    for episode in DatasetSource(tmp_path / "data").episodes():
+        logits = episode.get_extra_model_outputs("action_dist_inputs")
+        assert episode.get_actions().tolist() == np.argmax(logits, -1).tolist()  # the likeliest
+    assert equal_trees(stats, next(iter(Policy.load(policy).env_to_module)).get_state())
+
+
+@pytest.mark.parametrize("names", [[], ["action_logp", "action_dist_inputs"]])
+def test_only_the_named_outputs_are_written(names: list[str], policy: Path, tmp_path: Path) -> None:
+    assert main(command(policy, tmp_path / "data", "--extra", *names, episodes=1)) == 0
+    always = {"obs", "actions", "rewards", "terminateds", "truncateds", "policy_version"}
+    assert DatasetSource(tmp_path / "data").columns.keys() == always | set(names)
+
+
+def test_an_output_that_the_module_does_not_have_is_refused(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(policy, tmp_path / "data", "--extra", "mood")) == 1
+    assert "the fragment has no output 'mood', which is to be written; its outputs: " in capsys.readouterr().err
+
+
+def test_a_video_of_each_episode_has_a_frame_for_each_observation(policy: Path, tmp_path: Path) -> None:
+    videos, options = tmp_path / "videos", ("--num-envs", "2", "--seed", "3")
+    assert main(command(policy, tmp_path / "data", "--video", str(videos), *options, episodes=3)) == 0
+    table = pq.read_table(tmp_path / "data" / "episodes").group_by(["slot", "eps_id"], use_threads=False)
+    lengths = table.aggregate([("num_steps", "sum")]).sort_by([("slot", "ascending")]).column("num_steps_sum")
+    names = ["slot-0-episode-0.mp4", "slot-0-episode-1.mp4", "slot-1-episode-0.mp4"]
+    assert sorted(path.name for path in videos.iterdir()) == names
+    frames = []
+    for name in names:
+        with av.open(videos / name) as video:
+            frames.append(sum(1 for _ in video.decode(video=0)))
+            assert (video.streams.video[0].width, video.streams.video[0].height) == (600, 400)
+    assert frames == [length + 1 for length in lengths.to_pylist()]
+
+
+def test_videos_want_environments_that_render_and_the_package(
+    policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DatasetError, match="the environment's render_mode is None, expected 'rgb_array' for videos"):
+        FilmedEnv(lambda: gym.make("CartPole-v1"), tmp_path, 0, 1)
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert main(command(policy, tmp_path / "data", "--video", str(tmp_path / "videos"))) == 1
+    assert_one_line(error := capsys.readouterr().err)
+    assert "pip install 'rollflow[video]'" in error
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_episode_that_does_not_end_leaves_no_video(tmp_path: Path) -> None:
+    env = FilmedEnv(lambda: gym.make("CartPole-v1", render_mode="rgb_array"), tmp_path / "videos", 0, 2)
+    for _ in range(2):
+        env.reset(seed=0)
+        env.step(0)
+    env.close()
+    assert list((tmp_path / "videos").iterdir()) == []
+    (tmp_path / "videos" / "slot-0-episode-3.mp4").touch()
+    with pytest.raises(DatasetError, match=r"slot-0-episode-3\.mp4 is there already, expected another folder"):
+        FilmedEnv(lambda: gym.make("CartPole-v1", render_mode="rgb_array"), tmp_path / "videos", 0, 2)
+
+
+@pytest.mark.parametrize("mode", ["NextStep", "SameStep"])
+def test_slots_have_equal_shares_of_their_first_episodes(mode: str, tmp_path: Path) -> None:
+    makers = [lambda slot=slot: NumberedEnv(slot, lengths=(1, 6)) for slot in range(3)]
+    with (
+        Rollout(makers, module=NumberedModule(), autoreset_mode=mode, fragment_length=4, seed=0) as rollout,
+        DatasetSink(tmp_path) as sink,
+    ):
+        assert record_episodes(rollout, sink, 8) == 8
+    episodes = list(DatasetSource(tmp_path).episodes())
+    found = sorted(tuple(episode.get_observations()[0].tolist()) for episode in episodes)
+    assert found == [(slot, number, 0) for slot in range(3) for number in range(3) if (slot, number) != (2, 2)]
+    for episode in episodes:
+        slot, number, _ = episode.get_observations()[0].tolist()
+        steps = range(len(episode) + 1)
+        assert episode.get_observations().tolist() == [[slot, number, step] for step in steps]
+        assert episode.is_done
+        assert not episode.custom_data
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_what_was_played(policy: Path, tmp_path: Path) -> None:
+    program = f"import sys; sys.path[:] = {sys.path!r}; from rollflow.cli.main import main; sys.exit(main())"
+    arguments = command(policy, tmp_path / "data", "--num-envs", "2", episodes=10**7)
+    process = subprocess.Popen([sys.executable, "-c", program, *arguments], stdout=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob("data/steps/.*.part")):  # a fragment is being written
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    source = DatasetSource(tmp_path / "data")
+    assert f"{tmp_path}/data has {source.num_steps} steps more" in printed
+    assert sum(map(len, source.episodes())) == source.num_steps > 0
+    assert main(["dataset", "check", str(tmp_path / "data")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--env", "Acrobot-v1"], "observation_space of the environments is Box("),
+        (["--policy", "nowhere"], "there is no policy at nowhere"),
+        (["--episodes", "0"], "--episodes 0 --num-envs 8, expected 1 or more of each"),
+    ],
+)
+def test_what_can_not_be_recorded_is_refused_in_one_line(
+    options: list[str], error: str, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command(policy, tmp_path / "data", *options)) == 1
+    assert_one_line(printed := capsys.readouterr().err)
+    assert error in printed
+    assert not (tmp_path / "data").exists()

@@ -1,0 +1,229 @@
+"""`rollflow top`: runs in the terminal."""
+
+import importlib.util
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_errors import assert_one_line
+from numbered_module import NumberedEnv, NumberedModule
+from rich.console import Console
+
+from rollflow.cli.main import main
+from rollflow.cli.run_picture import figures_line, picture
+from rollflow.nodes import Rollout
+from rollflow.stream.snapshots import run_folder
+from rollflow.stream.snapshots.rates import with_rates
+
+FIGURES = {
+    "time/total_timesteps": 1200,
+    "time/iterations": 3,
+    "rollout/ep_rew_mean": 20.25,
+    "rollout/ep_rew_mean/a": 7.0,
+    "policy/version/a": 2,
+    "policy/lag": 1,
+    "lost/max_lag": 64,
+}
+NODE = {"items": 10, "busy_s": 1.5, "idle_s": 0.25, "blocked_s": 0.25}
+RUN: dict[str, Any] = {
+    "path": "/run/7-a.sock",
+    "pid": 7,
+    "command": "train.py --lr 1e-3",
+    "began": 100.0,
+    "time": 102.0,
+    "memory_bytes": 3 << 20,
+    "kind": "graph",
+    "name": "[bold]mine",
+    "elapsed_s": 2.0,
+    "tasks": [["rollout/env", "rollout/module"], ["sink"]],
+    "nodes": {"rollout/env": NODE, "rollout/module": NODE, "sink": NODE},
+    "edges": [
+        {"source": "rollout/env", "port": "out", "target": "rollout/module", "feedback": False, "is_output": False},
+        {"source": "rollout/module", "port": "out", "target": "rollout/env", "feedback": True, "is_output": False},
+        {
+            "source": "rollout/env",
+            "port": "fragments",
+            "target": "sink",
+            "feedback": False,
+            "is_output": False,
+            "capacity": 4,
+            "items": 6,
+            "held": 3,
+            "full": 0.5,
+            "dropped": 1234,
+        },
+    ],
+    "parties": [{"name": "sink", "kind": "call", "doing": "is in its call", "on": [], "age_s": 0.25}],
+    "bottleneck": "sink",
+    "conclusion": "held back by sink (busy 75% of 2.0 s)",
+    "diagnosis": {"state": "stalled", "text": "no item for 6.0 s: sink is in its call\ndo: something", "waited_s": 6.0},
+    "parts": {"rollout": {"name": "2 lanes", "figures": {"time/total_timesteps": 8, "time/time_elapsed": 2.0}}},
+}
+
+
+def shown(*runs: Any, width: int = 80) -> str:
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(picture([with_rates(run, None) for run in runs], "/run"))
+    return capture.get()
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def running() -> Iterator[Rollout]:
+    env = [partial(NumberedEnv, 0), partial(NumberedEnv, 1)]
+    with Rollout(env, module=NumberedModule(), fragment_length=8, seed=0) as rollout:
+        next(rollout.batches())
+        yield rollout
+
+
+def test_a_panel_has_stages_edges_parties_and_the_diagnosis() -> None:
+    text = shown(RUN, width=90)
+    lines = text.splitlines()
+    assert lines[0].startswith("╭─ graph [bold]mine ─")
+    assert lines[-1].startswith("╰─ pid 7  train.py --lr 1e-3  2 s  3 MiB ─")
+    for line in (
+        "│ rollout: 2 lanes: 8 steps   0 updates ",
+        "│  ┌   rollout/env          5.0   ██████··   75%    12%       12%   sink ",
+        "│  └   rollout/module       5.0   ██████··   75%    12%       12%   rollout/env ↺ ",
+        "│      sink                 5.0   ██████··   75%    12%       12%  ",
+        "│ sink is in its call since 0.2 s ",
+        "│ held back by sink (busy 75% of 2.0 s) ",
+        "│ no item for 6.0 s: sink is in its call ",
+        "│ do: something ",
+    ):
+        assert line in text, text
+    assert "3/4   ██████··       3.0    50%     1,234" in text
+    assert {len(line) for line in lines} == {90}
+
+
+@pytest.mark.parametrize(("state", "waited_s", "is_shown"), [("waits", 0.5, False), ("waits", 1.5, True)])
+def test_a_diagnosis_is_shown_where_somebody_waits_for_long(state: str, waited_s: float, is_shown: bool) -> None:
+    run = {**RUN, "diagnosis": {"state": state, "text": "no item for", "waited_s": waited_s}}
+    assert ("no item for" in shown(run)) == is_shown
+
+
+def test_figures_in_words() -> None:
+    assert figures_line(FIGURES, 300.0).split("   ") == [
+        "300 steps/s",
+        "1,200 steps",
+        "3 updates",
+        "return 20.25",
+        "return 7 (a)",
+        "version 2 (a)",
+        "lost 64 (max_lag)",
+        "lag 1",
+    ]
+
+
+def test_a_run_that_does_not_answer_and_one_of_a_trainer() -> None:
+    error = {"path": "/run/8-a.sock", "pid": 8, "error": "no answer in 2 s: its process is stopped, or held up"}
+    assert "│ no answer in 2 s: its process is stopped, or held up " in shown(error)
+    trainer = {**error, "kind": "TrainerStream", "name": "tcp://0.0.0.0:7020", "sources": ["a", "b"]}
+    del trainer["error"]
+    assert "│ fed by a, b " in shown(trainer)
+
+
+def test_many_parties_are_cut_short() -> None:
+    parties = [{**RUN["parties"][0], "name": f"lane {number}", "age_s": number / 10} for number in range(10)]
+    text = shown({**RUN, "parties": parties})
+    assert "│ lane 9 is in its call since 0.9 s " in text
+    assert "│ and 2 more " in text
+    assert "lane 1 " not in text
+
+
+def test_once_shows_what_runs_here(running: Rollout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--once"]) == 0
+    text = capsys.readouterr().out
+    assert f"Rollout {running.environments.describe()}" in text
+    assert f"pid {os.getpid()}" in text
+    assert "module_to_env" in text
+
+
+@pytest.mark.parametrize("kind", ["all", "pid", "path", "unix"])
+def test_json_has_the_runs_that_are_asked_for(
+    kind: str, running: Rollout, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    [path] = folder.iterdir()
+    address = {"all": [], "pid": [str(os.getpid())], "path": [str(path)], "unix": [f"unix:{path}"]}[kind]
+    assert main(["top", *address, "--once", "--json"]) == 0
+    [found] = json.loads(capsys.readouterr().out)
+    assert found["figures"]["time/total_timesteps"] == running.num_steps
+    assert found["path"] == str(path)
+
+
+def test_without_a_run_it_says_where_it_looked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top"]) == 0  # once, where this is no terminal
+    assert "".join(capsys.readouterr().out.split()) == f"norunofthisuseronthismachinehasasocketin{folder}"
+    assert main(["top", "--once", "--json"]) == 0
+    assert capsys.readouterr().out == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["1"], r"process 1 has no run in .*runs, expected the process id of one"),
+        (["unix:/no/such.sock"], r"unix:/no/such.sock: .*No such file.*, expected a process id, or unix:/path of a"),
+        (["--every", "0"], "--every is 0, expected a number of seconds above 0"),
+    ],
+)
+def test_what_is_not_there_is_said(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", *arguments]) == 1
+    error = capsys.readouterr().err
+    assert_one_line(error)
+    assert re.search(text, error), error
+
+
+def test_the_package_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["top"]) == 1
+    assert "takes the package rich, expected --json, or pip install 'rollflow[view]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_one_look_in_the_place_of_the_other_until_ctrl_c(running: Rollout) -> None:
+    here, there = pty.openpty()
+    command = [sys.executable, "-m", "rollflow.cli.main", "top", "--every", "0.05"]
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+    with subprocess.Popen(command, stdin=there, stdout=there, stderr=subprocess.PIPE, env=environment) as process:
+        os.close(there)
+        seen = threading.Event()
+        looks: list[bytes] = []
+
+        def read() -> None:
+            try:
+                while data := os.read(here, 1 << 16):
+                    looks.append(data)
+                    if b"".join(looks).count(b"module_to_env") >= 3:
+                        seen.set()
+            except OSError:  # the other end is closed
+                pass
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        assert seen.wait(60)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+        thread.join()
+    os.close(here)
+    assert b"\x1b[?1049h" in b"".join(looks)  # the screen is another one ...
+    assert b"\x1b[?1049l" in b"".join(looks)  # ... and is given back

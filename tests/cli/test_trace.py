@@ -1,0 +1,139 @@
+"""`rollflow trace`: a trace of a run in another process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from command_errors import assert_one_line
+from traces import assert_nested, events_of, flows, tracks
+
+from rollflow.cli.main import main
+from rollflow.nodes import Rollout
+from rollflow.stream.snapshots import run_folder
+
+RUN = """
+import time
+from rollflow.nodes import Rollout
+with Rollout("CartPole-v1", num_envs=4, lanes=2, fragment_length=16, seed=0, where="threads") as rollout:
+    for number, batch in enumerate(rollout.batches()):
+        if number == 0:
+            print("it runs", flush=True)
+        time.sleep(0.02)  # an update
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traced") / "runs"
+
+
+@pytest.fixture(autouse=True)
+def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(run_folder.FOLDER, str(runs))
+    monkeypatch.chdir(tmp_path)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def pid(runs: Path) -> Iterator[int]:
+    """A process that runs a rollout for as long as the tests need it."""
+    environment = {**os.environ, run_folder.FOLDER: str(runs)}
+    command = [sys.executable, "-c", RUN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "it runs\n"
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_a_run_in_another_process_is_traced(pid: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(pid), "0.5"]) == 0
+    path = Path(f"rollflow-{pid}.trace.gz")
+    assert capsys.readouterr().err == f"{path}: open it in https://ui.perfetto.dev or chrome://tracing\n"
+    events = events_of(path)
+    assert_nested(events)
+    assert {event["pid"] for event in events} == {pid}
+    assert {"env", "module", "learner_pipeline", "lane 0", "lane 1", "caller"} <= set(tracks(events))
+    arrows = flows(events)
+    assert any(ends for ends in arrows.values())
+    assert all(len(ends) <= 1 for ends in arrows.values())
+    assert events[-1]["name"] == "end of the trace"
+
+
+def test_ctrl_c_ends_the_trace_and_the_run_goes_on(pid: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rollflow.cli.main", "trace", str(pid), "600", "--to", "mine.trace"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not Path("mine.trace").exists() or not Path("mine.trace").stat().st_size:
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert events_of(tmp_path / "mine.trace")[-1]["name"] == "end of the trace"
+    assert main(["trace", str(pid), "0.1"]) == 0
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_hold_up_the_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "_END_S", 1.0)
+    over = threading.Event()
+    with Rollout("CartPole-v1", fragment_length=8) as rollout:
+        next(rollout.batches())
+        pieces = run_folder.trace_at(next(folder.glob(f"{os.getpid()}-*.sock")), over.is_set)
+        text = next(pieces)
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+        try:
+            over.set()
+            text += b"".join(pieces)
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    assert json.loads(text)[-1]["name"] == "end of the trace"
+
+
+def test_a_run_is_traced_by_one_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Rollout("CartPole-v1", fragment_length=8, trace=str(tmp_path / "run.trace")) as rollout:
+        next(rollout.batches())
+        assert main(["trace", str(os.getpid()), "0.1"]) == 1
+    text = capsys.readouterr().err
+    assert_one_line(text)
+    assert text.endswith(" gives no trace: it is being traced already, or has none to give\n")
+    assert not list(tmp_path.glob("*.gz"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["1"], "process 1 has no run in "),
+        (["unix:nowhere.sock"], "unix:nowhere.sock: "),
+        ([str(os.getpid()), "0"], "SECONDS is 0, expected a number above 0"),
+        ([str(os.getpid()), "1", "--to", "/nowhere/run.trace"], "trace is '/nowhere/run.trace', expected a file"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", *arguments]) == 1
+    text = capsys.readouterr().err
+    assert_one_line(text)
+    assert text.startswith(f"rollflow: {message}")
+
+
+def test_several_runs_of_a_process_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with Rollout("CartPole-v1") as one, Rollout("CartPole-v1") as two:
+        assert one.is_running
+        assert two.is_running
+        assert main(["trace", str(os.getpid())]) == 1
+    text = capsys.readouterr().err
+    assert re.search(r"process \d+ has 2 runs, expected one of unix:\S+\.sock, unix:\S+\.sock", text)

@@ -1,0 +1,260 @@
+"""Exploration: how often which action is taken, and what noise is added to it, by a schedule over steps."""
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from numbered_module import NumberedModule, logits_of, numbered_envs
+
+from rollflow.nodes import (
+    ConnectorV2,
+    EpsilonGreedy,
+    GaussianNoise,
+    Linear,
+    MultiAgentEnv,
+    MultiAgentRollout,
+    OrnsteinUhlenbeckNoise,
+    RLModule,
+    Rollout,
+    Temperature,
+)
+from rollflow.stream import Columns, ConnectorError, SingleAgentEpisode
+
+
+def chosen(
+    schedule: Any, logits: Any, explore: bool = True, step: int = 0, piece_type: Any = EpsilonGreedy, space: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    piece = piece_type(None, space or spaces.Discrete(len(logits[0])), schedule=schedule)
+    count = len(logits)
+    batch: dict[str, Any] = {
+        "action_dist_inputs": np.array(logits),
+        "actions": np.full((count, *piece.action_space.shape), 1),
+        "action_logp": np.full(count, -5.0, np.float32),
+    }
+    shared = {"generator": torch.Generator().manual_seed(0), "step": step}
+    batch = piece(rl_module=None, batch=batch, episodes=[], explore=explore, shared_data=shared)
+    return batch["actions"], batch["action_logp"]
+
+
+def test_a_line_goes_from_begin_to_end() -> None:
+    schedule = Linear(1.0, 0.2, 8)
+    assert [schedule(step) for step in (0, 2, 8, 100)] == pytest.approx([1.0, 0.8, 0.2, 0.2])
+
+
+def test_without_epsilon_the_best_action_is_taken_for_certain() -> None:
+    actions, logp = chosen(0, [[0.0, 3.0, 2.0], [9.0, 3.0, 2.0]])
+    assert actions.tolist() == [1, 0]
+    assert logp.tolist() == [0.0, 0.0]
+
+
+def test_frequencies_and_log_probabilities_are_those_of_epsilon_greedy() -> None:
+    actions, logp = chosen(0.4, [[0.0, 3.0, -np.inf, 2.0]] * 30_000)
+    shares = np.bincount(actions, minlength=4) / len(actions)
+    # Best with 0.6, and 0.4 over the three that are allowed.
+    wanted = [0.4 / 3, 0.6 + 0.4 / 3, 0.0, 0.4 / 3]
+    np.testing.assert_allclose(shares, wanted, atol=0.01)
+    np.testing.assert_allclose(np.exp(logp), np.array(wanted)[actions], rtol=1e-5)
+
+
+def test_without_exploration_nothing_changes() -> None:
+    actions, logp = chosen(1.0, [[0.0, 3.0, 2.0]] * 5, explore=False)
+    assert (actions.tolist(), logp.tolist()) == ([1] * 5, [-5.0] * 5)
+
+
+def test_the_schedule_counts_steps() -> None:
+    logits = [[0.0, 1.0]] * 20_000
+    means = [float(chosen(Linear(1.0, 0.0, 10), logits, step=step)[0].mean()) for step in (0, 5, 10)]
+    assert means == pytest.approx([0.5, 0.75, 1.0], abs=0.015)
+
+
+@pytest.mark.parametrize("schedule", [-0.1, 1.5, "often"])
+def test_a_schedule_out_of_bounds_is_refused(schedule: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number from 0 to 1, or a function of steps"):
+        EpsilonGreedy(schedule=schedule)
+
+
+def test_what_it_can_not_work_with_is_refused() -> None:
+    with pytest.raises(ConnectorError, match=r"the schedule gives 2\.0 at step 3, expected a number from 0 to 1"):
+        chosen(lambda step: 2.0, [[0.0, 1.0]], step=3)
+    piece = EpsilonGreedy(None, spaces.Box(-1, 1, (2,)), schedule=0.1)
+    with pytest.raises(ConnectorError, match="is for one Discrete action"):
+        piece(rl_module=None, batch={"action_dist_inputs": np.zeros((1, 4))}, episodes=[], explore=True)
+
+
+def test_temperature_samples_the_softmax_of_what_is_divided_by_it() -> None:
+    actions, logp = chosen(2.0, [[0.0, 2.0, -np.inf]] * 30_000, piece_type=Temperature)
+    likelier = np.e / (1 + np.e)  # logits 0 and 1
+    np.testing.assert_allclose(np.bincount(actions, minlength=3) / len(actions), [1 - likelier, likelier, 0], atol=0.01)
+    np.testing.assert_allclose(np.exp(logp), np.where(actions == 1, likelier, 1 - likelier), rtol=1e-5)
+
+
+def test_a_low_temperature_takes_the_best_of_several_numbers() -> None:
+    space = spaces.MultiDiscrete([2, 3], start=[0, 5])
+    actions, logp = chosen(1e-3, [[0.0, 1.0, 0.0, 0.0, 1.0]] * 4, piece_type=Temperature, space=space)
+    assert actions.tolist() == [[1, 7]] * 4
+    assert logp.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("piece_type", "schedule", "expected"),
+    [
+        (Temperature, 0, "a number above 0"),
+        (GaussianNoise, -0.1, "a number, 0 or more"),
+        (OrnsteinUhlenbeckNoise, float("inf"), "a number, 0 or more"),
+    ],
+)
+def test_other_values_out_of_bounds_are_refused(piece_type: Any, schedule: float, expected: str) -> None:
+    with pytest.raises(ValueError, match=f"expected {expected}, or a function of steps"):
+        piece_type(schedule=schedule)
+    with pytest.raises(ConnectorError, match=f"the schedule gives {schedule} at step 7, expected {expected}"):
+        piece_type(schedule=lambda step: schedule).value(7)
+
+
+@pytest.mark.parametrize("theta", [0.0, 1.5])
+def test_a_theta_out_of_bounds_is_refused(theta: float) -> None:
+    with pytest.raises(ValueError, match="expected above 0 and up to 1"):
+        OrnsteinUhlenbeckNoise(schedule=0.1, theta=theta)
+
+
+def noisy(piece: Any, actions: Any, explore: bool = True) -> dict[str, Any]:
+    piece.set_input_spaces(None, spaces.Box(-1.0, 3.0, (2,)))
+    batch = {"actions": actions, "action_logp": np.zeros(len(actions), np.float32)}
+    shared = {"generator": torch.Generator().manual_seed(0), "step": 5}
+    return piece(rl_module=None, batch=batch, episodes=[], explore=explore, shared_data=shared)  # type: ignore[no-any-return]
+
+
+def test_gaussian_noise_has_the_deviation_of_the_schedule_and_stays_within_bounds() -> None:
+    batch = noisy(GaussianNoise(schedule=Linear(1.0, 0.0, 10)), np.ones((20_000, 2), np.float32))
+    actions = batch["actions"]
+    assert actions.dtype == np.float32
+    assert (actions.min(), actions.max()) == (pytest.approx(-1, abs=0.5), pytest.approx(3, abs=0.5))
+    assert actions.mean(0) == pytest.approx([1, 1], abs=0.02)
+    assert actions.std(0) == pytest.approx([0.5, 0.5], abs=0.02)  # half the way
+    assert "action_logp" not in batch  # it would be that of another action
+    bounded = noisy(GaussianNoise(schedule=100.0), np.ones((1_000, 2), np.float32))["actions"]
+    assert set(np.unique(bounded).round(2)) >= {-1.0, 3.0}
+    assert ((-1.0 <= bounded) & (bounded <= 3.0)).all()
+
+
+def test_without_exploration_no_noise_is_added() -> None:
+    batch = noisy(GaussianNoise(schedule=1.0), np.ones((4, 2), np.float32), explore=False)
+    assert sorted(batch) == ["action_logp", "actions"]
+    assert (batch["actions"] == 1).all()
+
+
+def test_noise_is_for_numbers_in_a_box() -> None:
+    piece = GaussianNoise(None, spaces.Discrete(3), schedule=1.0)
+    with pytest.raises(ConnectorError, match=r"is for one Box action .* the action space is Discrete\(3\)"):
+        piece(rl_module=None, batch={"actions": np.zeros(1)}, episodes=[], explore=True)
+
+
+def test_noise_drifts_on_in_episodes_that_are_given_one_by_one() -> None:
+    began, goes_on = SingleAgentEpisode(observations=[0.0]), SingleAgentEpisode(observations=[0.0])
+    noise = np.array([0.5, -1.0], np.float32)
+    goes_on.add_env_step(0.0, np.zeros(2), 0.0, extra_model_outputs={"action_noise": noise})
+    piece = OrnsteinUhlenbeckNoise(None, spaces.Box(-9.0, 9.0, (2,)), schedule=0.0, theta=0.5)
+    batch = piece(rl_module=None, batch={"actions": np.ones((2, 2))}, episodes=[began, goes_on], explore=True)
+    assert batch["actions"].tolist() == [[1.0, 1.0], [1.25, 0.5]]
+    assert batch["action_noise"].tolist() == [[0.0, 0.0], [0.25, -0.5]]
+
+
+class Still(RLModule):
+    """Chooses 0."""
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        return {"actions": torch.zeros(len(batch["obs"]), 1)}
+
+
+def one_push(step: int) -> float:
+    """Noise in the first vector step of a lane, and in no other."""
+    return float(step == 0)
+
+
+class OneByOne(ConnectorV2):
+    """A piece of somebody's that works episode by episode, so that the batch comes in list form."""
+
+    def __call__(self, *, batch: Any, **kwargs: Any) -> Any:
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("where", "pieces"), [("inline", []), ("inline", [OneByOne()]), ("processes", []), ("rollouts", [])]
+)
+def test_every_place_follows_the_schedule_by_itself(where: Any, pieces: list[ConnectorV2]) -> None:
+    _, makers = numbered_envs(4, lengths=(3, 8))
+    explores = EpsilonGreedy(schedule=Linear(1.0, 0.0, 10))
+    options: Any = {"module": NumberedModule(), "fragment_length": 40, "num_fragments": 1, "seed": 0}
+    with Rollout(
+        makers, lanes=1, where=where, module_to_env_connector=lambda env: [explores, *pieces], **options
+    ) as rollout:
+        fragment = next(iter(rollout.fragments()))
+    actions = fragment.column(Columns.ACTIONS)
+    best = logits_of(torch.tensor(fragment.column("seen")).float()).argmax(-1).numpy()
+    assert (actions[10:] == best[10:]).all()
+    assert (actions[:5] != best[:5]).any()
+    assert (np.exp(fragment.column(Columns.ACTION_LOGP)[10:]) == 1).all()
+    assert ((0 <= actions) & (actions < 7)).all()
+
+
+@pytest.mark.parametrize(
+    ("where", "pieces"), [("inline", []), ("inline", [OneByOne()]), ("processes", []), ("rollouts", [])]
+)
+def test_noise_decays_by_theta_until_the_episode_ends(where: Any, pieces: list[ConnectorV2]) -> None:
+    lengths = (5, 9)
+    makers: Any = [lambda n=n: gym.make("Pendulum-v1", max_episode_steps=n) for n in lengths]
+    drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
+    options: Any = {"module": Still, "fragment_length": 4, "num_fragments": 3, "seed": 0}
+    with Rollout(
+        makers, lanes=1, where=where, module_to_env_connector=lambda env: [drifts, *pieces], **options
+    ) as rollout:
+        fragments = list(rollout.fragments())
+    noise = np.concatenate([fragment.column("action_noise") for fragment in fragments])[..., 0]
+    actions = np.concatenate([fragment.column("actions") for fragment in fragments])[..., 0]
+    assert (noise[0] != 0).all()
+    for slot, length in enumerate(lengths):
+        decayed = np.where(np.arange(12) < length, noise[0, slot] * 0.5 ** np.arange(12), 0.0)
+        np.testing.assert_allclose(noise[:, slot], decayed, rtol=1e-6)
+    np.testing.assert_array_equal(actions, noise.clip(-2, 2))
+
+
+class Pair(MultiAgentEnv):
+    """One agent acts in every step, the other in every second one; an episode has six steps."""
+
+    possible_agents = ("every", "second")
+    observation_spaces = dict.fromkeys(possible_agents, spaces.Box(0, 9, (1,)))
+    action_spaces = dict.fromkeys(possible_agents, spaces.Box(-9, 9, (1,)))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        self.steps = 0
+        return self._seen(), {}
+
+    def step(self, actions: dict[str, Any]) -> Any:
+        self.steps += 1
+        return self._seen(), dict.fromkeys(actions, 0.0), {"__all__": self.steps == 6}, {}, {}
+
+    def _seen(self) -> dict[str, Any]:
+        acting = self.possible_agents if self.steps % 2 == 0 else ("every",)
+        return {agent: np.full(1, self.steps, np.float32) for agent in acting}
+
+
+def test_the_noise_of_each_of_several_agents_goes_on_with_its_own_steps() -> None:
+    drifts = OrnsteinUhlenbeckNoise(schedule=one_push, theta=0.5)
+    with MultiAgentRollout(
+        Pair,
+        module=Still,
+        num_envs=2,
+        fragment_length=8,
+        num_fragments=1,
+        seed=0,
+        module_to_env_connector=lambda env: drifts,
+    ) as rollout:
+        whole = [episode for episode in next(rollout.fragments()).episodes() if episode.is_done]
+    assert len(whole) == 2
+    for agent, steps in (("every", 6), ("second", 3)):
+        for episode in whole:
+            noise = episode.agent_episodes[agent].get_extra_model_outputs("action_noise")[:, 0]
+            np.testing.assert_allclose(noise, noise[0] * 0.5 ** np.arange(steps), rtol=1e-6)
+            assert noise[0] != 0

@@ -1,0 +1,224 @@
+"""Rollouts over hosts that they start as processes of this machine."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from ending_agent_envs import logs_of
+from leftovers import held_here
+from lost_agents import not_emitted
+from numbered_module import NumberedModule
+from remote_rollouts import await_that, check_counts, check_laws, taken_until
+from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
+
+from rollflow.nodes import DefaultModule, FlattenObservations, MultiAgentRollout, OnProcesses, OnRay, Rollout
+from rollflow.stream import EnvError, ModuleError
+
+
+def flat(env: Any) -> FlattenObservations:
+    return FlattenObservations()
+
+
+def rollout_on(place: OnProcesses, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Rollout:
+    monkeypatch.setenv(LOG_VARIABLE, str(folder))
+    return Rollout(telling_env, where=place, **{"module": NumberedModule, "fragment_length": 8, "seed": 0, **options})
+
+
+@pytest.mark.slow
+def test_every_step_on_every_host_comes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = held_here()
+    place = OnProcesses(num_hosts=2)
+    with rollout_on(place, tmp_path, monkeypatch, num_envs=3, lanes=2, num_fragments=3) as rollout:
+        assert (rollout.environments.num_lanes, rollout.environments.num_envs) == (4, 6)
+        taken = list(rollout.fragments())
+    assert len(pids_of(taken)) == 2
+    check_laws(taken, rollout.lost, slots_lost=0)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+    del rollout, taken
+    assert held_here() == before
+
+
+@pytest.mark.slow
+def test_a_host_that_is_killed_comes_back_as_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rollout_on(OnProcesses(num_hosts=2), tmp_path, monkeypatch, num_envs=2, prefetch=1) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
+        [victim, other] = pids_of(taken)
+        os.kill(victim, signal.SIGKILL)
+        taken += taken_until(fragments, lambda more: len(pids_of(more) - {victim, other}) == 1)
+        taken += [next(fragments) for _ in range(8)]
+        assert other in pids_of(taken[-8:])
+        rollout.drain()
+        taken += list(fragments)
+    check_laws(taken, rollout.lost, slots_lost=2 * 8)
+    check_counts(taken, rollout)
+    check_only_unfinished(missing_steps(taken, tmp_path), {victim}, fragment_length=8)
+    assert rollout.lost.keys() == {"workers"}
+
+
+@pytest.mark.slow
+def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rollout_on(OnProcesses(num_hosts=2), tmp_path, monkeypatch, num_envs=2, prefetch=1) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
+        [leaving, other] = pids_of(taken)
+        os.kill(leaving, signal.SIGTERM)
+        taken += taken_until(fragments, lambda more: len(pids_of(more) - {leaving, other}) == 1)
+        rollout.drain()
+        taken += list(fragments)
+    check_laws(taken, rollout.lost, slots_lost=0)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+
+
+@pytest.mark.slow
+def test_hosts_come_while_they_hold_the_run_back_and_go_while_the_reader_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.launch.scaling.WINDOW_S", 1.0)
+    place = OnProcesses(min_hosts=1, max_hosts=2)
+    with rollout_on(place, tmp_path, monkeypatch, num_envs=2, prefetch=1) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
+        assert "1 hosts are to be 2: " in caplog.text
+        gateway = rollout.environments.carrier.gateway  # type: ignore[attr-defined]
+        await_that(lambda: len(gateway.hosts) == 1)  # nobody takes what they make
+        assert "2 hosts are to be 1: " in caplog.text
+        taken += [next(fragments) for _ in range(4)]
+        rollout.drain()
+        taken += list(fragments)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+
+
+@pytest.mark.slow
+def test_hosts_whose_environment_can_not_be_made_say_so() -> None:
+    before = psutil.Process().children()
+    told = r"hosts fail again and again: host process-0 exited with code 1: rollflow: environment 'Nope-v0' can't be"
+    with pytest.raises(EnvError, match=told):
+        Rollout("Nope-v0", where=OnProcesses())
+    assert psutil.Process().children() == before
+
+
+@pytest.mark.slow
+def test_connectors_and_options_of_passes_reach_the_hosts() -> None:
+    options: Any = {"env_to_module_connector": flat, "device": "cpu", "fragment_length": 4, "num_fragments": 1}
+    with Rollout("CartPole-v1", where=OnProcesses(), **options) as rollout:
+        [batch] = rollout.batches()
+    assert batch["obs"].shape == (4, 4)
+    assert rollout.evaluate(episodes=1).returns.shape == (1,)
+
+
+def module_of(agent: str, episode: Any) -> str:
+    return "first" if agent == "agent 0" else "second"
+
+
+@pytest.mark.slow
+def test_so_do_the_steps_of_several_agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LOG_VARIABLE, str(tmp_path))
+    options: Any = {"module": {"first": NumberedModule, "second": NumberedModule}, "fragment_length": 8, "seed": 0}
+    with MultiAgentRollout(
+        telling_agents,
+        where=OnProcesses(num_hosts=2),
+        num_envs=2,
+        lanes=2,
+        agent_to_module_mapping_fn=module_of,
+        num_fragments=3,
+        **options,
+    ) as rollout:
+        assert (rollout.environments.num_lanes, rollout.environments.num_envs) == (4, 4)
+        taken = list(rollout.fragments())
+    assert {module_id for each in taken for module_id in each.module_ids} == {"first", "second"}
+    slots = [int(path.name.removeprefix("pid ")) for path in tmp_path.glob("pid *")]
+    assert len(slots) == 4
+    assert not_emitted(taken, [log for slot in slots for log in logs_of(tmp_path, slot)]) == 0
+    assert rollout.lost == {}
+
+
+PROGRAM = """
+from rollflow.nodes import DefaultModule, OnProcesses, Rollout
+
+class Policy(DefaultModule):
+    pass
+
+{guard}
+    with Rollout("CartPole-v1", where=OnProcesses(num_hosts=2), module=Policy, fragment_length=8) as rollout:
+        for batch in rollout.batches():
+            print("running", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_program_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.format(guard='if __name__ == "__main__":'))
+    program = subprocess.Popen([sys.executable, "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "running\n"
+    hosts = psutil.Process(program.pid).children()
+    assert len(hosts) == 2
+    program.send_signal(signal.SIGKILL)
+    program.communicate()
+    assert psutil.wait_procs(hosts, timeout=60)[1] == []
+
+
+@pytest.mark.slow
+def test_a_program_that_hosts_import_does_not_start_hosts_in_them(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PROGRAM.format(guard="if True:"))
+    ran = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "hosts fail again and again: host process-" in ran.stderr
+    assert "expected that to stand under if __name__ == '__main__'" in ran.stderr
+
+
+def test_wrong_numbers_of_hosts_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_hosts is 0, expected at least 1"):
+        OnProcesses(num_hosts=0)
+    with pytest.raises(ValueError, match="join_timeout is 'long', expected seconds"):
+        OnProcesses(join_timeout="long")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_hosts is 1, min_hosts is 2 and max_hosts is None, expected min_hosts <="):
+        OnProcesses(num_hosts=1, min_hosts=2)
+    with pytest.raises(
+        ValueError, match=r"min_hosts and max_hosts are for a rollout that runs ahead .*expected prefetch=1"
+    ):
+        Rollout("CartPole-v1", where=OnProcesses(max_hosts=2))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"strategy": "near"}, "strategy is 'near', expected 'spread' or 'pack'"),
+        ({"num_cpus": 0}, "a host's resources are {'CPU': 0, 'GPU': 0}, expected numbers from 0 on, and one above 0"),
+        ({"address": "tcp://0.0.0.0:7010"}, "'tcp://0.0.0.0:7010', expected a 'tcp://host:port' that hosts can dial"),
+        ({"address": "unix:/x"}, "address is 'unix:/x', expected a 'tcp://host:port' that hosts can dial"),
+        ({"num_gpus": "1"}, "a host's resources are {'CPU': 1, 'GPU': '1'}, expected numbers from 0 on"),
+        ({"resources": {"tpu": -1}}, "a host's resources are {'CPU': 1, 'GPU': 0, 'tpu': -1}, expected numbers"),
+    ],
+)
+def test_wrong_options_of_ray_are_refused(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)):
+        OnRay(**options)
+
+
+def test_a_missing_ray_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EnvError, match=r"OnRay takes the package ray: pip install rollflow\[ray\]"):
+        OnRay()
+
+
+def test_what_hosts_take_no_part_in_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"compile_forward is \{'mode': 'default'\}, expected True or False"):
+        Rollout("CartPole-v1", where=OnProcesses(), compile_forward={"mode": "default"})
+    modules = {"one": DefaultModule, "other": NumberedModule()}
+    with pytest.raises(ModuleError, match=r"module\['other'\] is a NumberedModule that is made already"):
+        MultiAgentRollout(telling_agents, module=modules, where=OnProcesses())
+    with pytest.raises(EnvError, match=r"agent_to_module_mapping_fn is \{.*\}, which hosts can't import"):
+        MultiAgentRollout(telling_agents, agent_to_module_mapping_fn={"agent 0": "one"}, where=OnProcesses())

@@ -1,0 +1,187 @@
+"""The six verbs of a launcher, with processes of this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+from leftovers import held_here
+from remote_rollouts import await_that
+from small_program import NAME, install
+
+from rollflow.nodes.launch.launcher import Handle
+from rollflow.nodes.launch.process_launcher import ProcessLauncher
+
+
+@pytest.fixture(autouse=True)
+def _installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    _before.clear()
+    _before.update(psutil.Process().children())
+
+
+@contextmanager
+def started(n: int, *command: str, secret: str = "sesame") -> Iterator[tuple[ProcessLauncher, list[Handle]]]:
+    launcher = ProcessLauncher()
+    try:
+        yield launcher, launcher.start(n, [NAME, *command, "--name", "{name}"], secret, {})
+    finally:
+        launcher.stop()
+
+
+_before: set[psutil.Process] = set()  # processes that other tests have left, such as multiprocessing's own
+
+
+def children() -> list[psutil.Process]:
+    return [child for child in psutil.Process().children() if child not in _before]
+
+
+def test_a_program_is_given_its_command_its_name_and_the_secret() -> None:
+    with started(2, "end", "7") as (launcher, handles):
+        await_that(lambda: not launcher.alive())
+        assert [handle.end for handle in handles] == ["", ""]
+        assert [launcher.logs(handle) for handle in handles] == [
+            "['end', '7', '--name', 'process-0'] sesame\n",
+            "['end', '7', '--name', 'process-1'] sesame\n",
+        ]
+
+
+def test_neither_the_secret_nor_the_command_stand_on_a_command_line() -> None:
+    with started(1, "wait", "00c0ffee", secret="0badcafe") as (launcher, [handle]):
+        await_that(lambda: "'00c0ffee', '--name', 'process-0'] 0badcafe" in launcher.logs(handle))
+        [process] = children()
+        assert not any("00c0ffee" in part or "0badcafe" in part for part in process.cmdline())
+
+
+def test_how_a_program_has_ended_is_said_in_words() -> None:
+    with started(1, "fail") as (launcher, [handle]):
+        await_that(lambda: not launcher.alive())
+        assert handle.end == "exited with code 1"
+        assert launcher.logs(handle).endswith("it broke\n")
+    with started(1, "wait") as (launcher, [handle]):
+        await_that(lambda: "waits" in launcher.logs(handle))
+        children()[0].kill()
+        await_that(lambda: not launcher.alive())
+        assert handle.end == "was killed by SIGKILL"
+
+
+def test_a_program_that_is_not_installed_is_named() -> None:
+    launcher = ProcessLauncher()
+    [handle] = launcher.start(1, ["nothing"], "", {})
+    await_that(lambda: not launcher.alive())
+    assert launcher.logs(handle).startswith("no program nothing is installed for ")
+    launcher.stop()
+
+
+def test_a_program_is_started_again_under_its_name() -> None:
+    with started(1, "wait") as (launcher, [handle]):
+        [before] = children()
+        launcher.restart(handle)
+        [after] = children()
+        assert before.pid != after.pid
+        await_that(lambda: "'--name', 'process-0'" in launcher.logs(handle))
+        assert launcher.alive() == [handle]
+
+
+def test_there_are_as_many_programs_as_are_asked_for() -> None:
+    with started(2, "wait") as (launcher, [first, second]):
+        [*before, third] = launcher.scale(3)
+        assert before == [first, second]
+        assert launcher.scale(1) == launcher.alive() == [first]
+        await_that(lambda: [*launcher.alive(), len(children())] == [first, 1])
+        [_, fourth] = launcher.scale(2)
+        assert [third.name, fourth.name] == ["process-2", "process-3"]
+
+
+def test_programs_that_are_told_to_end_are_not_waited_for_until_their_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.launch.process_launcher._LEAVING_S", 0.05)
+    with started(2, "stay") as (launcher, handles):
+        await_that(lambda: all("stays" in launcher.logs(handle) for handle in handles))
+        assert launcher.scale(1) == launcher.alive() == handles[:1]
+        assert len(children()) == 2  # the other one does not end
+        monkeypatch.setattr("rollflow.nodes.launch.process_launcher.DRAINING_S", 0.0)
+        assert launcher.scale(0) == []
+        await_that(lambda: [*launcher.alive(), len(children())] == [1])
+    assert children() == []
+
+
+def test_programs_that_have_ended_are_not_among_those_that_there_are_to_be() -> None:
+    with started(3, "wait") as (launcher, [first, second, third]):
+        await_that(lambda: all("waits" in launcher.logs(handle) for handle in (first, second, third)))
+        children()[0].kill()
+        await_that(lambda: launcher.alive() == [second, third])
+        assert launcher.scale(2) == launcher.alive() == [second, third]
+        [*before, fourth] = launcher.scale(3)
+        assert before == [second, third]
+        assert fourth.name == "process-3"
+
+
+def test_nothing_is_left_of_programs_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_ENDING_S", "_LEAVING_S"):
+        monkeypatch.setattr(f"rollflow.nodes.launch.process_launcher.{name}", 0.05)
+    before = held_here()
+    for command in ("wait", "stay", "end"):
+        with started(2, command) as (launcher, handles):
+            await_that(lambda: all(map(launcher.logs, handles)))
+    assert held_here() == before
+
+
+def test_output_has_an_end_and_one_that_raises_does_not_hold_the_program_up(caplog: pytest.LogCaptureFixture) -> None:
+    given: dict[str, list[bytes]] = {"good-0": [], "broken-0": []}
+
+    def output(name: str, data: bytes) -> None:
+        given[name].append(data)
+        if name == "broken-0":
+            raise BrokenPipeError("nobody reads")
+
+    good, broken = (ProcessLauncher(name, are_workers=False, output=output) for name in ("good", "broken"))
+    handles = [
+        *good.start(1, [sys.executable, "-c", "import sys; sys.stdout.write('no newline')"], "", {}),
+        *broken.start(1, [sys.executable, "-c", "print('x' * (1 << 20), 'last')"], "", {}),
+    ]
+    await_that(lambda: not good.alive() and not broken.alive())  # its bytes are more than a socket holds
+    assert [handle.end for handle in handles] == ["", ""]
+    assert (b"".join(given["good-0"]), given["good-0"][-1]) == (b"no newline", b"")
+    assert len(given["broken-0"]) == 1
+    assert broken.logs(handles[1]).endswith("xxx last\n")
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.endswith(" writes is no longer handed on: BrokenPipeError: nobody reads")
+
+
+PROGRAM = f"""
+import signal, sys
+from rollflow.nodes.launch.process_launcher import ProcessLauncher
+from remote_rollouts import await_that
+
+launcher = ProcessLauncher()
+handles = launcher.start(2, ["{NAME}", "stay"], "sesame", {{}})
+await_that(lambda: all("stays" in launcher.logs(handle) for handle in handles))
+print("running", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_programs_whose_launcher_is_killed() -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    driver = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=env)
+    assert driver.stdout is not None
+    assert driver.stdout.readline() == "running\n"
+    programs = psutil.Process(driver.pid).children()
+    assert len(programs) == 2
+    driver.send_signal(signal.SIGKILL)
+    driver.communicate()
+    assert psutil.wait_procs(programs, timeout=60)[1] == []
+
+
+def test_resources_are_not_for_processes_of_one_machine() -> None:
+    with pytest.raises(ValueError, match=r"resources are \{'CPU': 1\}, expected none: processes share this machine"):
+        ProcessLauncher().start(1, [NAME], "", {"CPU": 1})

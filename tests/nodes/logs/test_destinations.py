@@ -1,0 +1,273 @@
+"""What a log is written to: files that are read back, a server that is scraped, and what is refused."""
+
+import csv
+import importlib.util
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollflow.nodes.logs.destinations import KINDS, destination_of
+from rollflow.nodes.logs.figures import Row
+from rollflow.nodes.logs.log_options import LogOptions
+from rollflow.nodes.logs.prometheus import Prometheus
+from rollflow.stream.data.errors import MetricsError
+
+
+def row_of(steps: int, **values: float) -> Row:
+    return Row(steps, steps // 10, 1000.5 + steps, steps / 4, values)
+
+
+def write(text: str, *rows: Row, axis: Any = "steps") -> None:
+    destination = destination_of(text, axis)
+    destination.open()
+    for row in rows:
+        destination.write(row)
+    destination.close()
+
+
+def csv_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_csv_has_a_column_for_each_name_and_a_wider_file_where_one_comes_up(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "run.csv"
+    write(f"csv:{path}", row_of(10, a=1.5), row_of(20, b=math.nan, a=2), row_of(30, b=3.0))
+    place = [{"steps": str(n), "updates": str(n // 10), "time": str(1000.5 + n)} for n in (10, 20, 30)]
+    values = [{"a": "1.5", "b": ""}, {"a": "2", "b": "nan"}, {"a": "", "b": "3.0"}]
+    assert csv_rows(path) == [left | right for left, right in zip(place, values, strict=True)]
+    assert os.listdir(path.parent) == ["run.csv"]
+
+
+def test_csv_that_is_there_is_added_to_also_behind_a_cut_line(tmp_path: Path) -> None:
+    path = tmp_path / "run.csv"
+    write(f"csv:{path}", row_of(10, a=1.5))
+    with path.open("a") as file:
+        file.write("20,2")  # as a kill leaves it
+    write(f"csv:{path}", row_of(30, b=3.0, a=4.0))
+    assert [(row["steps"], row["a"], row["b"]) for row in csv_rows(path)] == [
+        ("10", "1.5", ""),
+        ("20", "", ""),
+        ("30", "4.0", "3.0"),
+    ]
+
+
+@pytest.mark.parametrize("data", [b"when,what\n1,2\n", b"\x89PNG\xff\x00", b"\x00" * (2 << 20)])
+def test_csv_of_somebody_else_is_refused(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "other.csv").write_bytes(data)
+    with pytest.raises(
+        MetricsError, match=r"begins with .*, expected a new file, or one that begins with 'steps,updates,time'"
+    ):
+        LogOptions(f"csv:{tmp_path}/other.csv")
+    assert (tmp_path / "other.csv").read_bytes() == data
+
+
+def test_a_device_is_no_file() -> None:
+    with pytest.raises(MetricsError, match=r"log='csv:/dev/zero' is no file, expected a file that can be written"):
+        LogOptions("csv:/dev/zero")
+
+
+def test_json_lines_have_an_object_each_and_null_for_what_json_does_not_know(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    write(f"jsonl:{path}", row_of(10, a=1.5))
+    write(f"jsonl:{path}", row_of(20, a=math.nan, b=-math.inf, c=2))
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"steps": 10, "updates": 1, "time": 1010.5, "a": 1.5},
+        {"steps": 20, "updates": 2, "time": 1020.5, "a": None, "b": None, "c": 2},
+    ]
+
+
+@pytest.mark.parametrize(("axis", "places"), [("steps", [10, 20]), ("updates", [1, 2]), ("time", [2, 5])])
+def test_tensorboard_has_a_scalar_for_each_figure(tmp_path: Path, axis: Any, places: list[int]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write(
+        f"tensorboard:{tmp_path}/runs/1",
+        row_of(10, **{"train/loss": 0.5}),
+        row_of(20, **{"train/loss": 0.25}),
+        axis=axis,
+    )
+    events = EventAccumulator(f"{tmp_path}/runs/1")
+    events.Reload()
+    assert events.Tags()["scalars"] == ["train/loss"]
+    scalars = events.Scalars("train/loss")
+    assert [(each.step, each.wall_time, each.value) for each in scalars] == [
+        (places[0], 1010.5, 0.5),
+        (places[1], 1020.5, 0.25),
+    ]
+
+
+def scraped(server: Prometheus) -> dict[str, float]:
+    """Sample, as Prometheus writes it -> value."""
+    with urllib.request.urlopen("http://{}:{}/metrics".format(*server.address), timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def test_prometheus_scrapes_the_newest_row() -> None:
+    server = Prometheus("0")
+    server.open()
+    assert server.address[0] == "127.0.0.1"
+    assert scraped(server) == {}
+    server.write(row_of(10, **{"time/fps": 5.0}))
+    names = {
+        "time/fps": 7.0,
+        "time/total_timesteps": 20,
+        "busy/env": 0.5,
+        "busy/module": 0.25,
+        "policy/version/hunter": 3,
+        "metrics/filter/mean": 1.5,
+        "train/loss": 0.125,
+    }
+    server.write(row_of(20, **names))
+    assert scraped(server) == {
+        "rollflow_fps": 7.0,
+        "rollflow_timesteps_total": 20.0,
+        'rollflow_busy_ratio{stage="env"}': 0.5,
+        'rollflow_busy_ratio{stage="module"}': 0.25,
+        'rollflow_module_policy_version{module="hunter"}': 3.0,
+        'rollflow_metric{name="filter/mean"}': 1.5,
+        'rollflow_logged{name="train/loss"}': 0.125,
+    }
+    server.close()
+    with pytest.raises(OSError, match="refused"):
+        scraped(server)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"log='prometheus:127.0.0.1:{port}': Address already in use"):
+            Prometheus(str(port)).open()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_own", [True, False], ids=["a new run", "the program's run"])
+def test_wandb_works_offline(tmp_path: Path, is_own: bool) -> None:
+    program = (
+        "import os, sys, wandb\n"
+        "from rollflow.nodes import Rollout\n"
+        "mine = None if sys.argv[1] == 'True' else wandb.init(project='mine')\n"
+        "log = 'wandb:pole/first' if mine is None else 'wandb:'\n"
+        "with Rollout('CartPole-v1', num_fragments=2, seed=0, log=log) as rollout:\n"
+        "    for batch in rollout.batches():\n"
+        "        rollout.log('train/loss', 0.5)\n"
+        "    [writer] = rollout.log.writers\n"
+        "    finish, run = writer.destination.close, writer.destination._run\n"
+        "    def close():\n"
+        "        summary = dict(run.summary)\n"
+        "        print(run.project, run.name, summary['train/loss'], summary['global_step'] == rollout.num_steps)\n"
+        "        finish()\n"
+        "    writer.destination.close = close\n"
+        "assert mine is None or wandb.run is mine\n"
+    )
+    environment = os.environ | {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(is_own)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    project, name, loss, steps = done.stdout.split()[-4:]
+    assert (project, loss, steps) == ("pole" if is_own else "mine", "0.5", "True")
+    assert name == "first" or not is_own
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["pole", "pole/first"])
+def test_mlflow_has_a_run_with_a_metric_for_each_figure(tmp_path: Path, target: str) -> None:
+    program = (
+        "import sys\n"
+        "from mlflow import MlflowClient\n"
+        "from rollflow.nodes import Rollout\n"
+        "with Rollout('CartPole-v1', num_fragments=2, seed=0, log=f'mlflow:{sys.argv[1]}') as rollout:\n"
+        "    for batch in rollout.batches():\n"
+        "        rollout.log('train/loss', 0.5)\n"
+        "client = MlflowClient()\n"
+        "[run] = client.search_runs([client.get_experiment_by_name('pole').experiment_id])\n"
+        "[loss] = client.get_metric_history(run.info.run_id, 'train/loss')\n"
+        "print(run.info.status, loss.value, loss.step == rollout.num_steps, run.info.run_name)\n"
+    )
+    # The package alone, without a database, has runs on a server, or in files, if it is allowed to.
+    environment = os.environ | {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/runs", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", program, target], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    status, loss, is_same, name = done.stdout.split()[-4:]
+    assert (status, loss, is_same) == ("FINISHED", "0.5", "True")
+    assert name == "first" or "/" not in target
+
+
+# What is refused, before anything runs
+
+
+def test_an_experiment_has_a_name() -> None:
+    with pytest.raises(MetricsError, match="log='mlflow:' names no experiment, expected 'mlflow:EXPERIMENT'"):
+        LogOptions("mlflow:")
+
+
+@pytest.mark.parametrize("text", ["tensorboard", "tensorbord:runs", ":x", "", "CSV:run.csv", 7])
+def test_an_unknown_kind_lists_the_known_ones(text: Any) -> None:
+    with pytest.raises(MetricsError, match=r"expected KIND:TARGET, such as 'tensorboard:runs/1'; kinds: csv, jsonl, "):
+        LogOptions([text])
+
+
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "mlflow", "prometheus"])
+def test_a_missing_package_says_what_to_install(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    extra = "serve" if kind == "prometheus" else kind
+    with pytest.raises(MetricsError, match=rf"takes the package \w+: pip install 'rollflow\[{extra}\]'"):
+        LogOptions(f"{kind}:9100")
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "tensorboard"])
+@pytest.mark.parametrize("place", ["", "there/x", "other"])
+def test_a_path_that_cannot_be_written_is_refused_and_nothing_is_made(tmp_path: Path, kind: str, place: str) -> None:
+    is_folder = kind == "tensorboard"
+    (tmp_path / "there").write_text("a file")
+    (tmp_path / "other").write_text("a file") if is_folder else (tmp_path / "other").mkdir()
+    target = f"{tmp_path}/{place}" if place else ""
+    expected = {
+        "": f"names no {'folder' if is_folder else 'file'}",
+        "there/x": "there is a file, expected a",
+        "other": "is no f",
+    }
+    with pytest.raises(MetricsError, match=expected[place]):
+        LogOptions(f"{kind}:{target}")
+    assert sorted(os.listdir(tmp_path)) == ["other", "there"]
+
+
+@pytest.mark.parametrize("target", ["", "web", "70000", "-1", "localhost:", "1.5"])
+def test_what_is_no_port_is_refused(target: str) -> None:
+    with pytest.raises(MetricsError, match="expected PORT or HOST:PORT, a port from 0 to 65535"):
+        LogOptions(f"prometheus:{target}")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"log": 7}, "log is 7, expected a text such as 'csv:run.csv', or a list of them"),
+        ({"log": ["csv:x.csv", "csv:x.csv"]}, "log has 'csv:x.csv' and 'csv:x.csv', expected each place once"),
+        ({"log": ["csv:x.csv", "csv:./x.csv"]}, "log has 'csv:x.csv' and 'csv:./x.csv', expected each place once"),
+        ({"every": 0}, "log_every is 0, expected a number of seconds above 0"),
+        ({"every": "1"}, "log_every is '1', expected a number of seconds above 0"),
+        ({"every": math.inf}, "log_every is inf, expected a number of seconds above 0"),
+        ({"axis": "epochs"}, "log_x is 'epochs', expected 'steps', 'updates', 'time'"),
+    ],
+)
+def test_options_that_cannot_be_worked_with_are_refused(options: Any, text: str) -> None:
+    with pytest.raises(MetricsError, match=text):
+        LogOptions(**options)
+
+
+def test_every_kind_is_on_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs/how_to/log.md").read_text()
+    assert [kind for kind in KINDS if f"| `{kind}:" not in page] == []

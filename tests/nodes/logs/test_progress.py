@@ -1,0 +1,128 @@
+"""Progress for people: its words, what a terminal shows, and what a file or a pipe gets."""
+
+import importlib.util
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from rollflow.nodes import Rollout
+from rollflow.nodes.logs.figures import Row
+from rollflow.nodes.logs.progress import Progress, text_of
+from rollflow.stream.data.errors import MetricsError
+
+VALUES = {"time/fps_now": 1234.6, "rollout/ep_rew_mean": 20.5, "policy/version": 7.0}
+
+
+def row(updates: int, of: int | None = None, **values: float) -> Row:
+    return Row(100 * updates, updates, 1000.0, 2.0 * updates, {**VALUES, **values}, of)
+
+
+def opened() -> Progress:
+    progress = Progress("")
+    progress.open()
+    return progress
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({}, "0 steps/s"),
+        (VALUES, "1,235 steps/s, return 20.5, version 7"),
+        ({**VALUES, "busy/env": 0.05, "busy/module": 0.09}, "1,235 steps/s, return 20.5, version 7"),
+        ({"time/fps_now": 10.0, "busy/env": 0.25, "busy/caller": 0.75}, "10 steps/s, caller 75% busy"),
+        ({"policy/version/a": 3.0, "policy/version/b": 5.0}, "0 steps/s, versions 3 to 5"),
+        ({"policy/version/a": 3.0, "policy/version/b": 3.0}, "0 steps/s, version 3"),
+    ],
+)
+def test_a_row_in_words(values: dict[str, float], text: str) -> None:
+    assert text_of(Row(0, 0, 0.0, 0.0, values)) == text
+
+
+def test_a_pipe_gets_the_first_row_and_after_a_minute_another_and_the_last(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = [5.0]  # the newest last
+    monkeypatch.setattr("rollflow.nodes.logs.progress.time", SimpleNamespace(monotonic=lambda: times[-1]))
+    progress = opened()
+    lines = []
+    for updates, now in ((1, 5.0), (2, 64.9), (3, 65.0), (4, 66.0)):
+        times.append(now)
+        progress.write(row(updates, of=5))
+        lines.append(capsys.readouterr().err)
+    progress.close()
+    words = "1,235 steps/s, return 20.5, version 7\n"
+    assert lines == [f"1 of 5 updates in 2 s: {words}", "", f"3 of 5 updates in 6 s: {words}", ""]
+    assert capsys.readouterr().err == f"4 of 5 updates in 8 s: {words}"
+
+
+def test_nothing_is_written_twice_and_nothing_without_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+    opened().close()
+    assert capsys.readouterr().err == ""
+    progress = opened()
+    progress.write(row(1))
+    progress.close()
+    assert capsys.readouterr().err == "1 updates in 2 s: 1,235 steps/s, return 20.5, version 7\n"
+
+
+def test_a_terminal_has_one_line_with_the_time_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    progress = opened()
+    progress.write(row(1, of=5))
+    sys.stdout.write("a program's own line\n")
+    progress.write(row(2, of=5))
+    progress.close()
+    shown = capsys.readouterr()
+    assert "2/5" in shown.err
+    assert "1,235 steps/s, return 20.5, version 7" in shown.err
+    assert "a program's own line" in shown.out + shown.err
+
+
+def test_a_terminal_that_can_not_write_over_a_line_has_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    progress = opened()
+    progress.write(row(1))
+    progress.close()
+    assert "1 updates in 2 s: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["batches", "fragments"])
+def test_a_loop_shows_its_progress(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=3, seed=0) as rollout:
+        assert len(list(getattr(rollout, kind)(progress=True))) == 3
+        assert list(getattr(rollout, kind)(progress=True)) == []  # another loop has the same line
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("3 of 3 updates in ")
+    assert " steps/s, " in last
+
+
+def test_progress_that_was_not_asked_for_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with Rollout("CartPole-v1", fragment_length=8, num_fragments=1, seed=0) as rollout:
+        assert len(list(rollout.batches(progress=False))) == 1
+        assert rollout.log.writers == []
+    assert capsys.readouterr().err == ""
+
+
+def test_what_is_no_flag_is_refused() -> None:
+    with (
+        Rollout("CartPole-v1", seed=0) as rollout,
+        pytest.raises(ValueError, match="progress is 1, expected True or False"),
+    ):
+        rollout.batches(progress=1)  # type: ignore[arg-type]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with Rollout("CartPole-v1", seed=0) as rollout, pytest.raises(MetricsError, match=r"pip install 'rollflow\[view\]"):
+        rollout.batches(progress=True)
+
+
+def test_a_target_is_refused() -> None:
+    with pytest.raises(MetricsError, match="log='progress:run' names a target, expected 'progress:'"):
+        Rollout("CartPole-v1", log="progress:run")

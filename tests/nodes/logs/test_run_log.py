@@ -1,0 +1,237 @@
+"""Rows of a log: when one is made, who writes it, and what becomes of a destination that is slow or fails."""
+
+import gc
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollflow.nodes.logs import destinations, run_log
+from rollflow.nodes.logs.figures import Counts, Row
+from rollflow.nodes.logs.log_options import LogOptions
+from rollflow.nodes.logs.run_log import RunLog
+from rollflow.stream.data.errors import MetricsError, RunError
+
+SELDOM = 3600.0  # no row but those that a test asks for, and the last
+
+
+class Kept:
+    """Destination that keeps rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.is_open = False
+        self.may_write, self.is_writing = threading.Event(), threading.Event()
+        self.may_write.set()
+        self.error: Exception | None = None
+
+    def open(self) -> None:
+        self.is_open = True
+
+    def write(self, row: Row) -> None:
+        self.is_writing.set()
+        assert self.may_write.wait(60)
+        if self.error is not None:
+            raise self.error
+        self.rows.append(row)
+
+    def close(self) -> None:
+        self.is_open = False
+
+
+class StepLog(RunLog):
+    """Log of a number of steps."""
+
+    steps = 0
+
+    def counts(self) -> Counts:
+        return Counts(steps=self.steps)
+
+
+def begun(every: float = SELDOM, count: int = 1) -> StepLog:
+    log = StepLog(LogOptions([f"kept:{number}" for number in range(count)], every=every))
+    log.begin()
+    return log
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    """Destinations of the kind `kept`: of an options' own check, and of the log."""
+    made: list[Kept] = []
+
+    def make(target: str, axis: Any) -> Kept:
+        made.append(Kept())
+        return made[-1]
+
+    monkeypatch.setattr(destinations, "KINDS", {"kept": make})
+    return made
+
+
+def step(log: StepLog) -> None:
+    log.steps += 1
+    log.make_row()
+
+
+def test_the_last_row_is_written_before_the_destination_is_closed(kept: list[Kept]) -> None:
+    log = begun()
+    assert kept[-1].is_open
+    log.steps = 3
+    log("loss", 1.0)
+    log("loss", torch.tensor([4.0]))
+    log("rate", np.int64(2))
+    log.end()
+    log.end()
+    assert not kept[-1].is_open
+    [row] = kept[-1].rows
+    assert (row.steps, row.values["loss"], row.values["rate"]) == (3, 2.5, 2.0)
+
+
+def test_a_row_comes_by_itself(kept: list[Kept]) -> None:
+    log = begun(every=0.01)
+    log.steps = 1
+    assert kept[-1].is_writing.wait(60)
+    log.end()
+    assert [row.steps for row in kept[-1].rows] == [1]  # and none more, since nothing has moved
+
+
+def test_values_are_of_the_row_that_follows_them_alone(kept: list[Kept]) -> None:
+    log = begun()
+    log("loss", 1.0)
+    step(log)
+    step(log)
+    log("loss", math.nan)
+    log.end()
+    first, second, third = kept[-1].rows
+    assert first.values["loss"] == 1.0
+    assert "loss" not in second.values
+    assert math.isnan(third.values["loss"])
+
+
+def test_a_slow_destination_loses_its_oldest_rows_and_says_how_many(
+    kept: list[Kept], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_log, "_MOST_ROWS", 2)
+    log = begun(count=2)
+    slow, quick = kept[-2:]
+    slow.may_write.clear()
+    step(log)
+    assert slow.is_writing.wait(60)
+    for _ in range(4):
+        step(log)
+        while len(quick.rows) < log.steps:
+            quick.is_writing.wait(60)
+    assert log.dropped_rows == 2
+    slow.may_write.set()
+    log.end()
+    assert [row.steps for row in slow.rows] == [1, 4, 5]
+    assert [row.steps for row in quick.rows] == [1, 2, 3, 4, 5]
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log kept:0 was too slow, or had failed: 2 rows are lost"
+    ]
+    assert [row.values["log/dropped_rows"] for row in quick.rows] == [0, 0, 0, 0, 1]
+
+
+def test_a_destination_that_fails_gets_no_more_rows_and_the_others_do(
+    kept: list[Kept], caplog: pytest.LogCaptureFixture
+) -> None:
+    log = begun(count=2)
+    broken, whole = kept[-2:]
+    broken.error = OSError("the disk is full")
+    for _ in range(3):
+        step(log)
+    log.end()
+    assert broken.rows == []
+    assert len(whole.rows) == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "the log kept:0 has failed, and gets no more rows: OSError: the disk is full",
+        "the log kept:0 was too slow, or had failed: 3 rows are lost",
+    ]
+
+
+def test_a_destination_that_hangs_is_left_behind(
+    kept: list[Kept], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run_log, "_CLOSE_S", 0.0)
+    log = begun()
+    kept[-1].may_write.clear()
+    step(log)
+    assert kept[-1].is_writing.wait(60)
+    step(log)
+    log.end()
+    assert "the log kept:0 is left behind, with 1 rows: it has not closed in time" in caplog.text
+    kept[-1].may_write.set()
+    log.writers[0].wait(time.monotonic() + 60.0)
+    assert len(kept[-1].rows) == 2
+
+
+def test_one_that_cannot_be_opened_closes_the_others(kept: list[Kept], monkeypatch: pytest.MonkeyPatch) -> None:
+    log = StepLog(LogOptions(["kept:0", "kept:1"]))
+
+    def refuse() -> None:
+        raise OSError("taken")
+
+    monkeypatch.setattr(kept[-1], "open", refuse)
+    with pytest.raises(OSError, match="taken"):
+        log.begin()
+    assert not kept[-2].is_open
+    log.end()
+
+
+def test_counts_that_fail_cost_a_row_and_not_the_run(kept: list[Kept], caplog: pytest.LogCaptureFixture) -> None:
+    log = begun()
+    log.steps = None  # type: ignore[assignment]
+    log("loss", 2.0)
+    log.make_row()
+    log.steps = 1
+    log.end()
+    assert "a row of the log could not be made" in caplog.text
+    assert [(row.steps, row.values["loss"]) for row in kept[-1].rows] == [(1, 2.0)]
+
+
+def test_the_threads_end_with_a_run_that_nobody_has_closed(kept: list[Kept]) -> None:
+    log = begun(every=0.01)
+    threads = [log._thread, *(writer._thread for writer in log.writers)]
+    del log
+    gc.collect()
+    for thread in threads:
+        assert thread is not None
+        thread.join(60)
+        assert not thread.is_alive()
+    assert not kept[-1].is_open
+
+
+@pytest.mark.parametrize(
+    ("refused", "text"),
+    [
+        (lambda log: log("loss", "high"), "'loss' was given 'high', expected one number"),
+        (lambda log: log("loss", torch.zeros(2)), "expected one number"),
+        (lambda log: log("time/fps", 1.0), "which rollflow logs itself"),
+        (lambda log: log(["train", "loss"], 1.0), "expected a text such as 'train/loss'"),
+    ],
+)
+def test_values_that_cannot_be_logged_are_refused_also_without_a_destination(
+    refused: Callable[[RunLog], None], text: str
+) -> None:
+    log = StepLog(LogOptions())
+    with pytest.raises(MetricsError, match=text):
+        refused(log)
+
+
+def test_without_a_destination_nothing_is_kept_and_no_thread_runs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    before = set(threading.enumerate())
+    log = StepLog(LogOptions())
+    log.begin()
+    log("loss", 1.0)
+    assert set(threading.enumerate()) <= before
+    assert log._own == {}
+    log.end()
+    with pytest.raises(RunError, match="'loss' was to be logged after the end of the run, expected it before"):
+        log("loss", 1.0)
+    assert caplog.records == []

@@ -1,0 +1,396 @@
+"""Faults that fragments show: rollouts that have one are told of it once, and those that have none of nothing."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from doctor_clock import Looking
+from held_envs import await_that
+from numbered_agents import NumberedAgents
+
+from rollflow.nodes import MultiAgentRollout, RLModule, Rollout
+from rollflow.nodes.metrics import fragment_checks
+from rollflow.nodes.modules.policy_weights import PolicyWeights
+from rollflow.stream import Graph
+
+ROUNDS = 45  # more than the looks after which values are said never to change
+
+
+class RandomEnv(gym.Env[Any, Any]):
+    """Random observations and rewards, or the given ones; episodes of `length` steps, at random 5 to 15."""
+
+    metadata: dict[str, Any] = {}  # noqa: RUF012
+    observation_space = gym.spaces.Box(-10, 10, (2,), np.float32)
+
+    def __init__(
+        self,
+        *,
+        obs: float | None = None,
+        reward: float | None = None,
+        length: int | None = None,
+        action_space: gym.Space[Any] | None = None,
+    ) -> None:
+        self.action_space = gym.spaces.Discrete(3) if action_space is None else action_space
+        self._obs, self._reward, self._length, self._left = obs, reward, length, 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._left = self._length or int(self.np_random.integers(5, 16))
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._left -= 1
+        reward = float(self.np_random.random()) if self._reward is None else self._reward
+        return self._seen(), reward, self._left == 0, False, {}
+
+    def _seen(self) -> Any:
+        return self.np_random.random(2, np.float32) if self._obs is None else np.full(2, self._obs, np.float32)
+
+
+class Logits(RLModule):
+    """The same logits for every observation; `chosen`, if given, is the action."""
+
+    def __init__(self, *logits: float, chosen: Any = None) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.tensor(logits))
+        self.chosen = chosen
+
+    def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        count = len(batch["obs"])
+        logits = {"action_dist_inputs": self.logits.detach().expand(count, -1)}
+        return logits if self.chosen is None else {**logits, "actions": torch.tensor([self.chosen] * count)}
+
+
+EVEN = Logits(0.0, 0.5, 0.0)
+
+
+def publish(rollout: Rollout) -> None:
+    rollout.publish(rollout.module.state_dict())
+
+
+def said(
+    env: Callable[[], Any],
+    module: Any = EVEN,
+    after: Callable[[Rollout], object] = publish,
+    fragments: int = ROUNDS,
+    **options: Any,
+) -> list[str]:
+    """What is said in a run with a look for each fragment, after which `after` is called."""
+    texts: list[str] = []
+    given: dict[str, Any] = {"fragment_length": 4, "num_fragments": fragments, "seed": 0, "stall_after": None} | options
+    with Rollout(env, module=module, **given) as rollout:
+        looking = Looking(rollout._doctor)
+        for _ in rollout.fragments():
+            texts += looking.once()
+            after(rollout)
+        assert len(looking.watch.diagnose().notes) == len(texts)
+    return texts
+
+
+@pytest.mark.parametrize("num_envs", [1, 3])
+@pytest.mark.parametrize("module", [EVEN, Logits(-float("inf"), 0.0, 0.0)], ids=["even", "masked"])
+def test_a_run_without_a_fault_is_told_of_none(module: Any, num_envs: int) -> None:
+    assert said(RandomEnv, module, num_envs=num_envs) == []
+
+
+@pytest.mark.parametrize("name", ["obs", "reward"])
+def test_values_that_are_no_numbers_are_named_once(name: str) -> None:
+    noun = {"obs": "observations", "reward": "rewards"}[name]
+    texts = said(lambda: RandomEnv(**{name: np.nan}), num_envs=2, after=lambda rollout: None)  # type: ignore[arg-type]
+    assert texts == [f"{noun} are NaN in fragment after fragment"]
+
+
+def test_those_who_ask_have_nothing_looked_at_and_are_told_what_was_found() -> None:
+    options: Any = {"fragment_length": 4, "num_fragments": 36, "seed": 0, "stall_after": None}
+    with Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options) as rollout:
+        looking = Looking(rollout._doctor)
+        texts: list[str] = []
+        for number, _ in enumerate(rollout.fragments()):
+            looking.watch.diagnose()
+            rollout.snapshot()
+            texts += looking.once() if number % 4 == 0 else ()  # at the end, ten have been looked at
+        assert texts == []
+        assert looking.once() == [*looking.watch.diagnose().notes] == ["rewards are NaN in fragment after fragment"]
+
+
+def test_what_the_doctor_has_found_is_given_to_those_who_ask() -> None:
+    options: Any = {"fragment_length": 4, "seed": 0, "stall_after": 0.1}  # a look every 10 ms
+    with Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options) as rollout:
+        fragments = rollout.fragments()
+        await_that(lambda: bool(next(fragments) and rollout.diagnose().notes))
+        assert rollout.diagnose().notes == ("rewards are NaN in fragment after fragment",)
+
+
+def test_a_single_fragment_with_nan_says_nothing() -> None:
+    class Once(RandomEnv):
+        steps = 0
+
+        def _seen(self) -> Any:
+            self.steps += 1
+            return super()._seen() * (np.nan if self.steps == 50 else np.float32(1))
+
+    assert said(Once) == []
+
+
+def test_observations_that_never_change_are_named() -> None:
+    [text] = said(lambda: RandomEnv(obs=3.0), num_envs=2)
+    assert text.startswith("observations were all one value in 30 fragments that were looked at, through ")
+
+
+@pytest.mark.parametrize(
+    ("env", "after"),
+    [
+        (lambda: RandomEnv(obs=3.0), lambda rollout: None),  # nothing is learnt
+        (lambda: RandomEnv(obs=3.0, length=1), publish),  # a bandit
+        (lambda: RandomEnv(reward=1.0), publish),  # returns are lengths
+        (lambda: RandomEnv(reward=0.0, length=500), lambda rollout: None),
+        (lambda: RandomEnv(action_space=gym.spaces.Discrete(1)), publish),
+    ],
+    ids=["not trained", "bandit", "reward of each step", "not trained, no reward", "no choice"],
+)
+def test_what_may_well_stay_the_same_is_not_named(env: Any, after: Any) -> None:
+    module = Logits(0.0) if getattr(env().action_space, "n", 3) == 1 else EVEN
+    assert said(env, module, after) == []
+
+
+def test_rewards_that_never_change_where_no_episode_ends_are_named() -> None:
+    [text] = said(lambda: RandomEnv(reward=0.5, length=10_000), num_envs=2)
+    assert text.startswith("rewards were all 0.5, and no episode has ended in 30 fragments")
+
+
+def test_actions_that_never_change_are_named() -> None:
+    [text] = said(RandomEnv, Logits(0.0, 0.5, 0.0, chosen=2), num_envs=2)
+    assert text.startswith("actions were all 2 in 30 fragments that were looked at, through ")
+
+
+def test_an_entropy_of_zero_is_named() -> None:
+    class BySight(Logits):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            return {"action_dist_inputs": 1e4 * torch.nn.functional.pad(batch["obs"] - batch["obs"].flip(1), (0, 1))}
+
+    [text] = said(RandomEnv, BySight(0.0), num_envs=2)
+    assert text.startswith("every action was the likeliest one, with a probability above 0.999999, in 30 fragments")
+
+
+def test_inputs_of_a_distribution_of_ones_own_say_nothing() -> None:
+    class Own(Logits):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            count = len(batch["obs"])
+            return {"action_dist_inputs": torch.zeros(count, 1), "actions": torch.arange(count) % 3}
+
+    assert said(RandomEnv, Own(0.0), num_envs=2) == []
+
+
+def test_q_values_that_lie_far_apart_have_an_entropy_as_long_as_others_are_tried() -> None:
+    class Greedy(Logits):
+        def _forward(self, batch: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            outputs = super()._forward(batch)
+            return {**outputs, "actions": (batch["obs"][:, 0] < 0.1).long()}
+
+    assert said(RandomEnv, Greedy(90.0, 60.0, 30.0), num_envs=2) == []
+
+
+def test_published_weights_that_nobody_acts_with_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PolicyWeights, "load_into", lambda weights, module: 0)
+    [text] = said(RandomEnv)
+    assert text.startswith(
+        "version 1 was published 20 fragments ago, and 20 after it, and none acts: fragments are made"
+    )
+
+
+def test_weights_that_are_published_faster_than_anybody_looks_are_in_order() -> None:
+    texts: list[str] = []
+    options: Any = {"fragment_length": 1, "num_fragments": 200, "prefetch": 1, "seed": 0, "stall_after": None}
+    with Rollout(RandomEnv, module=EVEN, **options) as rollout:
+        looking = Looking(rollout._doctor)
+        for number, _ in enumerate(rollout.fragments()):
+            publish(rollout)
+            texts += looking.once() if number % 40 == 0 else ()
+    assert texts == []
+
+
+@pytest.mark.parametrize(("memory", "is_named"), [(1e5, True), (1e9, False)])
+def test_a_reader_that_keeps_all_fragments_is_named_once_they_take_much_memory(
+    memory: float, is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fragment_checks, "_MEMORY", memory)
+    kept: list[Any] = []
+
+    def said_by(keep: Callable[[Any], object]) -> list[str]:
+        texts: list[str] = []
+        options: Any = {"fragment_length": 4, "num_fragments": 110, "seed": 0, "stall_after": None}
+        with Rollout(RandomEnv, module=EVEN, **options) as rollout:
+            looking = Looking(rollout._doctor)
+            for fragment in rollout.fragments():
+                keep(fragment)
+                texts += looking.once()
+        return texts
+
+    assert said_by(lambda fragment: kept.append(np.array(fragment.column("rewards")))) == []
+    texts = said_by(lambda fragment: kept.append(fragment.episodes()[0].rewards))
+    assert len(texts) == is_named
+    if is_named:
+        assert texts[0].startswith("100 of 100 fragments that were given are still in memory, ")
+
+
+class Given:
+    """Fragments of lanes, as far as they are counted."""
+
+    def __init__(self) -> None:
+        self.checks = fragment_checks.FragmentChecks()
+        self.numbers: dict[int, int] = {}
+
+    def give(self, lane: int, count: int = 1) -> None:
+        self.numbers.setdefault(lane, 0)
+        for _ in range(count):
+            fragment: Any = type("Counted", (), {"lane": lane, "sequence": self.numbers[lane], "is_empty": True})()
+            fragment.columns = {"rewards": type("Rewards", (), {"tree": np.zeros(1)})}
+            self.numbers[lane] = fragment.sequence + 1
+            self.checks(fragment)
+
+    def texts(self, *, away: Sequence[int] = ()) -> Sequence[str]:
+        return [sign.text for sign in self.checks.signs(0, self.numbers.keys() - set(away))]
+
+
+def test_a_lane_that_gives_much_less_than_its_sisters_is_named_until_it_does_no_more() -> None:
+    given = Given()
+    for lane in range(4):
+        given.give(lane)
+    assert given.texts() == []
+    for lane, count in enumerate([50, 60, 12, 70]):
+        given.give(lane, count)
+    named = "lane 2 gave 12 fragments while the middle one of 4 lanes gave 60"
+    assert given.texts() == given.texts() == [named]
+    for lane in range(4):
+        given.give(lane, 50)
+    assert given.texts() == []
+
+
+@pytest.mark.parametrize("counts", [(50, 11), (49, 49, 1), (50, 60, 13)])
+def test_lanes_that_are_somewhat_slower_are_not_named(counts: tuple[int, ...]) -> None:
+    given = Given()
+    for lane in range(len(counts)):
+        given.give(lane)
+    assert given.texts() == []
+    for lane, count in enumerate(counts):
+        given.give(lane, count)
+    assert given.texts() == []
+
+
+def hanging(before: int) -> Given:
+    """Lane 3 gave so many fragments, before it gave none while the others gave 50."""
+    given = Given()
+    for lane, count in enumerate([1, 1, 1, before]):
+        given.give(lane, count)
+    assert given.texts() == []
+    for lane in range(3):
+        given.give(lane, 50)
+    return given
+
+
+@pytest.mark.parametrize("before", [0, 1, 50])
+def test_a_lane_that_gives_nothing_is_named_for_as_long_as_it_is_there(before: int) -> None:
+    given = hanging(before)
+    assert given.texts() == ["lane 3 gave 0 fragments while the middle one of 4 lanes gave 50"]
+    assert given.texts(away=[3]) == []
+
+
+def test_a_lane_that_has_given_as_many_as_any_other_may_have_ended_and_is_not_named() -> None:
+    given = hanging(before=51)
+    assert given.texts() == []
+
+
+def test_a_lane_that_was_away_meanwhile_is_not_named_before_it_was_there_all_the_time() -> None:
+    given = hanging(before=1)
+    assert given.texts(away=[3]) == []
+    for texts in ([], ["lane 3 gave 0 fragments while the middle one of 4 lanes gave 50"]):
+        assert given.texts() == []
+        for lane in range(3):
+            given.give(lane, 50)
+        assert given.texts() == texts
+
+
+@pytest.mark.anyio
+async def test_a_rollout_in_a_graph_is_told_of_as_well() -> None:
+    texts: list[str] = []
+    options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "num_envs": 2, "seed": 0}
+    graph = Graph()
+    graph.add(rollout=Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options))
+    graph.output("fragments", "rollout.fragments")
+    async with graph.run(stall_after=None) as run:
+        looking = Looking(run.doctor)
+        async for _ in run["fragments"]:
+            texts += await anyio.to_thread.run_sync(looking.once)
+    assert texts == ["rollout: rewards are NaN in fragment after fragment"]
+
+
+@pytest.mark.anyio
+async def test_nothing_is_looked_at_in_a_graph_for_those_who_ask() -> None:
+    options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "seed": 0}
+    graph = Graph()
+    graph.add(rollout=Rollout(lambda: RandomEnv(reward=np.nan), module=EVEN, **options))
+    graph.output("fragments", "rollout.fragments")
+    async with graph.run(stall_after=None) as run:
+        async for _ in run["fragments"]:
+            run.doctor.snapshot()
+            assert run.diagnose().notes == ()
+
+
+class Paced(RandomEnv):
+    """A step of a slow one takes as long as so many of the two others together."""
+
+    steps = 0  # of those that are not slow
+
+    def __init__(self, slow: int = 0) -> None:
+        super().__init__()
+        self._slow, self._due = slow, 0
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        if self._slow:
+            self._due += self._slow
+            await_that(lambda: Paced.steps >= self._due)
+        else:
+            Paced.steps += 1
+        return super().step(action)
+
+
+@pytest.mark.parametrize(("slow", "named"), [(24, ["lane 2"]), (10**8, ["lane 2"]), (0, [])])
+def test_a_lane_with_slow_steps_is_named_in_a_run_that_has_one(
+    slow: int, named: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Paced, "steps", 0)
+    envs = [Paced, Paced, lambda: Paced(slow)]
+    texts: list[str] = []
+    options: Any = {"where": "threads", "lanes": 3, "fragment_length": 1, "prefetch": 2, "seed": 0, "stall_after": None}
+    with Rollout(envs, module=EVEN, **options) as rollout:
+        looking = Looking(rollout._doctor)
+        for _ in zip(range(600), rollout.fragments(), strict=False):
+            texts += looking.once()
+        monkeypatch.setattr(Paced, "steps", 10**9)  # the slow one goes on
+    assert [text.split(" gave ")[0] for text in texts] == named
+
+
+class StillAgents(NumberedAgents):
+    """Observations are ones."""
+
+    def _observe(self, agent: str) -> Any:
+        super()._observe(agent)
+        return np.ones(5, np.int64)
+
+
+@pytest.mark.parametrize("env", [StillAgents, NumberedAgents])
+def test_faults_of_several_agents_are_named(env: type[NumberedAgents]) -> None:
+    texts: list[str] = []
+    options: Any = {"fragment_length": 4, "num_fragments": ROUNDS, "seed": 0, "stall_after": None}
+    with MultiAgentRollout(lambda: env(0, nested=0), num_envs=2, **options) as rollout:
+        looking = Looking(rollout._doctor)
+        for _ in rollout.fragments():
+            texts += looking.once()
+            rollout.publish({name: module.state_dict() for name, module in rollout.module.items()})
+    named = "observations were all one value in 30 fragments"
+    assert [text[: len(named)] for text in texts] == [named] * (env is StillAgents)

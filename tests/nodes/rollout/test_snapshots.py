@@ -1,0 +1,193 @@
+"""Snapshots of rollouts: what another process sees of them, also while a step hangs, and that nothing is left."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from anyio import to_thread
+from held_envs import LONGEST_S, Held, await_held, let_go
+from leftovers import held_here
+from numbered_agents import NumberedAgents
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import MultiAgentRollout, RandomModule, Rollout
+from rollflow.stream import Fragment, Graph
+from rollflow.stream.snapshots import run_folder
+from rollflow.stream.snapshots.run_folder import snapshots
+
+ANYWHERE: dict[str, dict[str, Any]] = {
+    "inline": {},
+    "ahead": {"prefetch": 1},
+    "threads": {"where": "threads"},
+    "event loop": {"where": "threads", "forward_in_thread": True},
+    "processes": {"where": "processes", "workers": 1},
+    "rollouts": {"where": "rollouts", "workers": 1},
+}
+PLACES = [*list(ANYWHERE)[:-1], pytest.param("rollouts", marks=pytest.mark.slow)]
+STAGES = ["env", "env_to_module", "module", "module_to_env"]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(run_folder.FOLDER, str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+def rollout_of(**options: Any) -> Rollout:
+    options = {"num_fragments": 2, "fragment_length": 8, "seed": 0, **options}
+    return Rollout([partial(NumberedEnv, 0), partial(NumberedEnv, 1)], module=NumberedModule(), **options)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_snapshot_has_what_the_rollout_says_of_itself(place: str, folder: Path) -> None:
+    with rollout_of(num_fragments=None, **ANYWHERE[place]) as rollout:
+        next(rollout.batches())
+        rollout.publish(rollout.module.state_dict())
+        [found] = snapshots()
+        assert found["kind"] == "Rollout"
+        assert found["name"] == rollout.environments.describe()
+        assert found["figures"]["time/iterations"] == 1
+        assert found["figures"]["policy/version"] == 1
+        assert found["figures"]["time/total_timesteps"] >= 16
+        assert set(STAGES) - {"env"} <= found["nodes"].keys()
+        assert found["nodes"]["caller"]["items"] > 0
+        assert found["bottleneck"] is None or found["bottleneck"] in found["nodes"]
+        assert found["diagnosis"]["state"] == "reader works"
+        assert "the reader" in [party["name"] for party in found["parties"]]
+        inside = {name for task in found["tasks"] for name in task}
+        assert {edge["source"] for edge in found["edges"]} <= inside
+        assert {edge["target"] for edge in found["edges"]} <= inside | {"fragments"}
+    assert snapshots() == []
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rollout_whose_step_hangs_answers(place: str, tmp_path: Path) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), steps=[3])
+    rollout = Rollout(env, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0, **ANYWHERE[place])
+
+    def read() -> None:
+        with rollout:
+            for _ in rollout.batches():
+                pass
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            await_held(tmp_path, 0)
+            found = awaited(" is in step()")
+        finally:
+            let_go(tmp_path, 0)
+        reading.result()
+    [party] = [party for party in found["parties"] if party["doing"] == "is in step()"]
+    assert "lane 0" in party["name"]
+    assert party["age_s"] > 0.0
+    assert found["diagnosis"]["state"] == "waits"
+    assert f"{party['name']} is in step()" in found["diagnosis"]["text"]
+
+
+@pytest.mark.parametrize("place", list(ANYWHERE)[:-1])
+def test_a_rollout_in_its_first_reset_answers(place: str, tmp_path: Path) -> None:
+    env = partial(Held, 0, tmp_path, lengths=(50, 50), resets=[0])
+    rollout = Rollout(env, module=NumberedModule(), fragment_length=8, num_fragments=1, seed=0, **ANYWHERE[place])
+    with ThreadPoolExecutor(1) as pool:
+        starting = pool.submit(rollout.start)
+        try:
+            await_held(tmp_path, 0)
+            [found] = snapshots()
+        finally:
+            let_go(tmp_path, 0)
+        starting.result()
+    rollout.close()
+    assert "error" not in found
+    assert found["figures"]["time/total_timesteps"] == 0
+
+
+def awaited(text: str) -> dict[str, Any]:
+    """The only run's snapshot, once its diagnosis has a text."""
+    until = time.monotonic() + LONGEST_S
+    while text not in (found := snapshots()[0])["diagnosis"]["text"]:
+        assert time.monotonic() < until, found
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.anyio
+async def test_a_rollout_of_an_event_loop_has_a_snapshot() -> None:
+    async with rollout_of() as rollout:
+        async for _ in rollout.batches():
+            [found] = await to_thread.run_sync(snapshots)
+            rollout.drain()
+        assert found["nodes"].keys() >= {*STAGES, "caller"}
+    assert await to_thread.run_sync(snapshots) == []
+
+
+@pytest.mark.anyio
+async def test_a_graph_has_one_snapshot_with_its_rollouts_as_parts() -> None:
+    def sink(fragments: Fragment) -> None:
+        pass
+
+    graph = Graph("two")
+    graph.add(left=rollout_of(num_fragments=None), right=rollout_of(num_fragments=None), sink=sink)
+    graph.connect("left.fragments", "sink", capacity=2)
+    graph.connect("right.fragments", "sink", capacity=3, overflow="drop_oldest")
+    assert [whole.snapshot()["figures"]["time/time_elapsed"] for whole in graph.wholes.values()] == [0.0, 0.0]
+    began = time.monotonic()
+    async with graph.run():
+        found = await to_thread.run_sync(with_returns)
+        past_s = time.monotonic() - began
+    assert (found["kind"], found["name"]) == ("graph", "two")
+    assert found["parts"].keys() == {"left", "right"}
+    for name, part in found["parts"].items():
+        assert part["kind"] == "Rollout"
+        figures = part["figures"]
+        assert figures["time/iterations"] > 0, name
+        assert figures["time/total_timesteps"] > 0
+        assert figures["rollout/episodes"] > 0
+        assert figures["policy/lag"] == 0
+        assert 0.0 < figures["time/time_elapsed"] <= past_s
+    edges = {(edge["source"], edge["target"]): edge for edge in found["edges"] if edge["target"] == "sink"}
+    assert edges["left/env_to_module", "sink"]["capacity"] == 2
+    assert edges["right/env_to_module", "sink"]["capacity"] == 3
+    assert found["nodes"]["sink"]["items"] > 0
+    assert await to_thread.run_sync(snapshots) == []
+
+
+def with_returns() -> dict[str, Any]:
+    """The only run's snapshot, once its sink has a fragment, and each rollout a round, a mean return, and a lag."""
+    until = time.monotonic() + LONGEST_S
+    while True:
+        [found] = snapshots()
+        of_parts = [part["figures"] for part in found["parts"].values()]
+        has_returns = [{"rollout/ep_rew_mean", "policy/lag"} <= each.keys() for each in of_parts]
+        if all(has_returns) and all(each["time/iterations"] for each in of_parts) and found["nodes"]["sink"]["items"]:
+            return found
+        assert time.monotonic() < until, found
+
+
+def test_several_agents_have_a_snapshot() -> None:
+    env = partial(NumberedAgents, 0, agents=2, nested=0, at_once=True)
+    with MultiAgentRollout(env, module=RandomModule, fragment_length=8, seed=0) as rollout:
+        next(rollout.batches())
+        [found] = snapshots()
+    assert found["kind"] == "MultiAgentRollout"
+    assert found["nodes"].keys() >= {*STAGES, "caller"}
+
+
+def test_nothing_is_left_of_it(folder: Path) -> None:
+    before = held_here()
+    with rollout_of(stall_after=None) as rollout:
+        next(rollout.batches())
+        assert len(snapshots()) == 1
+    assert held_here() == before
+
+
+def test_a_folder_of_others_does_not_keep_a_rollout_from_running(folder: Path) -> None:
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with rollout_of() as rollout:
+        assert len(list(rollout.batches())) == 2
+    assert list(folder.iterdir()) == []

@@ -1,0 +1,141 @@
+"""Rounds of one fragment of every lane: whatever the lanes' speeds, none is older than the bound, and none waits."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollflow.nodes.stages.credits import LaneCredits
+from rollflow.nodes.stages.rounds import EveryLane, FragmentRounds, NoFragment
+from rollflow.nodes.stages.staleness import LagBound
+from rollflow.stream.data.column import Column
+
+
+class Published(LagBound):
+    """Knows the version by itself."""
+
+    version = 0
+
+    def lag(self, fragment: Any) -> int:
+        return self.version - int(fragment.policy_version)
+
+
+@dataclass(frozen=True)
+class Given:
+    lane: int
+    sequence: int
+    policy_version: int
+    is_empty: bool = False
+    num_steps: int = 1
+    columns = {"rewards": Column("rewards", np.zeros((1, 1)))}  # noqa: RUF012
+
+
+@dataclass
+class SimulatedLane:
+    index: int
+    sequence: int = 0
+    begun_with: int | None = None  # policy version, of a fragment that is under way
+
+    @property
+    def at_start(self) -> bool:
+        return self.begun_with is None
+
+
+@dataclass
+class SimulatedRing:
+    """Lanes that begin, give and leave in an order that is drawn, as far as the gate lets them.
+
+    num_fragments    after so many a lane has given all
+    """
+
+    num_fragments: int
+    draw: Callable[..., Any]
+    lanes: list[SimulatedLane]
+    lag: Published
+    rounds: FragmentRounds[Any]
+    credits: LaneCredits
+    given: Counter[int] = field(default_factory=Counter)
+
+    def take(self) -> Given | NoFragment | None:
+        """Go on until a lane gives something; None: all have left."""
+        while self.lanes:
+            can_go_on = [lane for lane in self.lanes if not lane.at_start or self.credits.admits(lane)]
+            assert can_go_on, "the reader waits for lanes that may not go on"
+            lane = self.draw(st.sampled_from(can_go_on))
+            if lane.at_start:
+                lane.begun_with = self.lag.version
+            elif (given := self._given(lane)) is not None:
+                return given
+        return None
+
+    def _given(self, lane: SimulatedLane) -> Given | NoFragment:
+        assert lane.begun_with is not None
+        fate = self.draw(st.sampled_from(["full"] * 6 + ["empty", "leaves with it", "leaves without"]))
+        if fate == "leaves without":
+            self.lanes.remove(lane)
+            self.credits.leave(lane.index)
+            self.credits.gone(lane.index, lane.sequence)
+            return NoFragment(lane.index)
+        given = Given(lane.index, lane.sequence, lane.begun_with, is_empty=fate == "empty")
+        lane.sequence, lane.begun_with = lane.sequence + 1, None
+        if fate == "leaves with it" or lane.sequence == self.num_fragments:
+            self.lanes.remove(lane)
+            self.credits.gone(lane.index, lane.sequence)
+        self.given[lane.index] += not given.is_empty
+        return given
+
+
+@given(lanes=st.integers(1, 4), ahead=st.integers(0, 2), data=st.data())
+def test_every_round_has_one_fragment_of_every_lane_and_none_is_too_old(lanes: int, ahead: int, data: Any) -> None:
+    lag = Published(None, ahead, "pace")
+    rounds: FragmentRounds[Any] = FragmentRounds(lanes, lag, lambda fragment: None)
+    rounds.every_lane = EveryLane(range(lanes))
+    credits = LaneCredits(1 + ahead, rounds)
+    ring = SimulatedRing(6, data.draw, [SimulatedLane(index) for index in range(lanes)], lag, rounds, credits)
+    handed: list[Given] = []
+    for _ in range(12):
+        rounds.gather(ring.take, credits.release)
+        of_round = list(rounds.hand_out())
+        lanes_of_round = [fragment.lane for fragment in of_round]
+        assert len(set(lanes_of_round)) == len(lanes_of_round)
+        assert {lane.index for lane in ring.lanes} <= set(lanes_of_round)  # no lane that is still there is left out
+        handed += of_round
+        lag.version += 1
+    while of_round:  # those of later rounds, at the end
+        rounds.gather(lambda: None, credits.release)
+        of_round = list(rounds.hand_out())
+        handed += of_round
+    assert len({(fragment.lane, fragment.sequence) for fragment in handed}) == len(handed)
+    assert Counter(fragment.lane for fragment in handed) == +ring.given
+
+
+def test_a_lane_that_joins_is_in_the_round_that_is_being_made() -> None:
+    rounds: FragmentRounds[Any] = FragmentRounds(1, Published(None, 1, "pace"), lambda fragment: None)
+    rounds.every_lane = EveryLane([0])
+    given = iter([Given(0, 0, 0), Given(0, 1, 0), Given(1, 0, 0)])
+
+    def take() -> Given:
+        rounds.lane_joined(1, fills_a_vacancy=False)
+        return next(given)
+
+    rounds.gather(take, lambda lanes: None)
+    assert [each.lane for each in rounds.hand_out()] == [0, 1]
+    rounds.lane_gone(1, 1)
+    rounds.gather(lambda: None, lambda lanes: None)
+    assert [(each.lane, each.sequence) for each in rounds.hand_out()] == [(0, 1)]
+
+
+def test_after_the_last_lane_has_left_others_are_waited_for() -> None:
+    rounds: FragmentRounds[Any] = FragmentRounds(1, Published(None, 1, "pace"), lambda fragment: None)
+    rounds.every_lane = EveryLane([0])
+    rounds.lane_left(was_the_last=True)
+    rounds.lane_gone(0, 0)
+    assert not rounds.is_full
+    rounds.lane_joined(1, fills_a_vacancy=True)
+    given = iter([NoFragment(0), Given(1, 0, 0)])
+    rounds.gather(lambda: next(given), lambda lanes: None)
+    assert [each.lane for each in rounds.hand_out()] == [1]

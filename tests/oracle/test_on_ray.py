@@ -1,0 +1,334 @@
+"""Hosts that Ray places: a rollout over them loses no more than it says, and leaves nothing behind."""
+
+import importlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ending_agent_envs import logs_of
+from held_envs import LONGEST_S
+from lost_agents import not_emitted
+from numbered_module import NumberedModule
+from ray import tune
+from ray.cluster_utils import Cluster
+from ray.train import RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+from remote_rollouts import check_counts, check_laws, taken_until
+from small_program import NAME, install
+from started_hosts import LOG_VARIABLE, check_only_unfinished, missing_steps, pids_of, telling_agents, telling_env
+
+from rollflow.nodes import MultiAgentRollout, OnRay, Rollout
+from rollflow.nodes.launch.ray_launcher import RayLauncher
+from rollflow.stream import EnvError
+
+CHAOS_S = float(os.environ.get("CHAOS_S", "20"))  # for how long hosts are struck
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A cluster of four nodes with room for two hosts on each, and a head without room."""
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    for _ in range(4):
+        made.add_node(num_cpus=2)
+    ray.init(address=made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def on_ray(folder: Path, **options: Any) -> OnRay:
+    variables = {LOG_VARIABLE: str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    return OnRay(runtime_env={"env_vars": variables}, **options)
+
+
+def await_that(is_so: Callable[[], Any]) -> None:
+    until = time.monotonic() + LONGEST_S
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def all_free() -> bool:
+    return ray.available_resources().get("CPU") == ray.cluster_resources()["CPU"]
+
+
+def kill_actor(cluster: Cluster, actor: psutil.Process) -> None:
+    actor.kill()
+
+
+def is_on_node_of(process: psutil.Process, actor: psutil.Process) -> bool:
+    """Whether a process is a program in an actor on the node of another actor."""
+    try:
+        parent = process.parent()
+        return parent is not None and parent.ppid() == actor.ppid()
+    except psutil.Error:  # it has ended
+        return False
+
+
+def kill_node(cluster: Cluster, actor: psutil.Process) -> None:
+    """Kill the node that an actor is on, and add another."""
+    raylet = actor.ppid()
+    [node] = [each for each in cluster.worker_nodes if each.all_processes["raylet"][0].process.pid == raylet]
+    cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(num_cpus=2)
+
+
+@pytest.mark.parametrize("strike", [kill_actor, kill_node])
+def test_a_host_that_is_lost_comes_back_as_another(
+    strike: Callable[[Cluster, psutil.Process], None], cluster: Cluster, tmp_path: Path
+) -> None:
+    place = on_ray(tmp_path, num_hosts=3)
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
+    with Rollout(telling_env, num_envs=2, where=place, **options) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 3)
+        [victim, *others] = sorted(pids_of(taken))
+        parent = psutil.Process(victim).parent()
+        assert parent is not None  # the actor
+        strike(cluster, parent)
+        more = taken_until(fragments, lambda more: len(pids_of(more) - {victim, *others}) == 1)
+        more += [next(fragments) for _ in range(12)]
+        assert pids_of(more[-12:]) >= set(others)
+        rollout.drain()
+        more += list(fragments)
+        assert not psutil.pid_exists(victim)
+    taken += more
+    check_laws(taken, rollout.lost, slots_lost=2 * 8 * 2)
+    check_counts(taken, rollout)
+    check_only_unfinished(missing_steps(taken, tmp_path), {victim}, fragment_length=8)
+    assert rollout.lost.keys() == {"workers"}
+    await_that(all_free)
+
+
+def test_hosts_that_are_struck_again_and_again_lose_no_more_than_is_counted(cluster: Cluster, tmp_path: Path) -> None:
+    rng, victims = random.Random(0), set()
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
+    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=4), **options) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 4)
+        until = time.monotonic() + CHAOS_S
+        while time.monotonic() < until:
+            victim = rng.choice(sorted(pids_of(taken) - victims))
+            parent = psutil.Process(victim).parent()
+            assert parent is not None  # the actor
+            lost_with_it = [each.pid for each in psutil.process_iter() if is_on_node_of(each, parent)]
+            strike = rng.choice([kill_actor, kill_node])
+            strike(cluster, parent)
+            victims |= {victim} if strike is kill_actor else pids_of(taken) & set(lost_with_it)
+            known = pids_of(taken)
+            count = len(known - victims)
+            taken += taken_until(fragments, lambda more: len(pids_of(more) - known) == 4 - count)  # noqa: B023
+        rollout.drain()
+        taken += list(fragments)
+    check_laws(taken, rollout.lost, slots_lost=len(victims) * 2 * 8 * 2)
+    check_counts(taken, rollout)
+    check_only_unfinished(missing_steps(taken, tmp_path), victims, fragment_length=8)
+    assert victims
+    assert rollout.lost.keys() == {"workers"}
+    await_that(all_free)
+
+
+def run_trial(config: dict[str, Any]) -> None:
+    """A trial whose rollout has two hosts of its own."""
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "num_fragments": 3}
+    place = on_ray(Path(config["folder"]), num_hosts=2, num_cpus=0.5)
+    with Rollout(telling_env, num_envs=2, where=place, seed=config["seed"], **options) as rollout:
+        steps = sum(fragment.num_steps for fragment in rollout.fragments())
+    tune.report({"steps": steps, "lost": sum(rollout.lost.values()), "made": rollout.num_steps})
+
+
+def test_trials_of_tune_have_hosts_of_their_own(cluster: Cluster, tmp_path: Path) -> None:
+    path = list(sys.path)
+
+    def trial(config: dict[str, Any]) -> None:
+        sys.path[:] = path
+        importlib.import_module("test_on_ray").run_trial(config)
+
+    space = {"seed": tune.grid_search([0, 1, 2, 3]), "folder": str(tmp_path / "log")}
+    (tmp_path / "log").mkdir()
+    tuner = tune.Tuner(
+        tune.with_resources(trial, {"cpu": 0.5}),
+        param_space=space,
+        run_config=tune.RunConfig(storage_path=str(tmp_path), verbose=0),
+    )
+    results = tuner.fit()
+    assert [result.error for result in results] == [None] * 4
+    for metrics in [result.metrics for result in results]:
+        assert metrics is not None
+        assert metrics["steps"] == metrics["made"] > 0
+        assert metrics["lost"] == 0
+    await_that(all_free)
+
+
+def train_rank(config: dict[str, Any]) -> None:
+    """A worker of Ray Train, whose rollout has a host of its own."""
+    rank = ray.train.get_context().get_world_rank()
+    place = on_ray(Path(config["folder"]), num_hosts=1, num_cpus=0.5)
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "num_fragments": 4, "seed": rank}
+    with Rollout(telling_env, num_envs=2, where=place, **options) as rollout:
+        weight, optimizer = rollout.module.weight, torch.optim.SGD(rollout.module.parameters(), lr=1.0)
+        weight.data.fill_(rank + 5.0)
+        dist.broadcast(weight.data, src=0)
+        rollout.publish(rollout.module.state_dict())
+        used = []
+        for batch in rollout.batches():
+            used.append(batch["weight"].unique().tolist())
+            weight.grad = torch.tensor(1.0 + rank)
+            dist.all_reduce(weight.grad)
+            optimizer.step()
+            rollout.publish(rollout.module.state_dict())
+    (Path(config["folder"]) / f"rank {rank}").write_text(json.dumps([used, rollout.num_steps, rollout.lost]))
+
+
+def test_a_host_that_is_told_to_end_loses_nothing_and_comes_back_as_another(cluster: Cluster, tmp_path: Path) -> None:
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
+    with Rollout(telling_env, num_envs=2, where=on_ray(tmp_path, num_hosts=2), **options) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
+        [leaving, other] = pids_of(taken)
+        os.kill(leaving, signal.SIGTERM)
+        taken += taken_until(fragments, lambda more: len(pids_of(more) - {leaving, other}) == 1)
+        rollout.drain()
+        taken += list(fragments)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+    await_that(all_free)
+
+
+def test_hosts_come_while_they_hold_the_run_back_and_go_while_the_reader_does(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollflow.nodes.launch.scaling.WINDOW_S", 1.0)
+    options: Any = {"module": NumberedModule, "fragment_length": 8, "seed": 0, "prefetch": 1}
+    place = on_ray(tmp_path, min_hosts=1, max_hosts=2)
+    with Rollout(telling_env, num_envs=2, where=place, **options) as rollout:
+        fragments = rollout.fragments()
+        taken = taken_until(fragments, lambda taken: len(pids_of(taken)) == 2)
+        gateway = rollout.environments.carrier.gateway
+        await_that(lambda: len(gateway.hosts) == 1)  # nobody takes what they make
+        await_that(lambda: ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"] - 1)
+        rollout.drain()
+        taken += list(fragments)
+    check_counts(taken, rollout)
+    assert (missing_steps(taken, tmp_path), rollout.lost) == ({}, {})
+    await_that(all_free)
+
+
+def test_every_step_of_several_agents_comes_once(cluster: Cluster, tmp_path: Path) -> None:
+    options: Any = {"module": {"agent 0": NumberedModule, "default_policy": NumberedModule}, "fragment_length": 8}
+    place = on_ray(tmp_path, num_hosts=2)
+    with MultiAgentRollout(telling_agents, num_envs=2, where=place, num_fragments=3, seed=0, **options) as rollout:
+        taken = list(rollout.fragments())
+    slots = [int(path.name.removeprefix("pid ")) for path in tmp_path.glob("pid *")]
+    assert len(slots) == 4
+    assert not_emitted(taken, [log for slot in slots for log in logs_of(tmp_path, slot)]) == 0
+    assert rollout.lost == {}
+    await_that(all_free)
+
+
+def test_nothing_goes_through_the_store_of_ray(cluster: Cluster, tmp_path: Path) -> None:
+    free = ray.available_resources()["object_store_memory"]
+    assert free == ray.cluster_resources()["object_store_memory"]
+    place = on_ray(tmp_path, num_hosts=2, strategy="pack")
+    with Rollout(telling_env, num_envs=2, where=place, module=NumberedModule, fragment_length=8) as rollout:
+        for number, _ in enumerate(rollout.batches()):
+            rollout.publish(rollout.module.state_dict())
+            if number == 20:
+                break
+        assert ray.available_resources()["object_store_memory"] == free
+    await_that(all_free)
+
+
+def test_a_cluster_without_room_says_what_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+    told = r"0 of 2 hosts came within 2 s, .*waits for room in Ray's cluster: 2 hosts take \{'CPU': 5\} each, spread; "
+    with pytest.raises(EnvError, match=told):
+        Rollout(telling_env, where=on_ray(tmp_path, num_hosts=2, num_cpus=5, join_timeout=2.0), module=NumberedModule)
+    await_that(all_free)
+
+
+def test_hosts_whose_environment_can_not_be_made_say_so(cluster: Cluster) -> None:
+    with pytest.raises(EnvError, match=r"hosts fail again and again: host ray-0 exited with code 1: .*Nope-v0"):
+        Rollout("Nope-v0", where=OnRay(num_hosts=1))
+    await_that(all_free)
+
+
+def test_the_six_verbs_of_a_launcher_are_what_they_are_for_processes(cluster: Cluster, tmp_path: Path) -> None:
+    install(tmp_path)
+    launcher = RayLauncher("spread", {"env_vars": {"PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)])}})
+    first, _ = launcher.start(2, [NAME, "wait", "--name", "{name}"], "sesame", {"CPU": 1})
+    await_that(lambda: launcher.logs(first).endswith("waits\n"))
+    assert launcher.logs(first).startswith("['wait', '--name', 'ray-0'] sesame\n")
+    assert launcher.scale(1) == launcher.alive() == [first]
+    assert [handle.name for handle in launcher.scale(2)] == ["ray-0", "ray-2"]
+    await_that(lambda: "waits" in launcher.logs(first))
+    launcher.restart(first)
+    await_that(lambda: "waits" in launcher.logs(first))
+    assert (first.end, len(launcher.alive())) == ("", 2)
+    launcher.stop()
+    assert launcher.alive() == []
+    await_that(all_free)
+
+
+PROGRAM = """
+import sys
+import ray
+from numbered_module import NumberedModule
+from test_on_ray import on_ray
+from started_hosts import pids_of, telling_env
+from rollflow.nodes import Rollout
+
+ray.init(address=sys.argv[1], log_to_driver=False)
+with Rollout(telling_env, where=on_ray(sys.argv[2], num_hosts=2), module=NumberedModule, fragment_length=8) as rollout:
+    pids = set()
+    for fragment in rollout.fragments():
+        if len(pids | pids_of([fragment])) > len(pids):
+            pids |= pids_of([fragment])
+            print(*pids, flush=True)
+"""
+
+
+def test_nothing_is_left_of_a_program_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    arguments = [sys.executable, "-c", PROGRAM, cluster.address, str(tmp_path)]
+    program = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=env)
+    assert program.stdout is not None
+    while len(hosts := program.stdout.readline().split()) < 2:
+        assert program.poll() is None
+    started = [psutil.Process(int(pid)) for pid in hosts]
+    actors = [process.parent() for process in started]
+    program.send_signal(signal.SIGKILL)
+    program.communicate()
+    _, left = psutil.wait_procs([*started, *filter(None, actors)], timeout=LONGEST_S)
+    assert left == []
+    await_that(all_free)
+
+
+def test_workers_of_ray_train_have_hosts_of_their_own_and_the_same_weights(cluster: Cluster, tmp_path: Path) -> None:
+    path = list(sys.path)
+
+    def train(config: dict[str, Any]) -> None:
+        sys.path[:] = path
+        importlib.import_module("test_on_ray").train_rank(config)
+
+    (tmp_path / "log").mkdir()
+    TorchTrainer(
+        train,
+        train_loop_config={"folder": str(tmp_path / "log")},
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    ).fit()
+    ranks = [json.loads((tmp_path / "log" / f"rank {rank}").read_text()) for rank in range(2)]
+    assert ranks == [[[[5.0], [2.0], [-1.0], [-4.0]], 4 * 8 * 2, {}]] * 2
+    await_that(all_free)  # Ray Train leaves something of its own in the store: nothing that looks there may follow

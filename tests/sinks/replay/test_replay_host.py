@@ -1,0 +1,400 @@
+"""A replay host: rollouts feed it and trainers sample from it, over sockets, and across processes that are killed."""
+
+import multiprocessing
+import random
+import signal
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from feeding_rollouts import SHORT, feeding, rollout_of, weights
+from held_envs import await_that
+from killable_trainer import forked
+from leftovers import held_here
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, ReplayClient, ReplayHost, SamplesPerInsert, feed
+from rollflow.stream import ReplayError
+from rollflow.stream.data.errors import WireError
+from rollflow.stream.net.request_clients import RequestClients
+from rollflow.stream.wire import Limits
+
+SECRET = "correct horse battery staple"
+
+
+@contextmanager
+def serving(replay: Replay, tmp_path: Path, scheme: str = "unix", **options: Any) -> Iterator[ReplayHost]:
+    """A host; its addresses are in a folder, or with "tcp" on a port of this machine's."""
+    anywhere = "tcp://127.0.0.1:0"
+    settings = {
+        "rollouts": anywhere if scheme == "tcp" else f"{scheme}:{tmp_path / 'rollouts'}",
+        "trainers": anywhere if scheme == "tcp" else f"unix:{tmp_path / 'trainers'}",
+        "limits": SHORT,
+    }
+    with ReplayHost(replay, **{**settings, **options}) as host:
+        yield host
+
+
+def client_of(host: ReplayHost, **options: Any) -> ReplayClient:
+    return ReplayClient(str(host.trainers), **{"timeout": 20.0, **options})
+
+
+def check_rows(batch: dict[str, Any]) -> None:
+    """Each row is a step as its environment made it: three columns name it, and the next observation follows it."""
+    assert torch.equal(batch["seen"], batch["obs"])
+    assert torch.equal(batch["new_obs"], batch["obs"] + torch.tensor([0, 0, 1]))
+    assert (batch["rewards"] > batch["obs"][:, 2]).all()
+
+
+def steps_by_slot(batch: dict[str, Any]) -> dict[int, list[int]]:
+    """Slot -> the numbers of its steps, ascending."""
+    slots, numbers = batch["obs"][:, 0].tolist(), batch["rewards"].long().tolist()
+    return {slot: sorted(number for each, number in zip(slots, numbers, strict=True) if each == slot) for slot in slots}
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tcp", "shm"])
+def test_what_is_sampled_is_what_several_rollouts_have_inserted_each_step_once(tmp_path: Path, scheme: str) -> None:
+    replay = Replay(4096, sampler=Newest())
+    before = held_here()
+    with (
+        serving(replay, tmp_path, scheme, secret=SECRET) as host,
+        client_of(host, secret=SECRET) as one,
+        client_of(host, secret=SECRET) as other,
+    ):
+        options: dict[str, Any] = {"num_fragments": 4, "sink": {"secret": SECRET}}
+        with (
+            feeding(host.rollouts, [0, 1], seed=0, **options) as first,
+            feeding(host.rollouts, [2], seed=1, **options) as second,
+        ):
+            check_rows(one.sample(8))
+        made = first.rollout.num_steps + second.rollout.num_steps
+        del first, second  # which hold memory that was lent
+        batch = other.sample(made)
+        check_rows(batch)
+        by_slot = steps_by_slot(batch)
+        assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in by_slot.values())
+        assert (sorted(by_slot), len(batch["rewards"])) == ([0, 1, 2], made)
+        assert one.report().inserted == made
+    after = held_here()
+    assert (after["descriptors"], after["mappings"]) == (before["descriptors"], before["mappings"])
+
+
+def test_a_side_that_stands_still_holds_the_other_one_within_the_ratio(tmp_path: Path) -> None:
+    replay = Replay(4096, rate=SamplesPerInsert(2.0, min_size=32, error_buffer=64), batch_size=8, seed=0)
+    with serving(replay, tmp_path) as host, client_of(host) as client:
+        with feeding(host.rollouts, [0, 1]) as running:  # without an end
+            await_that(lambda: client.report().waiting == "insert")
+            held = client.report()
+            assert 2 * held.inserted <= 2 * 32 + 64
+            assert client.report().insert_wait_s > held.insert_wait_s  # also while the wait lasts
+            steps = running.rollout.num_steps
+            for _ in range(50):
+                check_rows(client.sample())
+                report = client.report()
+                assert 2 * 32 - 64 <= 2 * report.inserted - report.sampled <= 2 * 32 + 64
+            assert running.rollout.num_steps > steps
+        with pytest.raises(ReplayError, match=r"the rate holds this sample back.*feed this host: none is there"):
+            while True:
+                client.sample(wait_s=0.1)
+        waits = threading.Thread(target=pytest.raises, args=(ReplayError, client.sample), kwargs={"wait_s": 1.0})
+        waits.start()
+        await_that(lambda: client.report().waiting == "sample")
+        waits.join()
+        assert client.report().sample_wait_s > 0 < client.report().insert_wait_s
+
+
+def test_a_sample_that_the_error_buffer_can_not_hold_is_refused_and_no_rollout(tmp_path: Path) -> None:
+    rate = SamplesPerInsert(1.0, min_size=64, error_buffer=20)
+    with serving(Replay(4096, rate=rate, batch_size=8, seed=0), tmp_path) as host, client_of(host) as client:
+        with ThreadPoolExecutor(1) as threads:
+            large = threads.submit(client.sample, 30)  # which goes with inserts of up to 10 steps
+            await_that(lambda: client.report().waiting == "sample")
+            with feeding(host.rollouts, [0, 1], num_fragments=6):
+                with pytest.raises(ReplayError, match=r"error_buffer is 20, but .* samples of 30 .* at least 2"):
+                    large.result()
+                for _ in range(4):
+                    check_rows(client.sample())
+        assert client.report().sampled == 32
+
+
+def test_a_batch_that_is_too_large_for_the_sampler_is_not_drawn(tmp_path: Path) -> None:
+    replay = Replay(4096, remover=AfterSamples(1), seed=0)
+    limits = Limits(max_frame=1 << 16, undelivered=1 << 17)
+    with serving(replay, tmp_path) as host, client_of(host, limits=limits) as client:
+        with feeding(host.rollouts, [0, 1], num_fragments=6):
+            pass
+        there = len(replay)
+        with pytest.raises(ReplayError, match=r"the batch has [\d,]+ bytes, expected at most 49,152: ask for fewer"):
+            client.sample(2000)
+        assert (client.report().sampled, len(replay)) == (0, there)
+        check_rows(client.sample(8))
+        assert client.report().sampled == 8
+
+
+def test_priorities_and_weights_come_from_the_trainer(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "replay.npz"
+    options: dict[str, Any] = {"checkpoint": checkpoint, "every": 0.05}
+
+    def prioritized() -> Replay:
+        return Replay(4096, sampler=Prioritized(alpha=1.0, epsilon=1e-9), batch_size=64, seed=0)
+
+    with serving(prioritized(), tmp_path, **options) as host, client_of(host) as client:
+        assert client.publish(weights(5.0)) == 1
+        with feeding(host.rollouts, [0], num_fragments=2):
+            pass
+        batch = client.sample()
+        assert (batch["weight"] == 5.0).all()
+        assert (batch["policy_version"] == 1).all()
+        ids = np.unique(client.sample(4096)["ids"])
+        client.update_priorities(ids, np.arange(len(ids)) == 3)
+        assert set(client.sample()["ids"].tolist()) == {ids[3]}
+    with serving(prioritized(), tmp_path, **options) as host, client_of(host) as client:
+        drawn = client.sample()
+        assert len(set(drawn["rewards"].tolist())) == 1  # priorities were saved
+        client.update_priorities(ids, np.ones(len(ids)))  # positions of before the start may be other steps' now
+        assert len(set(client.sample()["ids"].tolist())) == 1
+        client.update_priorities(drawn["ids"], np.zeros(64))
+        with pytest.raises(ReplayError, match="ids are"):
+            client.update_priorities([1, 2], [1.0])
+
+
+def test_who_does_not_fit_is_refused_in_words_and_the_others_go_on(tmp_path: Path) -> None:
+    with serving(Replay(512), tmp_path, secret=SECRET) as host, client_of(host, secret=SECRET) as client:
+        with client_of(host, secret="another") as stranger, pytest.raises(WireError, match="secret"):
+            stranger.report()
+        with feeding(host.rollouts, [0], num_fragments=2, sink={"secret": SECRET}):
+            pass
+        other = Rollout("CartPole-v1", num_envs=2, fragment_length=8, num_fragments=2, seed=0)
+        with pytest.raises(WireError, match=r"column '\w+'.*one replay for each kind of environment"):
+            feed(other, host.rollouts, secret=SECRET, linger=20.0)
+        with pytest.raises(ReplayError, match="count is 513, expected 1 to 512"):
+            client.sample(513)
+        with pytest.raises(ReplayError, match="Uniform has no priorities"):
+            client.update_priorities([1], [1.0])
+        with feeding(host.rollouts, [1], num_fragments=2, sink={"secret": SECRET}):
+            pass
+        assert set(steps_by_slot(client.sample(500))) == {0, 1}
+
+
+def test_a_host_over_tls_takes_who_has_a_certificate(tmp_path: Path, certificates: dict[str, ssl.SSLContext]) -> None:
+    replay = Replay(512)
+    with serving(replay, tmp_path, "tcp", secret=SECRET, tls=certificates["server"]) as host:
+        mine = {"secret": SECRET, "tls": certificates["client"]}
+        with client_of(host, **mine) as client, feeding(host.rollouts, [0], num_fragments=2, sink=mine):
+            check_rows(client.sample(8))
+        stranger = {"secret": SECRET, "tls": certificates["other client"], "timeout": 0.5}
+        with client_of(host, **stranger) as other, pytest.raises((WireError, ReplayError), match=r"certificate|TLS"):
+            other.sample(8)
+        with client_of(host, secret=SECRET, timeout=0.5) as bare, pytest.raises((WireError, ReplayError), match="TLS"):
+            bare.sample(8)
+
+
+def test_a_process_that_is_forked_keeps_no_address_of_a_host_taken(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    is_forked = context.Event()
+    process = context.Process(target=_pause, args=(is_forked,), daemon=True)
+    with serving(Replay(64), tmp_path, "tcp") as host, client_of(host) as client:
+        assert client.report().inserted == 0
+        process.start()
+        assert is_forked.wait(20)
+    addresses: list[Any] = [host.rollouts, host.trainers]
+    for address in addresses:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((address.host, address.port), timeout=20)
+    process.kill()
+    process.join()
+
+
+def test_a_host_that_is_gone_is_named_once_the_time_is_over(tmp_path: Path) -> None:
+    with serving(Replay(64), tmp_path) as host:
+        client = client_of(host, timeout=0.3)
+        assert client.report().inserted == 0
+    with (
+        client,
+        pytest.raises(ReplayError, match=r"host at unix:.* has not answered within 0\.3 s: .*is closing"),
+    ):
+        client.report()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"every": 0.0}, "every is 0.0, expected seconds, above 0"),
+        ({"checkpoint": "/nowhere/replay.npz"}, "expected a file in a folder that is there"),
+        ({"trainers": "udp:1"}, "udp"),
+        ({"rollouts": "tcp://0.0.0.0:0"}, "secret"),
+        ({"trainers": "tcp://0.0.0.0:0"}, "secret"),
+    ],
+)
+def test_a_host_that_can_not_be_is_refused(tmp_path: Path, options: dict[str, Any], error: str) -> None:
+    with pytest.raises((ValueError, WireError), match=error), serving(Replay(64), tmp_path, **options):
+        pass
+
+
+def test_what_is_held_back_when_the_host_ends_is_counted_as_undelivered(tmp_path: Path) -> None:
+    replay = Replay(4096, rate=SamplesPerInsert(1.0, min_size=32), batch_size=8, seed=0)
+    rollout: Any = rollout_of([0, 1])
+    with serving(replay, tmp_path) as host:
+        feeds = threading.Thread(target=feed, args=(rollout, host.rollouts), kwargs={"limits": SHORT, "linger": 20.0})
+        feeds.start()
+        await_that(lambda: replay.report().waiting == "insert")
+    feeds.join()
+    assert rollout.lost["undelivered"] > 0
+    assert rollout.num_steps == replay.report().inserted + sum(rollout.lost.values())
+
+
+def test_an_error_inside_a_host_comes_out_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"), serving(Replay(64), tmp_path) as host:
+        monkeypatch.setattr(RequestClients, "tick", fail)
+        host.wait()
+
+
+def test_a_checkpoint_that_can_not_be_written_acknowledges_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    with serving(Replay(512), tmp_path, checkpoint=folder / "replay.npz", every=0.05) as host:
+        folder.rename(tmp_path / "away")
+        with client_of(host) as client, feeding(host.rollouts, [0], num_fragments=2) as running:
+            await_that(lambda: running.sink._session.done == 2)
+            assert client.report().inserted == running.rollout.num_steps
+            assert running.sink._session.kept == 0
+            (tmp_path / "away").rename(folder)
+        assert running.sink._session.kept == running.sink.given  # it has waited for that
+    again = Replay(512, sampler=Newest())
+    again.load(folder / "replay.npz")
+    assert len(again) == running.rollout.num_steps
+
+
+def test_a_replay_that_there_is_no_memory_to_copy_goes_on_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoMemory(Replay):
+        def get_state(self) -> dict[str, Any]:
+            raise MemoryError("unable to allocate 8 GiB")
+
+    checkpoint = tmp_path / "replay.npz"
+    with (
+        serving(NoMemory(512), tmp_path, checkpoint=checkpoint, every=0.01) as host,
+        client_of(host) as client,
+        feeding(host.rollouts, [0]) as running,
+    ):
+        await_that(lambda: "MemoryError: unable to allocate 8 GiB; until it can, nothing is ack" in caplog.text)
+        check_rows(client.sample(8))
+        assert running.sink._session.kept == 0
+    assert not checkpoint.exists()
+
+
+# Processes that are killed
+
+
+def _host(folder: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    torch.set_num_threads(1)
+    replay = Replay(1 << 14, rate=SamplesPerInsert(1.0, min_size=32), batch_size=16, seed=0)
+    checkpoint = Path(folder) / "replay.npz"
+    with serving(replay, Path(folder), checkpoint=checkpoint, every=0.1) as host:
+        host.wait()
+
+
+def _pause(is_forked: Any) -> None:
+    is_forked.set()
+    signal.pause()
+
+
+def _rollout(folder: str, slots: list[int], count: int | None) -> None:
+    torch.set_num_threads(1)
+    rollout: Any = rollout_of(slots, num_fragments=count, seed=slots[0])
+    feed(rollout, f"unix:{folder}/rollouts", limits=SHORT, name=f"of {slots}")
+    (Path(folder) / f"made by {slots[0]}").write_text(str(rollout.num_steps))
+
+
+def _sampler(folder: str) -> None:
+    with ReplayClient(f"unix:{folder}/trainers") as client:
+        while True:
+            check_rows(client.sample())
+
+
+@contextmanager
+def child(target: Callable[..., None], *arguments: Any) -> Iterator[Any]:
+    """A process, killed when it is left."""
+    process = forked().Process(target=target, args=arguments)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.slow
+def test_nothing_is_drawn_for_a_sampler_that_was_killed_while_it_waited(tmp_path: Path) -> None:
+    with serving(Replay(512), tmp_path) as host, client_of(host) as client:
+        with child(_sampler, str(tmp_path)):
+            await_that(lambda: client.report().waiting == "sample")
+        with feeding(host.rollouts, [0], num_fragments=2):
+            pass
+        assert client.report().inserted > 0
+        assert client.report().sampled == 0
+        check_rows(client.sample(8))
+        assert client.report().sampled == 8
+
+
+@pytest.mark.slow
+def test_whoever_is_killed_each_acknowledged_step_is_there_once(tmp_path: Path) -> None:
+    folder, kills = str(tmp_path), ["host", "host", "host", "rollout", "sampler"]
+    random.Random(0).shuffle(kills)
+    started: list[Any] = []
+
+    def start(target: Callable[..., None], *arguments: Any) -> Any:
+        context = child(target, folder, *arguments)
+        process = context.__enter__()
+        started.append(context)
+        return process
+
+    try:
+        whole = [start(_rollout, [slot, slot + 1], 40) for slot in (0, 2)]
+        killed = {name: start(*how) for name, how in _kinds(100).items()}
+        with ReplayClient(f"unix:{folder}/trainers", timeout=60.0) as client:
+            for turn, name in enumerate(kills):
+                inserted = client.report().inserted
+                await_that(lambda inserted=inserted: client.report().inserted > inserted)  # type: ignore[misc]
+                killed[name].kill()
+                killed[name].join()
+                killed[name] = start(*_kinds(101 + turn)[name])
+            for process in whole:
+                process.join(60)
+                assert process.exitcode == 0
+        killed["rollout"].kill()
+        killed["host"].terminate()
+        killed["host"].join(30)
+        assert killed["host"].exitcode == 0
+    finally:
+        for context in started:
+            context.__exit__(None, None, None)
+    replay = Replay(1 << 14, sampler=Newest())
+    replay.load(tmp_path / "replay.npz")
+    batch = replay.sample(len(replay))
+    check_rows(batch)
+    by_slot = steps_by_slot(batch)
+    assert all(numbers == list(range(1, len(numbers) + 1)) for numbers in by_slot.values())
+    for slot in (0, 2):
+        made = int((tmp_path / f"made by {slot}").read_text())
+        assert len(by_slot[slot]) + len(by_slot[slot + 1]) == made
+    assert replay.report().inserted == len(replay)
+
+
+def _kinds(slot: int) -> dict[str, tuple[Any, ...]]:
+    """What is killed and started again: with this slot, of a rollout without an end."""
+    return {"host": (_host,), "rollout": (_rollout, [slot], None), "sampler": (_sampler,)}

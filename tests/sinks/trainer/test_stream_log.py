@@ -1,0 +1,57 @@
+"""What a trainer's stream logs."""
+
+import json
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from feeding_rollouts import SHORT, trainer
+from numbered_module import NumberedEnv, NumberedModule
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import TrainerStream, feed
+from rollflow.stream.data.errors import MetricsError
+from rollflow.stream.snapshots.run_folder import snapshots
+
+
+def fed_rows(path: Path, **options: Any) -> tuple[Any, list[dict[str, Any]]]:
+    """A stream that has ended, and what it logged."""
+    module = NumberedModule()
+    rollout = Rollout([partial(NumberedEnv, 0)], module=module, fragment_length=8, num_fragments=3, seed=0)
+    with ThreadPoolExecutor() as threads, trainer(log=f"jsonl:{path}", log_every=3600.0, **options) as stream:
+        fed = threads.submit(feed, rollout, str(stream.address), limits=SHORT)
+        for number, _ in enumerate(stream):
+            stream.log("train/loss", number)
+            if not number:
+                stream.publish(module.state_dict())
+                [snapshot] = [each for each in snapshots() if each["kind"] == "TrainerStream"]
+        assert fed.result() is None
+    assert (snapshot["name"], snapshot["figures"]["policy/version"]) == (str(stream.address), 1)
+    assert snapshot["figures"]["time/iterations"] == 1
+    return stream, [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("yields", ["fragments", "batches"])
+def test_a_stream_logs_what_it_has_handed_over(tmp_path: Path, yields: Any) -> None:
+    stream, [row] = fed_rows(tmp_path / "run.jsonl", yields=yields)
+    assert (row["updates"], row["train/loss"], row["policy/version"]) == (3, 1.0, 1)
+    assert row["steps"] == row["time/total_timesteps"] > 16
+    assert row["rollout/episodes"] == stream.returns.count > 0
+    assert row["rollout/ep_rew_mean"] == pytest.approx(stream.returns.mean)
+    assert row["policy/lag"] in (0, 1)
+
+
+def test_a_log_that_cannot_be_opened_closes_the_socket() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{taken.getsockname()[1]}")
+        with pytest.raises(OSError, match="expected a free port"):
+            stream.__enter__()
+    assert [each.fileno() for each in stream._listener.sockets] == [-1]
+
+
+def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:
+    with pytest.raises(MetricsError, match="kinds: csv, jsonl"):
+        TrainerStream("tcp://127.0.0.1:0", log="nowhere")

@@ -1,0 +1,246 @@
+"""Faults of rollouts that feed a trainer: each row of the table is a real run, and what the stall doctor says of it."""
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from doctor_clock import Looking
+from feeding_rollouts import HASTY, trainer
+from held_envs import LONGEST_S, Held, await_that, let_go
+from held_parts import HeldModule, HeldPiece
+from numbered_module import NumberedEnv, NumberedModule
+from stalled_rollouts import line_of
+from stalled_runs import running
+
+from rollflow.nodes import Rollout
+from rollflow.nodes.env.stepping import nothing
+from rollflow.sinks import LearnerPipeline, TrainerSink, TrainerStream
+from rollflow.stream import Graph
+
+LISTENING = "tcp://127.0.0.1:9"
+
+
+class Fault(NamedTuple):
+    """A row of the table.
+
+    run        context manager of a folder: the graph, the address, and what ends the fault
+    party      that the run finally waits for
+    kind       of its wait
+    text       pattern of what is said of it, after its name
+    line       of the code that is named; None: it stands still elsewhere, or nowhere
+    is_told    whether the log says so by itself, and not only `diagnose()`
+    """
+
+    run: Callable[[Path], Any]
+    party: str
+    kind: str
+    text: str
+    line: Callable[[], str] | None = None
+    is_told: bool = True
+
+
+def fed(address: Any, *, sends: str = "fragments", **options: Any) -> Graph:
+    """A graph in which a rollout feeds the trainer at an address."""
+    given = {"module": NumberedModule(), "env": lambda: NumberedEnv(0), "fragment_length": 8, "seed": 0, **options}
+    rollout = Rollout(given.pop("env"), **given)
+    graph = Graph("feed")
+    sink = TrainerSink(str(address), sends=sends, rollout=rollout, limits=HASTY)
+    if sends == "fragments":
+        graph.connect(rollout.fragments, sink)
+    else:
+        graph.add(rollout=rollout, learner=LearnerPipeline(rollout.learner_pipeline, rollout.module), sink=sink)
+        graph.connect("rollout.fragments", "learner", capacity=1)
+        graph.connect("learner", "sink", capacity=1)
+    return graph
+
+
+def hasty_trainer(**options: Any) -> TrainerStream:
+    """A stream that does not wait long for a rollout that has left without a word."""
+    return trainer(limits=HASTY, **options)
+
+
+@contextmanager
+def being_read(stream: TrainerStream) -> Iterator[None]:
+    """Have a thread take one item after another from a stream, until the rollout has left."""
+
+    def read() -> None:
+        for _ in stream:
+            pass
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            yield
+        finally:
+            stream.expect_no_more()
+        reading.result()
+
+
+@contextmanager
+def never_there(folder: Path) -> Iterator[Any]:
+    yield fed(LISTENING), LISTENING, nothing
+
+
+@contextmanager
+def silent(folder: Path) -> Iterator[Any]:
+    with hasty_trainer(yields="fragments") as stream:  # nobody asks it for an item
+        yield fed(stream.address), stream.address, nothing
+
+
+@contextmanager
+def failed(folder: Path) -> Iterator[Any]:
+    stream = hasty_trainer(yields="fragments")
+    stream.__enter__()
+
+    def fail() -> None:
+        next(iter(stream))
+        stream.__exit__(ValueError, ValueError("out of memory"), None)
+
+    with ThreadPoolExecutor(1) as pool:
+        failing = pool.submit(fail)
+        yield fed(stream.address), stream.address, nothing
+        failing.result()
+
+
+_PROGRAM = """
+import sys; sys.path[:] = {path!r}
+from rollflow.sinks import TrainerStream
+with TrainerStream({address!r}, yields="fragments") as stream:
+    next(iter(stream))
+    print("has", flush=True)
+    sys.stdin.read()
+"""
+
+
+@contextmanager
+def killed(folder: Path) -> Iterator[Any]:
+    address = f"unix:{folder}/trainer"
+    program = _PROGRAM.format(path=sys.path, address=address)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process, ThreadPoolExecutor(1) as pool:
+
+        def kill() -> None:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.kill()
+
+        killing = pool.submit(kill)
+        yield fed(address), address, nothing
+        killing.result()
+
+
+@contextmanager
+def env_hangs(folder: Path) -> Iterator[Any]:
+    with hasty_trainer(yields="fragments") as stream, being_read(stream):
+        yield (
+            fed(stream.address, env=partial(Held, 0, folder, lengths=(50, 50), steps=[3])),
+            stream.address,
+            partial(let_go, folder, 0),
+        )
+
+
+@contextmanager
+def module_hangs(folder: Path) -> Iterator[Any]:
+    with hasty_trainer(yields="fragments") as stream, being_read(stream):
+        yield fed(stream.address, module=HeldModule(folder), flat_forward=False), stream.address, (folder / "go").touch
+
+
+@contextmanager
+def connector_hangs(folder: Path) -> Iterator[Any]:
+    with hasty_trainer(yields="fragments") as stream, being_read(stream):
+        yield (
+            fed(stream.address, env_to_module_connector=lambda env: HeldPiece(folder)),
+            stream.address,
+            (folder / "go").touch,
+        )
+
+
+@contextmanager
+def learner_hangs_here(folder: Path) -> Iterator[Any]:
+    with hasty_trainer() as stream, being_read(stream):
+        graph = fed(stream.address, sends="batches", learner_connector=lambda *spaces: HeldPiece(folder))
+        yield graph, stream.address, (folder / "go").touch
+
+
+@contextmanager
+def learner_hangs_there(folder: Path) -> Iterator[Any]:
+    with (
+        hasty_trainer(learner_connector=lambda *spaces: HeldPiece(folder), prefetch=0) as stream,
+        being_read(stream),
+    ):
+        yield fed(stream.address), stream.address, (folder / "go").touch
+
+
+def learn(stream: TrainerStream, goes: threading.Event) -> None:
+    next(iter(stream))
+    goes.wait(LONGEST_S)  # an update that takes its time
+
+
+@contextmanager
+def updates(folder: Path) -> Iterator[Any]:
+    goes = threading.Event()
+    with hasty_trainer(yields="fragments", prefetch=0) as stream, ThreadPoolExecutor(1) as pool:
+        learning = pool.submit(learn, stream, goes)
+        yield fed(stream.address), stream.address, goes.set
+        learning.result()
+
+
+@contextmanager
+def others_awaited(folder: Path) -> Iterator[Any]:
+    with hasty_trainer(yields="fragments", sources=2, prefetch=0) as stream, being_read(stream):
+        yield fed(stream.address), stream.address, nothing
+
+
+TRAINER = "the trainer at {}"
+IN_STEP = partial(line_of, Held.step, "self._wait()")
+IN_MODULE = partial(line_of, HeldModule._forward, "held.call")
+IN_PIECE = partial(line_of, HeldPiece.__call__, "held.call")
+IN_UPDATE = partial(line_of, learn, "goes.wait")
+FAULTS = {
+    "it never comes": Fault(never_there, TRAINER, "away", r"has not come: .*refused"),
+    "it takes nobody in": Fault(silent, TRAINER, "away", r"has not come: .*"),
+    "it has failed": Fault(failed, TRAINER, "away", r"is gone: .*ValueError: out of memory"),
+    "it was killed": Fault(killed, TRAINER, "away", r"is gone: .*"),
+    "an environment hangs": Fault(env_hangs, "rollout/env", "call", r"is in step\(\)", IN_STEP),
+    "a module hangs": Fault(module_hangs, "rollout/module", "call", "is in a forward pass", IN_MODULE),
+    "a connector hangs": Fault(connector_hangs, "rollout/env_to_module", "call", "is in its call", IN_PIECE),
+    "a learner piece hangs here": Fault(learner_hangs_here, "learner", "call", "is in its call", IN_PIECE),
+    "a learner piece hangs there": Fault(
+        learner_hangs_there, TRAINER, "holds back", "makes its batch", IN_PIECE, is_told=False
+    ),
+    "its update takes long": Fault(updates, TRAINER, "holds back", "works on its batch", IN_UPDATE, is_told=False),
+    "it waits for other rollouts": Fault(others_awaited, TRAINER, "holds back", "waits for a batch", is_told=False),
+}
+
+
+SLOW = ("it was killed", "it takes nobody in")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAULTS]
+)
+def test_a_fault_is_named_with_its_cause(name: str, tmp_path: Path) -> None:
+    fault = FAULTS[name]
+    with fault.run(tmp_path) as (graph, address, end_fault):
+        party = fault.party.format(address)
+        with running(graph, party, fault.kind, fault.text, end_fault) as run:
+            if fault.line is not None:  # calls before the one that hangs are awaited as well, for a moment
+                line = fault.line()
+                await_that(lambda: line in str(run.diagnose()), run.diagnose)
+            looking = Looking(run.doctor)
+            if fault.is_told:  # a first call has 30 s, from when the stages before it have come to rest
+                text = looking.until_told(600.0)
+            else:
+                assert looking.for_s(32.0) == []
+                text = str(run.diagnose())
+    assert re.match(rf"no item for \d+\.\d s: {re.escape(party)}( \(.*?\))? {fault.text}", text), text
+    if fault.line is not None:
+        assert line in text, text

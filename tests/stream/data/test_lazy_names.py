@@ -1,0 +1,55 @@
+"""Names that a package imports when they are first asked for."""
+
+import gc
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from rollflow.stream.data.lazy_names import lazy_names
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """A package `lazy_pack`, with `COLLECTS` in its module `part`, and `BROKEN` in one that raises."""
+    (tmp_path / "lazy_pack").mkdir()
+    (tmp_path / "lazy_pack" / "__init__.py").write_text("")
+    (tmp_path / "lazy_pack" / "part.py").write_text("import gc\nCOLLECTS = gc.isenabled()\n")
+    (tmp_path / "lazy_pack" / "broken.py").write_text("raise OSError('no such disk')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import lazy_pack
+
+    homes = {"COLLECTS": "part", "BROKEN": "broken"}
+    lazy_pack.__getattr__, lazy_pack.__dir__ = lazy_names("lazy_pack", homes)  # type: ignore[method-assign]
+    yield lazy_pack
+    for name in ("lazy_pack", "lazy_pack.part"):
+        sys.modules.pop(name, None)
+
+
+def test_a_name_is_imported_once_it_is_asked_for(package: ModuleType) -> None:
+    assert "lazy_pack.part" not in sys.modules
+    assert {"COLLECTS", "BROKEN"} <= set(dir(package))
+    assert package.COLLECTS is False
+    assert vars(package)["COLLECTS"] is False  # it is found without `__getattr__` from now on
+    with pytest.raises(AttributeError, match="module 'lazy_pack' has no attribute 'other'"):
+        _ = package.other
+
+
+def test_garbage_is_collected_again_after_an_import(package: ModuleType) -> None:
+    assert gc.isenabled()
+    assert not package.COLLECTS
+    assert gc.isenabled()
+    with pytest.raises(OSError, match="no such disk"):
+        _ = package.BROKEN
+    assert gc.isenabled()
+
+
+def test_who_collects_no_garbage_is_left_so(package: ModuleType) -> None:
+    gc.disable()
+    try:
+        assert not package.COLLECTS
+        assert not gc.isenabled()
+    finally:
+        gc.enable()

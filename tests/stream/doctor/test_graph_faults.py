@@ -1,0 +1,156 @@
+"""More faults in graphs: outputs that are read one by one, and code that holds up the event loop."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import pytest
+from doctor_clock import Looking
+from held_envs import await_that
+from stalled_rollouts import line_of
+from stalled_runs import looked_at
+
+from rollflow.stream import Graph, Inlet, Outlet
+
+LONGEST_S = 60.0
+pytestmark = pytest.mark.anyio
+
+
+async def numbers(out: Outlet[int]) -> None:
+    for number in range(100):
+        await out.send(number)
+
+
+async def test_a_reader_of_one_output_while_the_other_is_full_is_a_deadlock_with_the_reader_in_it() -> None:
+    async def both(left: Outlet[int], right: Outlet[int]) -> None:
+        for number in range(100):
+            await left.send(number)
+            await right.send(number)
+
+    graph = Graph()
+    graph.add(both=both)
+    graph.output("left", "both.left")
+    graph.output("right", "both.right")
+    async with graph.run(stall_after=None) as run, anyio.create_task_group() as tasks:
+
+        async def read() -> None:
+            async for _ in run["right"]:
+                pass
+
+        tasks.start_soon(read)
+        text = await looked_at(run, lambda looking: looking.until_told(6.0), "both")
+        tasks.cancel_scope.cancel()
+    deadlock = "the reader waits for an item of graph.right; both waits for room in both.left → graph.left"
+    assert f": deadlock: {deadlock}" in text
+
+
+async def test_code_of_a_node_that_holds_up_the_event_loop_is_named() -> None:
+    texts: list[str] = []
+
+    def look() -> None:
+        texts.append(Looking(run.doctor).until_told(6.0))
+
+    async def holds(inlet: Inlet[int], out: Outlet[int]) -> None:
+        async for number in inlet:
+            if number == 3:
+                looker = threading.Thread(target=look)
+                looker.start()
+                looker.join(LONGEST_S)
+            await out.send(number)
+
+    graph = Graph()
+    graph.add(numbers=numbers, holds=holds)
+    graph.connect("numbers", "holds", capacity=1)
+    graph.output("out", "holds")
+    async with graph.run(stall_after=None) as run:
+        for _ in range(5):
+            await run["out"].receive()
+    assert "holds is at work, and neither sends nor receives since 5." in texts[0]
+    assert line_of(holds, "looker.join") in texts[0]
+
+
+def until_said(caplog: pytest.LogCaptureFixture) -> None:
+    await_that(lambda: "event loop" in caplog.text)
+
+
+async def test_a_coroutine_that_holds_up_the_event_loop_is_named_though_its_reader_waits_for_another_node(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def holds(inlet: Inlet[int]) -> None:
+        async for number in inlet:
+            if number == 3:
+                until_said(caplog)
+
+    graph = Graph()
+    graph.add(numbers=numbers, more=numbers, holds=holds)
+    graph.connect("numbers", "holds", capacity=1)
+    graph.output("out", "more")
+    async with graph.run(stall_after=0.1) as run:
+        async for _ in run["out"]:
+            await anyio.lowlevel.checkpoint()
+        await run.wait()
+    [text] = [record.getMessage() for record in caplog.records if "event loop" in record.getMessage()]
+    assert text.startswith("holds holds up the event loop since ")
+    assert line_of(holds, "until_said(caplog)") in text
+
+
+async def test_a_callback_that_holds_up_the_event_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    async def waits(out: Outlet[int]) -> None:
+        await anyio.sleep_forever()
+
+    async def callback() -> None:
+        await anyio.lowlevel.checkpoint()  # the run's tasks have begun
+        until_said(caplog)
+
+    def sink(number: int) -> None:
+        pass
+
+    graph = Graph()
+    graph.add(waits=waits, sink=sink)
+    graph.connect("waits", "sink", capacity=1)
+    async with graph.run(stall_after=0.1), anyio.create_task_group() as tasks:
+        tasks.start_soon(callback)
+    assert "a task or a callback holds up the event loop since " in caplog.text
+    assert line_of(callback, "until_said(caplog)") in caplog.text
+
+
+def slow_function(number: int) -> int:
+    if number == 3:
+        time.sleep(0.2)
+    return number
+
+
+async def slow_reader(number: int) -> None:
+    slow_function(number)
+
+
+async def slow_in_thread(number: int) -> None:
+    await anyio.to_thread.run_sync(slow_function, number)
+
+
+@pytest.mark.parametrize(
+    ("node", "read"),
+    [(slow_function, anyio.sleep), (lambda number: number, slow_reader), (lambda number: number, slow_in_thread)],
+    ids=["a function", "a reader", "a reader with a thread"],
+)
+async def test_functions_and_readers_that_take_their_time_are_not_said_to_hold_up_the_event_loop(
+    node: Callable[[int], int], read: Callable[[int], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def few(out: Outlet[int]) -> None:
+        for number in (0, 3, 0, 0):
+            await out.send(number)
+
+    graph = Graph()
+    graph.add(few=few, node=node)
+    graph.connect("few", "node", capacity=1)
+    graph.output("out", "node")
+    with caplog.at_level(logging.WARNING):
+        async with graph.run(stall_after=0.1) as run:
+            async for number in run["out"]:
+                await read(0 if read is anyio.sleep else number)
+    assert "event loop" not in caplog.text

@@ -1,0 +1,150 @@
+"""Trace: events of spans, what is dropped, and files that end or break."""
+
+import io
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from traces import events_of, repaired
+
+from rollflow.stream import Graph
+from rollflow.stream.graph.tracing import Traceable, Tracing
+from rollflow.stream.traces.trace import Trace, check_trace, open_trace, span_lines
+
+NS = st.integers(0, 10**15)
+
+
+class Held(io.BytesIO):
+    """File whose writer waits until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on, self.text = threading.Event(), b""
+
+    def write(self, data: Any) -> int:
+        self.goes_on.wait(60)
+        return super().write(data)
+
+    def close(self) -> None:
+        self.text = self.getvalue()
+        super().close()
+
+
+@given(st.lists(st.tuples(NS, NS), min_size=1, max_size=20))
+def test_a_line_has_the_very_nanoseconds(times: list[tuple[int, int]]) -> None:
+    begin, duration = np.array(times, np.int64).T
+    lines = span_lines(b'{"ts": ', begin, duration).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    found = [json.loads(line.rstrip(b",")) for line in lines]
+    assert [(round(each["ts"] * 1000), round(each["dur"] * 1000)) for each in found] == times
+
+
+@pytest.mark.parametrize("name", ["run.trace", "run.trace.gz"])
+def test_a_span_comes_with_its_times_and_its_track(tmp_path: Path, name: str) -> None:
+    ended = threading.Event()
+    trace = Trace(open_trace(str(tmp_path / name)), "mine", ended.set)
+    trace.recorder("env", "env")(trace.began + 1_234_567, trace.began + 2_000_000)
+    trace.recorder("env", "waits for room", "blocked")(trace.began - 5, trace.began + 1000)
+    trace.close()
+    trace.close()
+    assert ended.is_set()
+    process, track, order, *spans, end = events_of(tmp_path / name)
+    assert (process["args"], track["args"], order["tid"]) == ({"name": "mine"}, {"name": "env"}, track["tid"])
+    assert [(each["name"], each["cat"], each["ts"], each["dur"]) for each in spans] == [
+        ("env", "busy", 1234.567, 765.433),
+        ("waits for room", "blocked", 0.0, 1.0),  # what began before the trace did
+    ]
+    assert {each["tid"] for each in spans} == {track["tid"]}
+    assert end["args"] == {"dropped": 0}
+
+
+def test_the_oldest_spans_are_dropped_and_counted_where_a_file_takes_none() -> None:
+    file = Held()
+    trace = Trace(file, "mine", file.goes_on.set, most=10)
+    record = trace.recorder("env", "env")
+    for number in range(25):
+        begin = trace.began + number * 1000
+        record(begin, begin + 1)
+        trace.span("lane 0", f"fragment {number}", begin, begin + 1, {})
+    file.goes_on.set()
+    trace.close()
+    events = json.loads(file.text)
+    spans = [event for event in events if event["ph"] == "X"]
+    for name in ("env", "fragment"):
+        left = [int(event["ts"]) for event in spans if event["name"].startswith(name)]
+        assert left == list(range(25 - len(left), 25))
+        assert 5 <= len(left) <= 10
+    assert [event["args"]["name"] for event in events if event["name"] == "thread_name"] == ["env", "lane 0"]
+    assert events[-1]["args"]["dropped"] == 50 - len(spans)
+    assert any(event["name"].startswith(f"{50 - len(spans)} spans dropped") for event in events)
+
+
+def test_a_file_that_takes_no_more_ends_the_trace(caplog: pytest.LogCaptureFixture) -> None:
+    ended = threading.Event()
+    trace = Trace(Path("/dev/full").open("wb"), "mine", ended.set)
+    trace.recorder("env", "env")(trace.began, trace.began + 1)
+    assert ended.wait(60)
+    trace.close()
+    assert [record.getMessage() for record in caplog.records] == ["the trace ends: [Errno 28] No space left on device"]
+
+
+def test_a_trace_that_gets_large_ends_whole_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, ended = tmp_path / "run.trace", threading.Event()
+    trace = Trace(open_trace(str(path)), "mine", ended.set, size=1000)
+    record = trace.recorder("env", "env")
+    while not ended.wait(0.01):
+        record(trace.began, trace.began + 1)
+    events = events_of(path)
+    assert events[-1]["name"] == "end of the trace"
+    assert path.stat().st_size > 1000
+    [text] = [record.getMessage() for record in caplog.records]
+    assert text == "the trace ends after 1,000 bytes: `rollflow trace` writes another one"
+
+
+def test_a_trace_can_be_read_while_it_is_written(tmp_path: Path) -> None:
+    path, asked = tmp_path / "run.trace", threading.Semaphore(0)
+    trace = Trace(open_trace(str(path)), "mine", asked.release, lambda: not asked.release())
+    record = trace.recorder("env", "env")
+    record(trace.began, trace.began + 7000)
+    asked.acquire()
+    asked.acquire()  # so what was there at the first look is written
+    assert [event["dur"] for event in repaired(path) if event["ph"] == "X"] == [7.0]
+    trace.close()
+
+
+@pytest.mark.parametrize("path", [3, "", "/", "/nowhere/run.trace"])
+def test_a_path_that_can_not_be_is_refused(path: Any) -> None:
+    with pytest.raises(ValueError, match=r"^trace is .*, expected a file in a folder that is there"):
+        check_trace(path)
+
+
+def test_a_trace_that_is_asked_for_while_another_one_ends_begins_after_it(tmp_path: Path) -> None:
+    asker, answers = socket.socketpair()
+    serving = threading.Thread(target=lambda: tracing.serve(answers))
+
+    class Node:
+        def __call__(self, number: int) -> None:
+            pass
+
+        def take_trace(self, name: str, trace: Any) -> None:
+            if trace is None and not serving.ident:
+                serving.start()
+                serving.join(0.2)  # it has to wait for the end
+
+    graph = Graph()
+    graph.add(node=Node())
+    tracing = Tracing(lambda: Traceable(graph, [], []))
+    tracing.begin(str(tmp_path / "run.trace"))
+    tracing.end()
+    assert events_of(tmp_path / "run.trace")[-1]["name"] == "end of the trace"
+    serving.join()
+    assert tracing.fragments is not None
+    with asker, asker.makefile("rb") as file:
+        asker.shutdown(socket.SHUT_WR)
+        assert json.load(file)[-1]["name"] == "end of the trace"
