@@ -33,7 +33,7 @@ async def _asked(port: int, path: str, clients: int, seconds: float) -> tuple[li
     async def client() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         began = perf_counter()
-        while began < last:
+        while began < last or not took:
             writer.write(request)
             answer = (await reader.readuntil(b"\r\n\r\n")).lower()
             if not answer.startswith(b"http/1.1 200"):

