@@ -13,8 +13,8 @@ import pytest
 import trustme
 
 # How long an example takes says nothing of whether it is right.
-hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True)
-hypothesis.settings.register_profile("random", deadline=None, database=None)
+hypothesis.settings.register_profile("fixed", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("random", deadline=None, database=None, max_examples=100)
 hypothesis.settings.load_profile("fixed")
 
 YESTERDAY = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)

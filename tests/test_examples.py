@@ -93,6 +93,7 @@ def test_two_agents_run_at_a_hundredth_of_their_size(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("mean return: random -")
 
 
+@pytest.mark.slow
 def test_self_play_runs_at_a_hundredth_of_its_size(capsys: pytest.CaptureFixture[str]) -> None:
     main = example("self_play")["main"]
     main.__globals__.update(UPDATES=2, UPDATES_PER_OPPONENT=1)

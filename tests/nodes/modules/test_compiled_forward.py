@@ -31,6 +31,7 @@ def test_a_compiled_pass_gives_the_same() -> None:
     assert same(fragments(compile_forward={"backend": "eager"}), fragments())
 
 
+@pytest.mark.slow
 def test_compiled_passes_of_several_modules_give_the_same() -> None:
     drawn = Drawn(2, 2, 4, 1, 9, False, 6, 1, False, 3)
     assert_alike(agent_fragments(drawn, compile_forward={"backend": "eager"}), agent_fragments(drawn))

@@ -43,6 +43,7 @@ def test_a_host_that_dials_in_gives_the_fragments_that_are_made_inline(drawn: Se
     assert_alike(hosted(listening(RemoteRollouts), drawn), fragments_of(makers_of(drawn), drawn, lanes=drawn.lanes))
 
 
+@pytest.mark.slow
 @given(drawn=drawn_settings, workers=st.integers(1, 2))
 @settings(max_examples=examples(2), phases=[Phase.explicit, Phase.generate])
 def test_so_it_gives_those_of_worker_processes(drawn: Setting, workers: int) -> None:

@@ -32,6 +32,7 @@ def outputs_of(rollout: Any) -> dict[str, list[Any]]:
     return columns
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40))
 @example(case=("box", "previous"), actions="discrete", lstm=True, explore=False, slots=3, seed=0)  # rows of 168 bytes
 @given(

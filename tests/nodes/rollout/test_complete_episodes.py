@@ -72,6 +72,7 @@ def environments_of(drawn: Setting, mode: AutoresetMode | None) -> Any:
     return [SyncVectorEnv(makers[end - size : end], autoreset_mode=mode) for size, end in zip(sizes, ends, strict=True)]
 
 
+@pytest.mark.slow
 @given(drawn_settings, st.sampled_from([None, *AutoresetMode]))
 def test_the_same_episodes_come_whole_and_none_of_their_transitions_is_lost(
     drawn: Setting, mode: AutoresetMode | None

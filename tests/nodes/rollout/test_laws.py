@@ -173,6 +173,7 @@ def test_infos_go_with_their_observations(drawn: Setting, count: int) -> None:
             assert numbers == (10_000 * where[:, 1] + where[:, 2]).tolist()
 
 
+@pytest.mark.slow
 @few
 @given(settings_drawn)
 def test_the_autoreset_modes_give_the_same_transitions(drawn: Setting) -> None:

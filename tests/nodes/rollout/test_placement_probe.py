@@ -268,6 +268,7 @@ def test_infos_that_can_not_be_packed_stay_in_this_process() -> None:
     assert "not where='processes': the environment can't go to another process: infos[0]['scene']: <object" in told
 
 
+@pytest.mark.slow
 def test_a_module_on_a_device_is_not_copied_to_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollflow.nodes.rollout.placement_probe.device_of", lambda module: torch.device("cuda:0"))
     assert "not where='rollouts': the module acts on cuda:0, where a copy for each worker is none" in placement(Works)
