@@ -115,7 +115,8 @@ class ModuleForward:
         # A module that does it once does it always: to look at every pass would cost as much as a small operation.
         looks = self._passes % _LOOK_EVERY == 1
         versions = _versions(batch) if looks else None
-        output = self._threads.run(self._pass, batch)
+        with self._inference_mode:
+            output = self._threads.run(self._pass, batch)
         if looks and versions != _versions(batch):
             raise ModuleError(
                 f"{type(self.module).__name__}.{self._name} changed a tensor of its batch in place, expected it to be "
@@ -130,12 +131,8 @@ class ModuleForward:
             self._check_names(output)
         return output
 
-    def _pass(self, batch: dict[str, Any]) -> Any:
-        with self._inference_mode:
-            return self._call_module(batch)
-
     @breakable
-    def _call_module(self, batch: dict[str, Any]) -> Any:
+    def _pass(self, batch: dict[str, Any]) -> Any:
         return self._forward(batch)
 
     def _check_names(self, output: Mapping[str, Any]) -> None:
