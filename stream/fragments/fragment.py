@@ -365,7 +365,8 @@ class Fragment(Traced):
         return f"lane {self.lane}, vector steps {first} to {first + self.num_rows}"
 
     def __repr__(self) -> str:
-        size = f"{self.num_rows} vector steps x {self.layout.num_slots} slots"
+        slots = self.layout.num_slots
+        size = f"{self.num_rows} vector steps × {slots} slot{'s' if slots != 1 else ''}"
         return f"<Fragment {self.sequence} of lane {self.lane}: {size}>"
 
     def _repr_html_(self) -> str:

@@ -121,7 +121,14 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         return np.arange(len(self))
 
     def observations(self) -> Tree:
-        """The latest observation of every slot: a tree of views `any[N, ...]`, not to be written to."""
+        """The latest observation of every slot: a tree of read-only arrays `any[N, ...]`.
+
+        `set_observations` replaces them.
+        """
+        return map_tree(_read_only, self.newest())
+
+    def newest(self) -> Tree:
+        """The same, not read-only: torch shares its memory then. For pieces that don't write to it."""
         return self.lane.observations()
 
     def set_observations(self, observations: Tree) -> None:
@@ -133,7 +140,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
 
         Observations before the episode's first, or before the lookback, are zeros.
         """
-        latest = self.observations()
+        latest = self.newest()
         if count == 1:
             return map_tree(lambda leaf: leaf[:, None].copy(), latest)
         earlier = self.recent(Columns.OBS, count - 1)
@@ -157,10 +164,14 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         return map_tree(window, self.lane.fragment.columns[name].tree)
 
     def previous(self, name: str) -> Tree | None:
-        """A column's values at the step before: a tree of views `any[N, ...]`, not to be written to.
+        """A column's values at the step before: a tree of read-only arrays `any[N, ...]`.
 
         Meaningless for slots that have just begun an episode. None if the column has no value yet.
         """
+        values = self._values_before(name)
+        return None if values is None else map_tree(_read_only, values)
+
+    def _values_before(self, name: str) -> Tree | None:
         column = self.lane.fragment.columns.get(name)
         return None if column is None or not self.lane.row else column.row(self.lane.row - 1)
 
@@ -194,7 +205,7 @@ class EndedEpisodes(LaneEpisodes):
         """i64[K]: the environment of each ended episode, as a slot of the lane."""
         return np.array(self.slots, np.int64)
 
-    def observations(self) -> Tree:
+    def newest(self) -> Tree:
         """The last observation of each ended episode, a tree of arrays `any[K, ...]`."""
         return stack_trees([self.lane.observation(slot) for slot in self.slots])
 
@@ -203,14 +214,19 @@ class EndedEpisodes(LaneEpisodes):
         for i, slot in enumerate(self.slots):
             self.lane.set_observation(slot, map_tree(lambda leaf, i=i: leaf[i], observations))
 
-    def previous(self, name: str) -> Tree | None:
-        """A column's values at the step before, a tree of arrays `any[K, ...]`; None if it has no value yet."""
-        every = super().previous(name)
+    def _values_before(self, name: str) -> Tree | None:
+        every = super()._values_before(name)
         return None if every is None else map_tree(lambda leaf: leaf[self.slots], every)
 
     def just_begun(self) -> NDArray[np.bool_]:
         """bool[K]: all False, since an episode that has ended has made a step."""
         return np.zeros(len(self), np.bool_)
+
+
+def _read_only(leaf: NDArray[Any]) -> NDArray[Any]:
+    view = leaf.view()
+    view.flags.writeable = False
+    return view
 
 
 class _LiveColumn(LookbackBuffer):

@@ -74,15 +74,18 @@ def read_node(name: str, node: Any, where: Where | None = None) -> NodeSpec:
                               between may drop items: after each new edge before it and, with `is_all`, at
                               validation. Returns the composite nodes that are to be expanded again by `graph()`
     """
+    if isinstance(node, type) and any({"__call__", "run"} & vars(each).keys() for each in node.__mro__):
+        raise GraphError(f"node '{name}' is the class {node.__name__}, expected {node.__name__}(…)").see("node")
     run = node if inspect.iscoroutinefunction(node) else getattr(node, "run", None)
     if inspect.iscoroutinefunction(run):
         if where == "thread":
             raise GraphError(f"node '{name}' is asynchronous and can't be placed in a thread; expected where='inline'")
         return _async_spec(name, node, run)
     if not callable(node) or _gives_no_items(_annotated(node)):
+        what = f"{node!r}, whose call is asynchronous" if callable(node) else repr(node)
         raise GraphError(
-            f"node '{name}' is {node!r}, expected a callable of one parameter, an object with 'async def run', "
-            "or a Graph"
+            f"node '{name}' is {what}, expected a callable of one parameter that returns an item, an object with "
+            "'async def run', or a Graph"
         ).see("node")
     return _sync_spec(name, node, where)
 
@@ -143,9 +146,10 @@ def _async_spec(name: str, node: Any, run: Callable[..., Any]) -> NodeSpec:
         elif end is np.random.Generator:
             generator = parameter.name
         elif parameter.default is inspect.Parameter.empty:
+            has = f"is annotated {type_name(hint)}" if parameter.name in hints else "has no annotation that can be read"
             raise GraphError(
-                f"node '{name}': parameter '{parameter.name}' of run is annotated {type_name(hint)}, expected "
-                "Inlet[...], Outlet[...] or numpy.random.Generator"
+                f"node '{name}': parameter '{parameter.name}' of run {has}, expected Inlet[...], Outlet[...] or "
+                "numpy.random.Generator"
             )
     return NodeSpec(name, node, True, "inline", inlets, outlets, False, generator)
 

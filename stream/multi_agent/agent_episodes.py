@@ -51,7 +51,7 @@ class AgentEpisodes(LaneEpisodes):
         envs: NDArray[np.int64] = self.slots // len(self._agents.part.agents)
         return envs
 
-    def observations(self) -> Tree:
+    def newest(self) -> Tree:
         """The newest observation of every slot: a tree of views `any[K, ...]`, not to be written to."""
         if self._items is not None:
             self._latest, self._items = stack_trees(self._items), None
@@ -95,10 +95,9 @@ class AgentEpisodes(LaneEpisodes):
             return frames
 
         # Before the first step the column may have another type than the observations after the pieces.
-        return map_tree(after_zeros, self.observations())
+        return map_tree(after_zeros, self.newest())
 
-    def previous(self, name: str) -> Tree | None:
-        """A column's values at the step before, a tree of arrays `any[K, ...]`; None if it has no value yet."""
+    def _values_before(self, name: str) -> Tree | None:
         column = self._columns.get(name)
         return None if column is None else column.items(np.maximum(self._rows - 1, 0), self.slots)
 

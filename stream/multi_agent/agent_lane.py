@@ -184,7 +184,7 @@ class AgentLane(AgentLaneRows):
     def edit_ended(self, shown: AgentEpisodes) -> None:
         """Take the last observations of ended episodes as pieces have left them."""
         assert self.ended is not None
-        self.ended.put(shown.slots, shown.observations())
+        self.ended.put(shown.slots, shown.newest())
 
     def reveal_ended(self, envs: Slots | None, *, of_these: bool = True) -> None:
         """Show pieces only the ended agents of `envs`, i64[E], or (`of_these` False) only the others; None: all."""
@@ -213,9 +213,9 @@ class AgentLane(AgentLaneRows):
         if self.ended is not None:
             ended = np.array([self.ended.has(slot) for slot in shown.slots.tolist()], np.bool_)
             acts &= ~ended
-            self.ended.put(shown.slots[ended], map_tree(lambda leaf: leaf[ended], shown.observations()))
+            self.ended.put(shown.slots[ended], map_tree(lambda leaf: leaf[ended], shown.newest()))
         if shown.is_rewritten and acts.any():
-            self._edited = shown.slots[acts], map_tree(lambda leaf: leaf[acts], shown.observations())
+            self._edited = shown.slots[acts], map_tree(lambda leaf: leaf[acts], shown.newest())
 
     def settle(self, shown: AgentEpisodes) -> None:
         """Record the newest observations as the pieces have left them.
@@ -223,14 +223,14 @@ class AgentLane(AgentLaneRows):
         The first call fixes the type of the `obs` column, with the matching space of `observation_spaces`.
         """
         if shown.is_rewritten and self._typing:
-            self._settle_type(shown.observations(), len(shown))
+            self._settle_type(shown.newest(), len(shown))
         self._typing = False
         self.live.hide()
         if not shown.is_rewritten and self._raw is None:
             return
         try:
             column = self.fragment.columns[Columns.OBS]
-            self._write(column, shown.slots, column.whole(shown.observations()))
+            self._write(column, shown.slots, column.whole(shown.newest()))
         except ColumnError as error:
             error.add_note(
                 "connector pieces wrote these observations into the episodes; a piece that changes their shape or "

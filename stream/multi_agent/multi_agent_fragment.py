@@ -197,7 +197,7 @@ class MultiAgentFragment(Traced):
 
     def __repr__(self) -> str:
         return (
-            f"<MultiAgentFragment {self.sequence} of lane {self.lane}: {self.num_rows} vector steps x {self.num_envs} "
+            f"<MultiAgentFragment {self.sequence} of lane {self.lane}: {self.num_rows} vector steps × {self.num_envs} "
             "environments>"
         )
 

@@ -33,7 +33,7 @@ class AddObservationsFromEpisodesToBatch(ActingOrLearning):
         if Columns.OBS in batch:
             return batch
         if isinstance(episodes, LaneEpisodes) and not self.as_learner_connector:
-            batch[Columns.OBS] = episodes.observations()
+            batch[Columns.OBS] = episodes.newest()
         elif isinstance(episodes, FragmentEpisodes) and self.as_learner_connector:
             batch[Columns.OBS] = episodes.gather(Columns.OBS)
         else:

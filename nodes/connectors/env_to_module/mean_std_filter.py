@@ -167,7 +167,7 @@ class MeanStdFilter(ConnectorV2):
             return batch
         self._needed_space("observation")
         if isinstance(episodes, LaneEpisodes):
-            episodes.set_observations(self._filter(episodes.observations()))
+            episodes.set_observations(self._filter(episodes.newest()))
             return batch
         alone = list(self.single_agent_episode_iterator(episodes))
         if not alone:

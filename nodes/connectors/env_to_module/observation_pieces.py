@@ -196,7 +196,7 @@ class PrevActionsPrevRewards(ObservationRewriter):
         return spaces.Dict(parts)
 
     def of_lane(self, episodes: LaneEpisodes) -> dict[str, Any]:
-        parts: dict[str, Any] = {self.ORIG_OBS_KEY: episodes.observations()}
+        parts: dict[str, Any] = {self.ORIG_OBS_KEY: episodes.newest()}
         if self.n_prev_actions:
             actions = flatten(self._action_space_of(None), episodes.recent(Columns.ACTIONS, self.n_prev_actions))
             there = episodes.steps_there(self.n_prev_actions)

@@ -35,7 +35,7 @@ class ObservationRewriter(ConnectorV2):
 
     def of_lane(self, episodes: LaneEpisodes) -> Tree:
         """The last observations of all slots as they are to be, a tree of arrays `any[N, ...]`."""
-        return self.rewritten(episodes.observations())
+        return self.rewritten(episodes.newest())
 
     def of_episode(self, episode: SingleAgentEpisode) -> Tree:
         """The last observation of an episode as it is to be."""

@@ -17,16 +17,15 @@ from rollflow.nodes.connectors.pipelines.pieces import (
     check_kind,
     check_piece,
     names_of,
+    note_of_piece,
     parts_asked_for,
     place_of,
 )
 from rollflow.nodes.connectors.pipelines.runners import PipelineRunner, Runners, states_elsewhere
 from rollflow.nodes.connectors.state_watch import checked_state
-from rollflow.stream.data.errors import ConnectorError, StateError, page_on
+from rollflow.stream.data.errors import ConnectorError, StateError
 from rollflow.stream.fragments.fragment_episodes import FragmentEpisodes
 from rollflow.stream.fragments.live_episode import LaneEpisodes
-
-_CALLED_WITH = f"a piece is called with rl_module, batch, episodes, explore, shared_data, metrics; {page_on('piece')}"
 
 
 class ConnectorPipelineV2(ConnectorV2):
@@ -118,8 +117,7 @@ class ConnectorPipelineV2(ConnectorV2):
                 )
             except Exception as error:
                 error.add_note(f"in connector piece {self._described(place)}")
-                if isinstance(error, TypeError):
-                    error.add_note(_CALLED_WITH)
+                note_of_piece(error)
                 raise
             if not isinstance(batch, dict):
                 raise self._no_batch(place, batch)

@@ -55,7 +55,7 @@ def _observations_as_tensor(
         return None
     if len(pieces) > len(_INTO_MODULE) and is_stateful(module):
         return None
-    observations = episodes.observations()
+    observations = episodes.newest()
     if type(observations) is not np.ndarray or not observations.flags.carray:
         return None
     if getattr(module, "framework", "torch") != "torch" or module is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollflow.nodes.connectors.alpha.pieces import as_connector_v2
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.stream.data.errors import ConnectorError
+from rollflow.stream.data.errors import ConnectorError, page_on
 
 NameOrClass = str | type
 
@@ -112,6 +112,19 @@ def check_piece(piece: Any) -> None:
     """Raise ConnectorError unless it is a piece."""
     if not isinstance(piece, ConnectorV2):
         raise ConnectorError(f"{piece!r} is {_class_of(piece)}, expected a ConnectorV2 piece")
+
+
+def note_of_piece(error: Exception) -> None:
+    """Add to an error that a piece raised what is the likely mistake, where its kind says so."""
+    if isinstance(error, TypeError):
+        error.add_note(
+            f"a piece is called with rl_module, batch, episodes, explore, shared_data, metrics; {page_on('piece')}"
+        )
+    elif isinstance(error, AttributeError) and isinstance(error.obj, list):
+        error.add_note(
+            "a piece that reads columns sets columnar = True in its own class, since a class that overrides __call__ "
+            f"does not inherit it; this one is given a plain list of episodes; {page_on('piece')}"
+        )
 
 
 def _class_of(piece: Any) -> str:

@@ -277,15 +277,16 @@ class WorkerCarrier:
     def _lane_lost(self, link: LaneLink, reason: str, traceback: str = "") -> Iterator[Any]:
         status, was = link.status, link.status.phase
         status.reason = reason
+        traceback = f"\n{traceback}" if traceback else ""
         self.supervisor.fail(status)
         self._node.listener.lane_lost(link.index)
         if self.supervisor.is_draining:
-            logger.warning("lane %d is lost while the rollout is drained: %s\n%s", link.index, reason, traceback)
+            logger.warning("lane %d is lost while the rollout is drained: %s%s", link.index, reason, traceback)
         elif status.phase is LanePhase.ASIDE:
             logger.error("lane %d is set aside, lost %d times in a row: %s", link.index, status.failures, reason)
         else:
             again = max(0.0, status.due - monotonic())
-            logger.warning("lane %d is lost and made again in %.1f s: %s\n%s", link.index, again, reason, traceback)
+            logger.warning("lane %d is lost and made again in %.1f s: %s%s", link.index, again, reason, traceback)
         self.supervisor.lost_steps += link.lose(reason, was)
         if not status.is_waited:
             return

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
+from numbered_agents import NumberedAgents
 
 from rollflow.nodes import (
     ConnectorPipelineV2,
@@ -21,6 +22,7 @@ from rollflow.nodes import (
     LearnerConnectorPipeline,
     MeanStdFilter,
     ModuleToEnvPipeline,
+    MultiAgentRollout,
     NormalizeAndClipActions,
     Rollout,
 )
@@ -136,7 +138,7 @@ class Slots(LaneEpisodes):
             index
         ]
 
-    def observations(self) -> Any:
+    def newest(self) -> Any:
         return self.row
 
 
@@ -510,3 +512,43 @@ def test_a_pipeline_of_no_kind_takes_any_piece() -> None:
 def test_a_rollout_refuses_a_piece_in_a_pipeline_of_another_kind() -> None:
     with pytest.raises(ConnectorError, match="GetActions is put into the env-to-module pipeline"):
         Rollout("CartPole-v1", num_envs=1, env_to_module_connector=lambda env: GetActions())
+
+
+class Halves(ConnectorV2):
+    columnar = True
+
+    def __init__(self, *args: Any, kind: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kind = kind
+
+    def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+        values = episodes.observations() if self.kind == "observations" else episodes.previous("rewards")
+        if values is not None:
+            values /= 2
+        return batch
+
+
+@pytest.mark.parametrize("kind", ["observations", "rewards"])
+@pytest.mark.parametrize("agents", [False, True])
+def test_columns_that_are_written_to_in_place_are_refused(kind: str, *, agents: bool) -> None:
+    options: Any = {"env_to_module_connector": lambda env: Halves(kind=kind), "fragment_length": 4, "num_fragments": 1}
+    made = (
+        MultiAgentRollout(lambda: NumberedAgents(0, nested=0), **options)
+        if agents
+        else Rollout("CartPole-v1", **options)
+    )
+    with pytest.raises(ValueError, match="read-only") as raised, made as rollout:
+        list(rollout.fragments())
+    assert any("Halves" in note for note in raised.value.__notes__)
+
+
+def test_a_piece_that_reads_columns_without_saying_so_is_told_how_to_say_it() -> None:
+    class Forgets(Halves):
+        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+            episodes.observations()
+            return batch
+
+    rollout = Rollout("CartPole-v1", env_to_module_connector=lambda env: Forgets(kind="observations"))
+    with pytest.raises(AttributeError) as raised, rollout:
+        list(rollout.fragments())
+    assert any("sets columnar = True in its own class" in note for note in raised.value.__notes__)

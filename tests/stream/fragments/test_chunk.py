@@ -84,7 +84,7 @@ def test_last_observations_are_those_after_each_chunks_last_step(mode: Autoreset
 
 def test_a_fragment_names_the_column_that_it_does_not_have() -> None:
     fragment = fragments_of(1)[0]
-    with pytest.raises(ColumnError, match=r"<Fragment 0 of lane 0: 4 vector steps x 3 slots> has no column 'nope'"):
+    with pytest.raises(ColumnError, match=r"<Fragment 0 of lane 0: 4 vector steps × 3 slots> has no column 'nope'"):
         fragment.column("nope")
     assert fragment.nbytes == sum(column.nbytes for column in fragment.columns.values())
     episodes = fragment.episodes()

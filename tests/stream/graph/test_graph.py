@@ -150,12 +150,19 @@ class Wrong:
         del items
 
 
+class Bare:
+    async def run(self, items) -> None:  # type: ignore[no-untyped-def]
+        del items
+
+
 @pytest.mark.parametrize(
     ("node", "told"),
     [
         (7, r"node 'x' is 7, expected a callable of one parameter"),
         (not_a_node, r"node 'x' is called with 2 items, expected a callable of one parameter"),
         (Wrong(), r"node 'x': parameter 'items' of run is annotated int, expected Inlet"),
+        (Bare(), r"node 'x': parameter 'items' of run has no annotation that can be read, expected Inlet"),
+        (Wrong, r"node 'x' is the class Wrong, expected Wrong\(…\)"),
     ],
 )
 def test_what_is_no_node_is_refused(node: Any, told: str) -> None:

@@ -73,7 +73,8 @@ async def asynchronous_generator(number: int) -> AsyncIterator[int]:
 
 @pytest.mark.parametrize("node", [AsynchronousCall(), asynchronous_generator])
 def test_what_gives_coroutines_for_items_is_refused(node: Any) -> None:
-    with pytest.raises(GraphError, match=r"node 'x' is <.*>, expected a callable of one parameter, an object with"):
+    told = r"node 'x' is <.*>, whose call is asynchronous, expected a callable of one parameter that returns an item"
+    with pytest.raises(GraphError, match=told):
         read_node("x", node)
 
 
