@@ -249,12 +249,10 @@ class ConnectorV2(abc.ABC):
         """Restore a state that `get_state` gave. Raises ConnectorError for a state where the piece has none."""
         self._check_state(state)
         if state:
-            expected = "is it another piece's?"
+            given = f"is given a state with {sorted(map(str, state))}"
             if type(self).get_state is not ConnectorV2.get_state:
-                expected = "expected a set_state(state) beside its get_state"
-            raise ConnectorError(
-                f"{self.name} has no state, but is given one with {sorted(map(str, state))}: {expected}"
-            )
+                raise ConnectorError(f"{self.name} {given}, and has a get_state but no set_state; expected both")
+            raise ConnectorError(f"{self.name} has no state, but {given}: is it another piece's?")
 
     def reset_state(self) -> None:  # noqa: B027  (nothing to forget without state)
         """Forget all that has been learnt."""

@@ -70,8 +70,8 @@ class AgentPolicies:
         if self._modules.is_by_agent:
             return self._modules.module_of(agent, "policy")
         raise PolicyError(
-            f"the module of agent {agent!r} is up to the episode, expected module_id to name one: "
-            f"policy({agent!r}, module_id), and evaluate_agents for such policies"
+            f"agent {agent!r} may have another module in each episode; expected policy({agent!r}, module_id), and "
+            "evaluate_agents to evaluate such policies"
         )
 
 

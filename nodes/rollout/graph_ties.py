@@ -34,8 +34,8 @@ class GraphTies:
         """Allow ties again. Raises GraphError where the rollout runs, or has run."""
         if has_run:
             raise GraphError(
-                "the rollout runs already, expected what holds it back, as a trainer's sink does, to be connected "
-                "before `with rollout:`, and before it is run"
+                "the rollout runs already; expected a sink that holds it back, such as TrainerSink, to be connected "
+                "before `with rollout:` and before the graph is run"
             )
         self.is_in_graph = False
 

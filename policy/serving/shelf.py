@@ -107,8 +107,8 @@ class Shelf:
         parts = {each: part for each, part in named.items() if part}
         if not parts and len(named) > 1:
             raise ModuleError(
-                f"weights have {', '.join(list(weights)[:4])}, and {', '.join(named)} are served; expected "
-                f"'{next(iter(named))}/…', or to be told whose weights they are"
+                f"weights are named {', '.join(list(weights)[:4])}, and several policies are served: "
+                f"{', '.join(named)}; expected names such as '{next(iter(named))}/…', or name='{next(iter(named))}'"
             )
         for each in parts or [name or next(iter(named), "")]:
             self.newest(each).publish(parts.get(each, weights), version)

@@ -268,11 +268,14 @@ def _between(head: AgentTimeline, tail: AgentTimeline, received: Received) -> Si
     first_seen, t = tail.observed_at[tail.lookback], head.episode.t
     if head.pending is None:
         raise EpisodeError(
-            f"it has not acted since its observation at env step {head.last_seen}, but it has another one at env step "
-            f"{first_seen} in the chunk to join"
+            f"the chunk to join has an observation at env step {first_seen}, but the agent has not acted since its "
+            f"observation at env step {head.last_seen}; expected chunks that follow each other"
         )
     if tail.episode.t_started != t + 1:
-        raise EpisodeError(f"it ends with an action at its step {t}, but joins at its step {tail.episode.t_started}")
+        raise EpisodeError(
+            f"the agent's last action is at its step {t}, but the chunk to join begins at its step "
+            f"{tail.episode.t_started}; expected step {t + 1}"
+        )
     parts = [reward for env_step, reward in received.items() if head.last_seen <= env_step < first_seen]
     return SingleAgentEpisode(
         head.episode.id_,

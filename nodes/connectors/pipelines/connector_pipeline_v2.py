@@ -289,7 +289,8 @@ class ConnectorPipelineV2(ConnectorV2):
         unknown = sorted(set(state) - set(self.names))
         if unknown:
             raise ConnectorError(
-                f"{self.name}: a state for {unknown}, but the pieces are: {', '.join(self.names) or 'none'}"
+                f"{self.name}: a state for {unknown}, expected {{name of a piece: its state}}, as get_state gives it; "
+                f"pieces: {', '.join(self.names) or 'none'}"
             )
 
     def _named(self) -> dict[str, ConnectorV2]:

@@ -670,7 +670,8 @@ def test_agents_whose_parts_do_not_meet_leave_everything_as_it_was() -> None:
     chunk = episode.cut()
     step(chunk, observations={"a": 2, "b": 5}, actions={"a": 1}, rewards={"a": 1.0})
     with pytest.raises(
-        EpisodeError, match="episode 'e': agent 'b': it has not acted since its observation at env step 0"
+        EpisodeError,
+        match=r"episode 'e': agent 'b': the chunk to join .* has not acted since its observation at env step 0",
     ):
         episode.concat_episode(chunk)
     assert (len(episode), len(episode.agent_episodes["a"])) == (1, 1)

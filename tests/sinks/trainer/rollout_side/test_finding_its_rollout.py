@@ -125,7 +125,7 @@ def test_two_rollouts_for_one_sink_are_refused_where_the_second_is_connected() -
 def test_a_rollout_that_runs_is_found_too_late() -> None:
     with numbered() as rollout:
         next(iter(rollout.fragments()))
-        with pytest.raises(GraphError, match="the rollout runs already, expected what holds it back, as"):
+        with pytest.raises(GraphError, match="the rollout runs already; expected a sink that holds it back"):
             Graph("late").connect(rollout.fragments, TrainerSink("unix:/nowhere"))
 
 
