@@ -15,6 +15,7 @@ from rollflow.nodes.env.remote.remote_host import (
     HostLeft,
     HostProgressed,
     HostReconnected,
+    HostShared,
     RemoteHost,
     RemoteLane,
     vectors_on,
@@ -84,6 +85,12 @@ class HostRollouts(Carried, OffloadedRollouts):
         yield from super().completed()
         for host in self._equipment.outdated():
             self._equip(host)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds until there is something to do, though no host says a word."""
+        seconds = [each for each in (super().patience, self._equipment.patience) if each is not None]
+        return min(seconds, default=None)
 
     def hasten(self) -> None:
         """Have every host give what there is of the fragments that it is making."""
@@ -173,6 +180,8 @@ class HostRollouts(Carried, OffloadedRollouts):
                 self._equip(event.host)
                 if self.is_draining:
                     self._cut(self.carrier.lanes_of(event.host))
+            case HostShared():
+                self._equipment.take(event)
             case HostLeft():
                 self._equipment.forget(event.host)
 
