@@ -135,8 +135,8 @@ class RolloutHost(Host):
 
     def _dismissed(self) -> None:
         self._ids = []
-        while self._files:
-            self._files.popitem()[1].close()
+        for module in list(self._files):
+            self._release(module)
         for lane in self._lanes:
             lane.begin(None)
 
@@ -202,23 +202,31 @@ class RolloutHost(Host):
         weights = from_arrays(Arrays(dict(message.tensors), dict(message.dtypes), dict(message.others)))
         for lane in self._lanes:
             lane.publish(message.version, weights, message.module)
+        file = self._files.get(message.module)
+        if file is not None and file.shared.version < message.version:
+            self._release(message.module)
 
     def _expect(self, message: WeightsComing | WeightsShared) -> None:
         for lane in self._lanes:
             lane.expect(message.version, message.module)
 
     def _share(self, weights: Weights) -> None:
-        """Let other hosts of this machine read a module's weights, in place of those before."""
+        """Let other hosts of this machine read a module's weights."""
         try:
             file = WeightsFile(weights)
         except OSError as error:
             logger.warning("weights %d can't be shared on this machine: %s", weights.version, error)
             self._tell_of(WeightsUnread(weights.version, None, weights.module))
             return
-        before, self._files[weights.module] = self._files.get(weights.module), file
-        if before is not None:
-            before.close()
+        self._release(weights.module)
+        self._files[weights.module] = file
         self._tell_of(file.shared)
+
+    def _release(self, module: str | None) -> None:
+        """Close the file of a module's weights, if there is one."""
+        file = self._files.pop(module, None)
+        if file is not None:
+            file.close()
 
     def _tell_of(self, message: WeightsShared | WeightsUnread) -> None:
         """Tell the gateway of shared weights; through a connection that is lost it needs no word."""

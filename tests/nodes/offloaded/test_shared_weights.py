@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from leftovers import held_here, shared_mappings
@@ -349,10 +348,8 @@ def test_processes_share_weights_whichever_of_them_is_killed() -> None:
         assert run.given < given + 2 * WIDE_BYTES + LITTLE
         run.play(6)
         assert run.given < given + 3 * WIDE_BYTES + LITTLE
-        shared = {
-            pid: weights_open_in(pid) for pid in (host.process.pid for host in run.hosts) if psutil.pid_exists(pid)
-        }
-        assert sum(map(len, shared.values())) == 1
+        # Files of earlier versions are gone.
+        assert len({name for host in run.hosts for name in weights_open_in(host.process.pid)}) == 1
     assert weights_open_in(os.getpid()) == []
 
 
