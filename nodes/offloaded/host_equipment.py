@@ -52,10 +52,11 @@ class HostEquipment:
         """Seconds after which to look for outdated hosts again; None: when there is news."""
         return self._shares.patience
 
-    def give(self, host: RemoteHost, *, is_urgent: bool) -> None:
+    def give(self, host: RemoteHost, *, is_urgent: bool, has_turn: bool) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet.
 
         is_urgent    also while much is still on its way to it
+        has_turn     it is about to take a turn
         """
         gateway, connection = self._gateway, host.connection
         stock = self._stocks.get(host.session.token)
@@ -70,7 +71,7 @@ class HostEquipment:
         if states is not stock.states and states is not None and gateway.tell(host, states, connection):
             stock.states = states
         for weights in self._lacking(stock):
-            self._shares.deliver(stock, weights, is_urgent=is_urgent)
+            self._shares.deliver(stock, weights, has_turn=has_turn)
 
     def take(self, event: HostShared) -> None:
         """Take a host's word of weights that the hosts of a machine share."""

@@ -183,9 +183,9 @@ class RolloutHost(Host):
                 for lane in self._lanes:
                     lane.take_states(news.states)
             case Weights():
-                self._publish(news)
-                if news.share:
+                if news.share:  # others wait for them, and hear of them before a turn that uses them is over
                     self._share(news)
+                self._publish(news)
             case WeightsComing():
                 self._expect(news)
             case WeightsShared():

@@ -29,7 +29,6 @@ class HostStock:
     """Messages that a host has got through a connection.
 
     versions    module -> version of the weights that it has, or can read
-    expected    module -> version of the weights that it was told to wait for
     failures    how often it could not share weights, or not read shared ones
     """
 
@@ -38,7 +37,6 @@ class HostStock:
     has_settings: bool = False
     states: States | None = None
     versions: dict[Module, int] = field(default_factory=dict)
-    expected: dict[Module, int] = field(default_factory=dict)
     failures: int = 0
 
     @property
@@ -99,10 +97,10 @@ class WeightShares:
         """Seconds after which hosts that lack weights are to be looked at again; None: when there is news."""
         return _LOOK_S if any(share.where is None for share in list(self._shares.values())) else None
 
-    def deliver(self, stock: HostStock, weights: Weights, *, is_urgent: bool) -> None:
-        """Give a host a module's newest weights, or have it wait for those that another host is about to share.
+    def deliver(self, stock: HostStock, weights: Weights, *, has_turn: bool) -> None:
+        """Give a host a module's newest weights, unless others of its machine are on their way: these come first.
 
-        is_urgent    it is to wait for none that are older
+        has_turn    it is about to take a turn, which then waits for the newest
         """
         machine, module = stock.machine, weights.module
         if machine is None or sum(array.nbytes for array in weights.tensors.values()) < _LEAST_BYTES:
@@ -115,14 +113,11 @@ class WeightShares:
             is_shared = self._has_siblings(stock.host, machine)
             if self._send(stock, replace(weights, share=True) if is_shared else weights) and is_shared:
                 self._shares[machine, module] = _Share(weights.version, stock)
-        elif is_urgent and share.version < weights.version:
-            self._send(stock, weights)
-        elif not stock.has(module, share.version) and stock.expected.get(module) != share.version:
-            if self._gateway.tell(stock.host, WeightsComing(share.version, module), stock.connection):
-                stock.expected[module] = share.version
+        elif has_turn:
+            self._gateway.tell(stock.host, WeightsComing(weights.version, module), stock.connection)
 
     def take(self, stock: HostStock, message: WeightsShared | WeightsUnread, others: Iterable[HostStock]) -> None:
-        """Take word of shared weights; hosts that wait for these are told where they lie.
+        """Take word of shared weights; hosts of the machine that lack these are told where they lie.
 
         others    what hosts have got
         """
@@ -133,7 +128,7 @@ class WeightShares:
         elif share is not None and share.stock is stock and share.version == message.version and share.where is None:
             share.where, stock.failures = message, 0
             for other in others:
-                if other.machine == machine and other.expected.get(module) == message.version:
+                if other.machine == machine:
                     self._send(other, message)
 
     def forget(self, host: RemoteHost) -> None:
@@ -146,7 +141,6 @@ class WeightShares:
         if stock.has(module, version) or not self._gateway.tell(stock.host, message, stock.connection):
             return False
         stock.versions[module] = version
-        stock.expected.pop(module, None)
         return True
 
     def _share_of(self, machine: str, module: Module) -> _Share | None:

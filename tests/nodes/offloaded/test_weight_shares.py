@@ -95,13 +95,12 @@ class Delivery(RuleBasedStateMachine):
     def publish(self) -> None:
         self.version += 1
 
-    @rule(at=HOSTS, is_urgent=st.booleans())
-    def give(self, at: int, *, is_urgent: bool) -> None:
+    @rule(at=HOSTS, has_turn=st.booleans())
+    def give(self, at: int, *, has_turn: bool) -> None:
         if not self.stocks[at].has(None, self.version):
-            self.shares.deliver(self.stocks[at], weights_of(self.version), is_urgent=is_urgent)
-            if is_urgent:  # its next turn waits for no older ones
-                waits = [message.version for message in self.hosts[at].sent if not isinstance(message, WeightsUnread)]
-                assert self.hosts[at].lost_at is not None or max(waits, default=-1) == self.version
+            self.shares.deliver(self.stocks[at], weights_of(self.version), has_turn=has_turn)
+            if has_turn and self.hosts[at].lost_at is None:  # the turn waits for no older ones
+                assert max(message.version for message in self.hosts[at].sent) == self.version
 
     @rule(at=HOSTS)
     def take_one(self, at: int) -> None:
@@ -150,7 +149,7 @@ class Delivery(RuleBasedStateMachine):
                 patch.setattr("rollflow.nodes.offloaded.weight_shares._PATIENCE_S", -1.0)
             for _ in range(12):
                 for at, host in enumerate(self.hosts):
-                    self.give(at, is_urgent=False)
+                    self.give(at, has_turn=False)
                     while host.sent:
                         host.take_one()
                     while host.answers and host.lost_at is None:
@@ -169,7 +168,7 @@ def test_each_version_is_sent_whole_to_one_host_of_a_machine() -> None:
     for _ in range(20):
         run.publish()
         for at in range(len(MACHINES)):
-            run.give(at, is_urgent=True)
+            run.give(at, has_turn=True)
         for _ in range(2):
             for at, host in enumerate(run.hosts):
                 while host.sent:
