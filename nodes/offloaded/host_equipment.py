@@ -2,23 +2,13 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from rollflow.nodes.env.remote.gateway import Gateway
-from rollflow.nodes.env.remote.remote_host import RemoteHost
+from rollflow.nodes.env.remote.remote_host import HostShared, RemoteHost
 from rollflow.nodes.offloaded.replica import Published
-from rollflow.stream.wire import GatewayConnection, Settings, States, Weights
-
-
-@dataclass(slots=True)
-class _Given:
-    """Messages that a host has got through a connection; versions of weights by the ids of their modules."""
-
-    connection: GatewayConnection
-    has_settings: bool = False
-    states: States | None = None
-    versions: dict[Any, int] = field(default_factory=dict)
+from rollflow.nodes.offloaded.weight_shares import HostStock, WeightShares
+from rollflow.stream.wire import Settings, States, Weights
 
 
 class HostEquipment:
@@ -36,7 +26,8 @@ class HostEquipment:
         self.states: States | None = None
         self._gateway, self._message_of = gateway, message_of
         self._weights: dict[Any, Weights] = {}  # by the ids of their modules
-        self._given: dict[bytes, _Given] = {}  # by the token of the host's session
+        self._stocks: dict[bytes, HostStock] = {}  # by the token of the host's session
+        self._shares = WeightShares(gateway)
         self._publishing = threading.Lock()
         self._is_closed = False
 
@@ -51,44 +42,55 @@ class HostEquipment:
 
     def outdated(self) -> Iterator[RemoteHost]:
         """The hosts that lack some weights."""
-        for token, given in list(self._given.items()):
+        for token, stock in list(self._stocks.items()):
             host = self._gateway.hosts.get(token)
-            if host is not None and self._lacking(given):
+            if host is not None and self._lacking(stock):
                 yield host
 
-    def give(self, host: RemoteHost, *, is_urgent: bool) -> None:
+    @property
+    def patience(self) -> float | None:
+        """Seconds after which to look for outdated hosts again; None: when there is news."""
+        return self._shares.patience
+
+    def give(self, host: RemoteHost, *, is_urgent: bool, has_turn: bool) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet.
 
         is_urgent    also while much is still on its way to it
+        has_turn     it is about to take a turn
         """
         gateway, connection = self._gateway, host.connection
-        given = self._given.get(host.session.token)
-        if given is None or given.connection is not connection:
-            given = self._given[host.session.token] = _Given(connection)
+        stock = self._stocks.get(host.session.token)
+        if stock is None or stock.connection is not connection:
+            stock = self._stocks[host.session.token] = HostStock(host, connection)
         assert self.settings is not None
-        if not given.has_settings:
-            given.has_settings = gateway.tell(host, self.settings, connection)
+        if not stock.has_settings:
+            stock.has_settings = gateway.tell(host, self.settings, connection)
         elif gateway.is_behind(host) and not is_urgent:
             return  # it has some to go on with, and gets the newest once those have arrived
         states = self.states
-        if states is not given.states and states is not None and gateway.tell(host, states, connection):
-            given.states = states
-        for module_id, weights in self._lacking(given):
-            if gateway.tell(host, weights, connection):
-                given.versions[module_id] = weights.version
+        if states is not stock.states and states is not None and gateway.tell(host, states, connection):
+            stock.states = states
+        for weights in self._lacking(stock):
+            self._shares.deliver(stock, weights, has_turn=has_turn)
+
+    def take(self, event: HostShared) -> None:
+        """Take a host's word of weights that the hosts of a machine share."""
+        stock = self._stocks.get(event.host.session.token)
+        if stock is not None:
+            self._shares.take(stock, event.message, self._stocks.values())
 
     def forget(self, host: RemoteHost) -> None:
         """Forget a host that has left."""
-        self._given.pop(host.session.token, None)
+        self._stocks.pop(host.session.token, None)
+        self._shares.forget(host)
 
     def close(self) -> None:
         """Wake nobody any more."""
         with self._publishing:
             self._is_closed = True
 
-    def _lacking(self, given: _Given) -> list[tuple[Any, Weights]]:
-        weights = self._weights.items()
-        return [(each, message) for each, message in weights if message.version > given.versions.get(each, -1)]
+    def _lacking(self, stock: HostStock) -> list[Weights]:
+        return [weights for weights in self._weights.values() if not stock.has(weights.module, weights.version)]
 
     def _keep(self, published: Published, *, wakes: bool = False) -> None:
         """Keep those weights that are newer than what there is."""

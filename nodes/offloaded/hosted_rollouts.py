@@ -15,6 +15,7 @@ from rollflow.nodes.env.remote.remote_host import (
     HostLeft,
     HostProgressed,
     HostReconnected,
+    HostShared,
     RemoteHost,
     RemoteLane,
     vectors_on,
@@ -85,6 +86,12 @@ class HostRollouts(Carried, OffloadedRollouts):
         for host in self._equipment.outdated():
             self._equip(host)
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds until there is something to do, though no host says a word."""
+        seconds = [each for each in (super().patience, self._equipment.patience) if each is not None]
+        return min(seconds, default=None)
+
     def hasten(self) -> None:
         """Have every host give what there is of the fragments that it is making."""
         super().hasten()
@@ -151,7 +158,7 @@ class HostRollouts(Carried, OffloadedRollouts):
 
     def ask(self, remote: RemoteLane) -> None:
         index, status = remote.status.index, remote.status
-        self._equip(remote.host, is_urgent=self.owner.wants_newest)
+        self._equip(remote.host, is_urgent=self.owner.wants_newest, has_turn=True)
         count = self._counts[index]
         resets = status.failures > 0 or not count.reported  # environments are to be made, or reset
         count.first_pulse, count.is_in_vain = count.pulse if resets else -1, False
@@ -173,6 +180,8 @@ class HostRollouts(Carried, OffloadedRollouts):
                 self._equip(event.host)
                 if self.is_draining:
                     self._cut(self.carrier.lanes_of(event.host))
+            case HostShared():
+                self._equipment.take(event)
             case HostLeft():
                 self._equipment.forget(event.host)
 
@@ -268,7 +277,7 @@ class HostRollouts(Carried, OffloadedRollouts):
             self._check_form(fragment)
         return fragment
 
-    def _equip(self, host: RemoteHost, *, is_urgent: bool = False) -> None:
+    def _equip(self, host: RemoteHost, *, is_urgent: bool = False, has_turn: bool = False) -> None:
         """Tell a host whatever of settings, states and weights it does not have yet; see `HostEquipment.give`."""
         if self._equipment.settings is None:
             replica, options = self.owner.replica(), self.owner.pass_options
@@ -283,7 +292,7 @@ class HostRollouts(Carried, OffloadedRollouts):
                 seed=self.seed,
             )
             self._equipment.begin(settings.message(), weights)
-        self._equipment.give(host, is_urgent=is_urgent)
+        self._equipment.give(host, is_urgent=is_urgent, has_turn=has_turn)
 
     def _message_of(self, module_id: Any, version: int, weights: Mapping[str, Any]) -> Weights:
         return Weights(version, *to_arrays(weights), module=self.wire_id(module_id))

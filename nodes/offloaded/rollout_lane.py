@@ -40,7 +40,7 @@ class LaneSession:
     """Session of a lane with a rollout, from its welcome on; None as the grant: there is no rollout.
 
     published      module id -> version and weights
-    awaited        modules whose weights are yet to come through the connection; None: nobody knows which there are
+    awaited        module id -> least version of weights that are yet to come; None: nobody knows of which modules
     states         of connectors by pipeline, to be taken over before the next turn
     known_states   taken over last
     replica        where published weights go to, once it acts
@@ -57,7 +57,7 @@ class LaneSession:
     grant: LaneGrant | None
     settings: RolloutSettings | None = None
     published: dict[Any, tuple[int, Weights]] = field(default_factory=dict)
-    awaited: set[Any] | None = None
+    awaited: dict[Any, int] | None = None
     states: Mapping[str, Any] | None = None
     known_states: Mapping[str, Any] | None = None
     replica: Replica | None = None
@@ -73,7 +73,11 @@ class LaneSession:
     @property
     def is_equipped(self) -> bool:
         """True with settings, states and weights, which come in this order."""
-        return self.awaited == set()
+        return self.awaited == {}
+
+    def await_all(self) -> None:
+        """Have the next turn wait for weights of every module, whichever version."""
+        self.awaited = None if self.settings is None else dict.fromkeys(self.settings.modules, 0)
 
     def new_states(self) -> Mapping[str, Any] | None:
         """States that connectors are to take over, once."""
@@ -114,14 +118,14 @@ class RolloutLane:
         Those that came through the last one may not have been the newest, nor the connectors' states.
         """
         with self._changed:
-            self.session.awaited = None if self.session.settings is None else set(self.session.settings.modules)
+            self.session.await_all()
 
     def configure(self, settings: RolloutSettings) -> None:
         """Take the rollout's settings."""
         with self._changed:
             self.session.settings = settings
             if self.session.awaited is None:
-                self.session.awaited = set(settings.modules)
+                self.session.await_all()
 
     def publish(self, version: int, weights: dict[str, Any], module_id: str | None = None) -> None:
         """Use these weights from the next forward pass on; the id is None where there is one module.
@@ -129,18 +133,31 @@ class RolloutLane:
         Raises ModuleError where they are not the module's, and WireError where they come before the settings.
         """
         with self._changed:
+            module, awaited = self._awaited(module_id)
             session = self.session
-            if session.settings is None or session.awaited is None:
-                raise WireError("weights before settings, expected them after", "order")
-            module_id = DEFAULT_MODULE_ID if isinstance(session.settings.module, str) else module_id
-            if module_id not in session.settings.modules:
-                expected = sorted(session.settings.modules)
-                raise WireError(f"weights of module {module_id!r:.100}, expected one of {expected}", "weights")
-            session.published[module_id] = version, weights
-            session.awaited.discard(module_id)
+            session.published[module] = version, weights
+            if version >= awaited.get(module, 0):
+                awaited.pop(module, None)
             if session.replica is not None:
-                session.replica.put({module_id: (version, weights)})
+                session.replica.put({module: (version, weights)})
             self._changed.notify_all()
+
+    def expect(self, version: int, module_id: str | None = None) -> None:
+        """Have the next turn wait for weights of this version, or newer ones. Raises as `publish` does."""
+        with self._changed:
+            module, awaited = self._awaited(module_id)
+            awaited[module] = version
+
+    def _awaited(self, module_id: str | None) -> tuple[Any, dict[Any, int]]:
+        """The module of this id in messages, and the versions that are awaited."""
+        session = self.session
+        if session.settings is None or session.awaited is None:
+            raise WireError("weights before settings, expected them after", "order")
+        module = DEFAULT_MODULE_ID if isinstance(session.settings.module, str) else module_id
+        if module not in session.settings.modules:
+            expected = sorted(session.settings.modules)
+            raise WireError(f"weights of module {module_id!r:.100}, expected one of {expected}", "weights")
+        return module, session.awaited
 
     def take_states(self, states: Mapping[str, Any]) -> None:
         """Have the connectors go on from these states, by pipeline, from the next turn on."""

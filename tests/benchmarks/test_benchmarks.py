@@ -90,12 +90,13 @@ def test_workers_and_memory_are_measured() -> None:
 
 @pytest.mark.slow
 def test_hosts_that_are_started_are_measured() -> None:
-    lines = cluster.measure(TINY, hosts=1, slots=2)
+    lines = cluster.measure(TINY, hosts=1, slots=2, many_hosts=2)
     assert [line["workload"] for line in lines[:2]] == [
         "whole rollouts on hosts by processes",
         "starts of hosts by processes (per 1,000 s)",
     ]
     assert all(line.keys() >= KEYS for line in lines)
+    assert lines[-1]["mb_per_version"] < 11 < 20 < lines[-1]["beside_mb"]
 
 
 @pytest.mark.slow

@@ -137,10 +137,11 @@ class BrokenWire:
     """A proxy that cuts each connection after a number of bytes that `drawn` gives; None: never.
 
     is_down    whether connections are closed as they come
+    given      bytes that the target has sent
     """
 
     def __init__(self, target: Any, drawn: Callable[[], int | None]) -> None:
-        self.cuts = 0
+        self.cuts = self.given = 0
         self._target, self._drawn = (target.host, target.port), drawn
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._lock = threading.Lock()
@@ -195,7 +196,9 @@ class BrokenWire:
 
     def _pass_on(self, here: socket.socket, there: socket.socket, left: list[int | None]) -> None:
         try:
+            is_target = here.getpeername()[1] == self._target[1]
             while data := here.recv(1 << 16):
+                self.given += len(data) * is_target
                 with self._lock:
                     most = left[0]
                     if most is not None:
@@ -244,7 +247,7 @@ class RawHost:
     ) -> None:
         makers = [lambda slot=slot: env(900 + slot) for slot in range(2)]
         with kind(makers, secret=secret, name="raw") as pattern:  # type: ignore[call-arg]
-            self.hello = replace(pattern._hello(), **said)
+            self.hello = replace(pattern._hello(), **{"machine": None, **said})
         self.sock = socket.create_connection((address.host, address.port))
         self.session = HostSession(self.hello.session)
         self.connection = HostConnection(self.hello, self.session, secret=secret, limits=SHORT, now=0.0)

@@ -14,7 +14,7 @@ from time import monotonic
 
 from rollflow.nodes.env.remote.registry import Registry
 from rollflow.nodes.env.remote.remote_envs import RemoteHosts
-from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostProgressed, RemoteHost
+from rollflow.nodes.env.remote.remote_host import HostAnswered, HostEvent, HostProgressed, HostShared, RemoteHost
 from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
@@ -35,6 +35,9 @@ from rollflow.stream.wire import (
     Standing,
     States,
     Weights,
+    WeightsComing,
+    WeightsShared,
+    WeightsUnread,
 )
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,7 @@ _TEND_S = 0.25  # how long nobody may look at the sockets
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _GOODBYE_S = 1.0
 _MUCH = 1 << 16  # bytes that wait for a host
+HostNews = Weights | WeightsComing | WeightsShared | States | Settings | Cut  # that hosts don't answer
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a host is waited for
 
 
@@ -125,7 +129,7 @@ class Gateway:
                 self._could_not_ask(host, error)
             self._write(host.connection)
 
-    def tell(self, host: RemoteHost, news: Weights | States | Settings | Cut, through: GatewayConnection) -> bool:
+    def tell(self, host: RemoteHost, news: HostNews, through: GatewayConnection) -> bool:
         """Tell a host something that needs no answer; False: it could not be told, since that connection is lost.
 
         Arrays must stay as they are until sent. A host that takes no frame as large has to leave. From any thread.
@@ -268,6 +272,9 @@ class Gateway:
             case Metrics():
                 assert peer.host is not None
                 self._registry.news.append(HostProgressed(peer.host, event.metrics))
+            case WeightsShared() | WeightsUnread():
+                assert peer.host is not None
+                self._registry.news.append(HostShared(peer.host, event))
             case Standing():
                 self._inspections.take(event)
             case _:

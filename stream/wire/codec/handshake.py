@@ -80,6 +80,8 @@ class Hello:
     agents               with several agents: the ids of all possible agents of an environment, strings or integers
     parts                with several agents: each one's part; parts are numbered in the order of their first agents
     answers_inspect      whether it answers an Inspect
+    machine              the same for hosts that share weights with each other: see the protocol's documentation; None:
+                         it gets all weights whole
     """
 
     kind: ClassVar[str] = "hello"
@@ -101,6 +103,7 @@ class Hello:
         tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, MOST_AGENTS - 1), MOST_AGENTS))
     ] = None
     answers_inspect: Annotated[bool, field.flag] = False
+    machine: Annotated[str | None, field.nullable(field.text(256))] = None
 
     @property
     def num_envs(self) -> int:

@@ -17,6 +17,7 @@ from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.replaying import Query, Result
+from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsComing, WeightsShared, WeightsUnread
 from rollflow.stream.wire.codec.standing import Inspect, Standing
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
@@ -247,14 +248,16 @@ class Weights:
     dtypes     name -> dtype of a tensor's bits if numpy has no such dtype: "bfloat16"
     others     values that are no tensors
     module     id of the module, where there are several, each with versions of its own
+    share      whether the host is to let others of its machine read them: it says where, or that it can't
     """
 
     kind: ClassVar[str] = "weights"
-    version: Annotated[int, field.whole(0, MOST_NUMBER)]
+    version: PolicyVersion
     tensors: Annotated[Mapping[str, NDArray[Any]], field.map_of(field.array)]
     dtypes: Annotated[Mapping[str, str], field.map_of(field.text(64))]
     others: Annotated[Mapping[str, Any], field.mapping]
-    module: Annotated[str | None, field.nullable(field.text(256))] = None
+    module: ModuleName = None
+    share: Annotated[bool, field.flag] = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,7 +312,7 @@ class Receipt:
 
     kind: ClassVar[str] = "receipt"
     node: Annotated[str, field.text(256)]
-    version: Annotated[int, field.whole(0, MOST_NUMBER)]
+    version: PolicyVersion
     digest: Annotated[bytes, field.raw(32)]
 
 
@@ -386,7 +389,7 @@ class Refused:
 Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
-_Memory = Block | Lent | Series | Forget | BlocksReleased
+_Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsComing | WeightsShared | WeightsUnread
 _Acting = Act | Acted | Release | Query | Result
 _Stalls = Inspect | Standing
 Running = Request | Answer | _News | _Memory | _Acting | _Stalls | Credit | Ping | Pong | Goodbye | Refused

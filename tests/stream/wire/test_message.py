@@ -126,10 +126,15 @@ MAY_BE_MISSING = {
     ("hello", "agents"),
     ("hello", "parts"),
     ("hello", "answers_inspect"),
+    ("hello", "machine"),
     ("welcome", "answers_inspect"),
     ("step", "agent_slots"),
     ("goodbye", "drained"),
     ("weights", "module"),
+    ("weights", "share"),
+    ("coming", "module"),
+    ("shared", "module"),
+    ("unread", "module"),
 }
 
 
