@@ -61,23 +61,32 @@ class SocketLoop(Generic[P]):
         self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
         self._max_strangers = max_strangers
-        self._greeter: Greeter[P] | None = None
+        self._greeters: dict[int, Greeter[P]] = {}  # by descriptors that are listened on
+        self._caller: Greeter[P] | None = None  # of what is dialled
         self.peers: PeerSet[P] = PeerSet(self._poll)
-        self._acceptor = Acceptor([], self._poll)
+        self._acceptor = Acceptor(self._poll)
         self.dialler = Dialler([], self._poll)
 
     def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
-        """Accept by sockets that are listened on."""
-        self._acceptor, self._greeter = Acceptor(sockets, self._poll), greeter
+        """Accept by sockets that are listened on, also beside others."""
+        self._acceptor.add(sockets)
+        self._greeters |= {sock.fileno(): greeter for sock in sockets}
 
     def stop_listening(self) -> None:
         """Accept no more; the sockets are others' to close."""
         self._acceptor.close()
-        self._acceptor = Acceptor([], self._poll)
+        self._acceptor = Acceptor(self._poll)
 
     def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
-        self.dialler, self._greeter = Dialler(addresses, self._poll), greeter
+        self.dialler, self._caller = Dialler(addresses, self._poll), greeter
+
+    def heed(self, fd: int, *, is_heeded: bool) -> None:
+        """Have waits end where another descriptor of the owner's can be read, or no longer."""
+        if is_heeded:
+            self._poll.register(fd, select.POLLIN)
+        else:
+            self._poll.unregister(fd)
 
     def add(self, peer: P) -> None:
         """Take a peer, and begin with what there is to send."""
@@ -137,7 +146,8 @@ class SocketLoop(Generic[P]):
                 self._accept(fd, now)
             elif fd in self.dialler and (reached := self.dialler.serve(fd, now)) is not None:
                 sock, dialled = reached
-                self._greet(sock, str(dialled.address), now, dialled)
+                assert self._caller is not None
+                self.add(self._caller.greet(sock, str(dialled.address), now, dialled))
 
     def tick(self, now: float) -> None:
         """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling."""
@@ -183,8 +193,4 @@ class SocketLoop(Generic[P]):
         if crowded_out is not None:
             assert crowded_out.connection.error is not None
             self.fail(crowded_out, crowded_out.connection.error, now)
-        self._greet(*accepted, now, None)
-
-    def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
-        assert self._greeter is not None
-        self.add(self._greeter.greet(sock, where, now, dialled))
+        self.add(self._greeters[fd].greet(*accepted, now, None))

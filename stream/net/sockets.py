@@ -118,12 +118,16 @@ class Acceptor:
     poll    waits for them
     """
 
-    def __init__(self, sockets: Sequence[socket.socket], poll: SocketPoll) -> None:
-        self._listening = {sock.fileno(): sock for sock in sockets}
+    def __init__(self, poll: SocketPoll) -> None:
+        self._listening: dict[int, socket.socket] = {}
         self._paused: dict[int, float] = {}  # descriptor -> until when it is not waited for
         self._poll = poll
-        for fd in self._listening:
-            poll.register(fd, select.POLLIN)
+
+    def add(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept by more sockets."""
+        for sock in sockets:
+            self._listening[sock.fileno()] = sock
+            self._poll.register(sock.fileno(), select.POLLIN)
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._listening

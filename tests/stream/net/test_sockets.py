@@ -119,7 +119,8 @@ def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        entrance = Acceptor([listener], poll)
+        entrance = Acceptor(poll)
+        entrance.add([listener])
         with socket.create_connection(listener.getsockname()):
             assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
             assert entrance.accept(listener.fileno(), 7.0) is None
