@@ -1,10 +1,10 @@
 """Connections between a client that asks and a server that answers, and their memories across connections.
 
 A client wants actions of a server of policies, a sampler steps of a replay host, a rank its share of what comes to a
-trainer. A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a lost connection it sends those without
-an answer again. The server keeps its answers until the client says that it has them: a request that it has taken before
-is not done again, but answered as it was. So every request is done once by a server that remembers the client, and
-answered once.
+trainer. A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a
+lost connection it sends those without an answer again. The server keeps its answers until the client says that it has
+them: a request that it has taken before is not done again, but answered as it was. So every request is done once by a
+server that remembers the client, and answered once.
 """
 
 from collections.abc import Sequence

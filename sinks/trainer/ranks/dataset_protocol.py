@@ -44,7 +44,7 @@ class DatasetPlace(NamedTuple):
     address: wire.Address
     secret: bytes | None = None
     tls: ssl.SSLContext | None = None
-    limits: wire.Limits = wire.Limits()  # noqa: RUF009  # it is frozen
+    limits: wire.Limits = wire.Limits()
 
 
 def places_of(own: str, shared: str | None, **ends: Any) -> list[DatasetPlace]:
