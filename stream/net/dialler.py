@@ -53,6 +53,12 @@ class Dialler:
         return any(dialled.is_busy for dialled in self._all)
 
     @property
+    def due(self) -> float | None:
+        """Time at which `tick` is to be called; None: it need not be."""
+        calls = [until for _, _, until in self._calling.values()]
+        return min([*calls, *(dialled.due for dialled in self._all if not dialled.is_busy)], default=None)
+
+    @property
     def problems(self) -> list[str]:
         """Why addresses are not reached, or nobody there has been taken in."""
         return [f"{dialled.address}: {dialled.problem}" for dialled in self._all if dialled.problem]

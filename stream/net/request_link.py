@@ -165,7 +165,7 @@ class RequestLink:
         try:
             self.loop.tick(monotonic())
             while not self._is_closing and self._fatal is None:
-                ready = self.loop.wait_until(monotonic() + 1.0 if self._is_away else None)
+                ready = self.loop.wait_until(self.loop.dialler.due)
                 now = monotonic()
                 if any(peer.connection.phase is wire.ConnectionPhase.RUNNING for peer in self.loop.peers):
                     self._there_at = now
@@ -190,10 +190,6 @@ class RequestLink:
         is_overdue = self._target.parted is not None and now - self._there_at >= self._target.timeout
         if is_overdue and not self.loop.dialler.is_busy:
             raise self._unanswered()
-
-    @property
-    def _is_away(self) -> bool:
-        return not any(peer.connection.is_open for peer in self.loop.peers)
 
     # What the loop asks for
 

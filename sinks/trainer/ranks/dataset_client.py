@@ -70,7 +70,7 @@ class DatasetClient:
         is_followed    True where the loop itself reports which items it is given
         """
         has = {f"has_{name}": part is not None for name, part in parts._asdict().items()}
-        which = {"worker": worker, "workers": workers, "prefetch": prefetch, "loop": loop, "is_followed": is_followed}
+        which: dict[str, Any] = {"worker": worker, "workers": workers, "prefetch": prefetch, "loop": loop, "is_followed": is_followed}
         result = self._request("begin", rank=self._rank, **which, **has)
         if result is None:
             raise RunError("the stream was left before its dataset's loop")

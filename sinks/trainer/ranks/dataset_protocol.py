@@ -125,7 +125,7 @@ def message_of_item(arrived: ArrivedItem) -> wire.Fragment:
         return message_of_agents(arrived.number, item, source.agents.parts, {})
     if isinstance(item, Fragment):
         return message_of_fragment(arrived.number, item, source.spaces)
-    rest = {"batch": True, "by_module": source.is_by_module}
+    rest: dict[str, Any] = {"batch": True, "by_module": source.is_by_module}
     rest |= {"policy_version": arrived.policy_version, "steps": arrived.batch_steps}
     return wire.Fragment(0, arrived.number, arrays_of(item), rest)
 
