@@ -177,10 +177,10 @@ class TrainerStream:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._state = "closed"
         if error is None:
             self._move_on()
         self._closing.close()
+        self._state = "closed"
         self._listener.close(HAS_ENDED if error is None else None, failure_of(error))
         close_sockets(self._listener.sockets)
         self.log.end()

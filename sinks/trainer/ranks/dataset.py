@@ -67,7 +67,7 @@ class TrainerDataset(IterableDataset[Any]):
         self._join_timeout, self._stream, self._is_alone = join_timeout, stream, address is None
         self._is_paced = is_paced
         self._handed: list[BatchItem] = []
-        self._loops = 0
+        self._token, self._loops = secrets.token_hex(8), 0
 
     @classmethod
     def connect(
@@ -203,7 +203,7 @@ class TrainerDataset(IterableDataset[Any]):
         info = get_worker_info()
         assert info is not None
         self._loops += 1
-        loop = f"{(info.seed - info.id) % (1 << 64)} {self._loops}"  # the same for all workers of a loop
+        loop = f"{self._token} {info.seed - info.id} {self._loops}"  # the same for all workers of a loop
         numbers = info.id, info.num_workers, self._prefetch
         return BatchWorker(client.begin(*numbers, loop, self._parts, is_followed=is_followed))
 

@@ -70,8 +70,9 @@ class DatasetClient:
         is_followed    True where the loop itself reports which items it is given
         """
         has = {f"has_{name}": part is not None for name, part in parts._asdict().items()}
-        which: dict[str, Any] = {"worker": worker, "workers": workers, "prefetch": prefetch, "loop": loop, "is_followed": is_followed}
-        result = self._request("begin", rank=self._rank, **which, **has)
+        has |= {"is_followed": is_followed}
+        numbers = {"rank": self._rank, "worker": worker, "workers": workers, "prefetch": prefetch}
+        result = self._request("begin", loop=loop, **numbers, **has)
         if result is None:
             raise RunError("the stream was left before its dataset's loop")
         values = result.values

@@ -33,13 +33,7 @@ from rollflow.sinks.trainer.trainer_side.state import BatchItem
 from rollflow.stream import wire
 from rollflow.stream.data.errors import RollflowError, RunError, error_text
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.net.request_clients import (
-    MOST_STRANGERS,
-    ClientPeer,
-    RequestClient,
-    RequestClients,
-    ServerOptions,
-)
+from rollflow.stream.net.request_clients import MOST_STRANGERS, ClientPeer, RequestClient, RequestClients, ServerOptions
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
