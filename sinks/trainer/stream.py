@@ -22,6 +22,7 @@ from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
 from rollflow.sinks.trainer.ranks.dataset_protocol import BatchParts, StreamSetup, places_of
 from rollflow.sinks.trainer.ranks.dataset_server import DatasetServer
 from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
+from rollflow.sinks.trainer.trainer_side.compatibility import checked_address
 from rollflow.sinks.trainer.trainer_side.intake import Intake
 from rollflow.sinks.trainer.trainer_side.item_maker import (
     ItemMaker,
@@ -32,7 +33,7 @@ from rollflow.sinks.trainer.trainer_side.item_maker import (
     check_choices,
     check_module,
 )
-from rollflow.sinks.trainer.trainer_side.listener import TrainerListener, checked_address
+from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
 from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows, OnExcess, StalenessBound

@@ -17,6 +17,14 @@ Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
 Greeted = TypeVar("Greeted", bound=Peer[Any], covariant=True)
 
 
+_MANY, _LOOK_S = 64, 2e-5
+
+
+def look_s(count: int) -> float:
+    """Seconds until so many things are looked at again: 0 for few; for many, so long that it takes a small share."""
+    return 0.0 if count < _MANY else count * _LOOK_S
+
+
 class SocketHandler(Protocol[Handled]):
     """Decisions of a protocol, for the loop that owns its sockets."""
 
@@ -60,7 +68,7 @@ class SocketLoop(Generic[P]):
         self._poll: SocketPoll = select.poll() if epoll is None else epoll
         self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
-        self._max_strangers = max_strangers
+        self._max_strangers, self._looks_at = max_strangers, 0.0
         self._greeters: dict[int, Greeter[P]] = {}  # by descriptors that are listened on
         self._caller: Greeter[P] | None = None  # of what is dialled
         self.peers: PeerSet[P] = PeerSet(self._poll)
@@ -107,10 +115,13 @@ class SocketLoop(Generic[P]):
         finally:
             error.__traceback__ = None  # its frames hold the peer, and what was lent through it
 
-    def send(self, tell: Callable[[P], None]) -> None:
-        """Tell every open connection what is new, and send what there is to send; where `tell` raises, it fails."""
+    def send(self, tell: Callable[[P], None], peers: Iterable[P] | None = None) -> None:
+        """Tell open connections what is new, and send what there is to send; where `tell` raises, it fails.
+
+        peers    None: all
+        """
         with self.lock:
-            for peer in self.peers:
+            for peer in self.peers if peers is None else peers:
                 try:
                     if peer.connection.is_open:
                         tell(peer)
@@ -150,8 +161,14 @@ class SocketLoop(Generic[P]):
                 self.add(self._caller.greet(sock, str(dialled.address), now, dialled))
 
     def tick(self, now: float) -> None:
-        """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling."""
-        for peer in self.peers:
+        """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling.
+
+        Where there are many connections, they are not looked at each time.
+        """
+        looks = now >= self._looks_at
+        if looks:
+            self._looks_at = now + look_s(len(self.peers))
+        for peer in self.peers if looks else ():
             deadline = peer.connection.next_deadline()
             if deadline is None or deadline <= now:
                 with self.lock:

@@ -60,6 +60,9 @@ class PeerSet(Generic[P]):
         """Peers that there are now; they may be dropped meanwhile."""
         return iter(list(self._by_fd.values()))
 
+    def __len__(self) -> int:
+        return len(self._by_fd)
+
     def at(self, fd: int) -> P | None:
         """The peer on a descriptor."""
         return self._by_fd.get(fd)
