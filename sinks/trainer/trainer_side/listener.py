@@ -8,7 +8,6 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from time import monotonic, sleep
 
 from rollflow.nodes.env.remote.software import software
@@ -18,7 +17,7 @@ from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, check
 from rollflow.sinks.trainer.trainer_side.compatibility import announce, check_shares, check_together, leaves_overdue
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights, PublishedWeights
-from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
+from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows
 from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream import wire
@@ -28,7 +27,7 @@ from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.socket_loop import SocketLoop, look_s
-from rollflow.stream.net.sockets import Peer, quoted, refusal_level
+from rollflow.stream.net.sockets import quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 
 logger = logging.getLogger(__name__)
@@ -40,25 +39,6 @@ _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a rollout
 _GOODBYE_S = 1.0
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a rollout is waited for
-
-
-@dataclass(slots=True, eq=False)
-class RolloutConnection(Peer[wire.TrainerConnection]):
-    """Connection that somebody has made to a trainer.
-
-    source      the rollout at its other end; None: it has not been taken in
-    borrower    of what is lent through it; None: nothing is
-    called      as the rollout calls itself; None: it has not proved itself
-    """
-
-    source: RolloutPeer | None = None
-    borrower: FragmentBorrower | None = None
-    called: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The other end, as far as it is known, for people."""
-        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"
 
 
 class TrainerListener:
@@ -94,7 +74,8 @@ class TrainerListener:
         shares: bool = False,
         own: Shapes | None = None,
     ) -> None:
-        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, max_strangers=_MOST_STRANGERS)
+        self._epoll = getattr(select, "epoll", _no_epoll)()  # its wait takes no longer for more connections
+        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
         self.arrived: list[ArrivedItem] = []
@@ -206,6 +187,8 @@ class TrainerListener:
             self._thread.join()
         self.weights.close()
         self._loop.close()
+        if self._epoll is not None:
+            self._epoll.close()
         self.bell.close()
 
     def filenos(self) -> Iterator[int]:
@@ -410,3 +393,7 @@ class TrainerListener:
         until = monotonic() + _GOODBYE_S
         while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
             self._turn(left)
+
+
+def _no_epoll() -> None:
+    """None: this system has no epoll."""
