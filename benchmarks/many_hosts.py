@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from time import perf_counter, process_time
 from typing import Any
 
-import numpy as np
+import torch
 
 from benchmarks.command import run
 from benchmarks.feeder import description_of, fragments_of
@@ -43,15 +43,15 @@ def measure(sizes: Sizes, hosts: Sequence[int] = HOSTS, weights: int = WEIGHTS) 
     hosts = [count for count in hosts if count <= most]
     lines = []
     for name, active in (("all send", None), (f"{ACTIVE} send", ACTIVE)):
-        first: float | None = None
+        first = 0.0
         for count in hosts:
             rate = per_second_of_processor(count, min(active or count, count), max(1.0, sizes.seconds))
             first = first or rate
             line = record(f"messages of {count} hosts, {name} (per CPU s)", count, [(rate, first)], aim=0.5)
             lines.append(line | {"where": "remote", "beside_name": f"{hosts[0]} hosts"})
     ours, plain = weights_reach(hosts[-1], weights), bytes_reach(hosts[-1], 4 * weights)
-    pairs = [(hosts[-1] * 4 * weights / seconds / 1e6) for seconds in (ours, plain)]
-    line = record(f"weights to {hosts[-1]} hosts (MB/s)", hosts[-1], [(pairs[0], pairs[1])], aim=0.5)
+    rates = tuple(hosts[-1] * 4 * weights / seconds / 1e6 for seconds in (ours, plain))
+    line = record(f"weights to {hosts[-1]} hosts (MB/s)", hosts[-1], [(rates[0], rates[1])], aim=0.5)
     return [*lines, line | {"where": "remote", "beside_name": "plain sockets"}]
 
 
@@ -84,7 +84,7 @@ def weights_reach(hosts: int, weights: int) -> float:
     with simulated(hosts, 1, weights) as (stream, have_got):
         next(iter(stream))
         began = perf_counter()
-        stream.publish({"w": np.zeros(weights, np.float32)})
+        stream.publish({"w": torch.zeros(weights)})
         for got in have_got:
             got.recv()
         return perf_counter() - began

@@ -136,7 +136,7 @@ class TrainerStream:
         self._setup = StreamSetup(yields, max_lag, on_excess, BatchParts(learner_connector, module))
         self._ends: dict[str, Any] = {"secret": known, "tls": tls, "limits": limits}  # of connections
         self._staleness = StalenessBound(max_lag, on_excess)
-        self._join_timeout = join_timeout
+        self._join_timeout, self._expected = join_timeout, sources or 0
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
         self._items: Iterator[LoopItem] = iter(())
@@ -166,7 +166,7 @@ class TrainerStream:
         if self._state != "new":
             raise RunError(f"the stream is {self._state}: it runs once, make another one")
         try:
-            self._listener.sockets = listen_on(self.address)
+            self._listener.sockets = listen_on(self.address, self._expected)
         except EnvError as error:
             raise RunError(str(error)) from error
         with closing_on_error(lambda: close_sockets(self._listener.sockets)):

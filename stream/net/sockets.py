@@ -1,6 +1,7 @@
 """Peers, which are connections with their sockets, and sockets that accept more of them."""
 
 import logging
+import resource
 import select
 import socket
 import sys
@@ -16,6 +17,7 @@ from rollflow.stream.wire import Connection, ConnectionPhase, TcpAddress
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.25  # until it is tried again whether there are descriptors for more connections
+_SPARE = 64  # descriptors besides connections
 _MOST_QUOTED = 300  # characters of what the other end says
 
 C = TypeVar("C", bound=Connection)
@@ -113,6 +115,18 @@ class PeerSet(Generic[P]):
         """Close the sockets, whatever there is still to send."""
         for peer in self._by_fd.values():
             peer.transport.close()
+
+
+def check_descriptors(connections: int) -> None:
+    """Warn where so many connections are expected, and this process may not have as many descriptors."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < connections + _SPARE:
+        logger.warning(
+            "%d connections are expected, and this process may have %d descriptors; expected %d or more: ulimit -n",
+            connections,
+            most,
+            connections + _SPARE,
+        )
 
 
 class Acceptor:

@@ -33,6 +33,7 @@ from rollflow.stream.net.transport import transport_for
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_ALL_S = 1.0  # after which all are told again, whoever has news
 _STANDS_BACK_S = 2e-2  # from the last time that another thread has served
 _GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, as one that publishes and asks for more
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
@@ -230,7 +231,7 @@ class TrainerListener:
             tells_all = self._has_news or self._shares or now >= self._tells_all_at
             behind, self._behind = self._behind, set()
             if tells_all:
-                self._has_news, self._tells_all_at = False, now + _TICK_S
+                self._has_news, self._tells_all_at = False, now + _ALL_S
             connections = [source.connection for source in behind if source.connection is not None]
             peers = [peer for each in connections if (peer := self._loop.peers.of(each)) is not None]
             self._loop.send(self._tell, None if tells_all else peers)
