@@ -29,6 +29,7 @@ PROGRAMS = (
     "serving",
     "remote",
     "cluster",
+    "many_hosts",
     "transport",
     "beside_peers",
     "replay",

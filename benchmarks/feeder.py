@@ -56,6 +56,32 @@ def feed_fragments(address: str, size: int) -> None:
         _feed(address, told, "fragments", message)
 
 
+def fragments_of(size: int) -> tuple[Fragment, dict[str, Any]]:
+    """A message with a fragment of so many bytes, and fields of the hello of a rollout that sends such."""
+    rollout = rollout_of(size)
+    with rollout:
+        fragment = list(rollout.fragments())[1]
+    spaces: Sequence[Any] = [rollout.environments.observation_space, *rollout.env_to_module.observation_spaces]
+    described = _described(rollout.environments.observation_space, rollout.environments.action_space, spaces)
+    return message_of_fragment(1, fragment, spaces), described
+
+
+def description_of(token: bytes, described: dict[str, Any]) -> Hello:
+    """The hello of a rollout with a session of this token."""
+    return Hello(
+        versions=(VERSION, VERSION),
+        role="source",
+        software="benchmark",
+        name="feeder",
+        nonce=secrets.token_bytes(NONCE_BYTES),
+        session=token,
+        max_frame=Limits().max_frame,
+        slots=(1,),
+        autoreset="SAME_STEP",
+        **described,
+    )
+
+
 def rollout_of(size: int) -> Rollout:
     """A few fragments of about so many bytes."""
     width = max(1, (size // (_SLOTS * (_ROWS + 1)) - 26) // 4)  # 26 bytes of a step are no observation
@@ -86,23 +112,9 @@ def _feed(address: str, told: dict[str, Any], sends: str, message: Callable[[int
 
     told["metadata"] |= {"sends": sends, "shares_memory": lender is not None}
 
-    def hello() -> Hello:
-        return Hello(
-            versions=(VERSION, VERSION),
-            role="source",
-            software="benchmark",
-            name="feeder",
-            nonce=secrets.token_bytes(NONCE_BYTES),
-            session=session.token,
-            max_frame=limits.max_frame,
-            slots=(1,),
-            autoreset="SAME_STEP",
-            **told,
-        )
-
     link = TrainerUplink(
         TrainerLink(target, limits, lender=lender),
-        hello,
+        lambda: description_of(session.token, told),
         session,
         kept,
         lambda version, weights: False,

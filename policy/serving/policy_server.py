@@ -93,7 +93,7 @@ class PolicyServer:
         self._clients = RequestClients(
             self._loop, options, lambda client: self._shelf.forget_client(client.session.token)
         )
-        self._loop.listen(self._sockets, self._clients)
+        self._loop.listen(self._sockets, options)
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._run, "rollflow serves policies"), (self._tidy, "rollflow tidies policies"))

@@ -74,7 +74,7 @@ class SampleServer:
         self._loop: SocketLoop[ClientPeer] = SocketLoop(self, epoll=self._epoll, max_strangers=MOST_STRANGERS)
         options = ServerOptions(secret, tls, limits, software(), wire.ReplayConnection, _MOST_CLIENTS, _WINDOW)
         self._clients = RequestClients(self._loop, options, lambda client: self._replay.turns.look_again())
-        self._loop.listen(self._sockets, self._clients)
+        self._loop.listen(self._sockets, options)
         self._tasks: TaskGroup | None = None  # one for each query that is being answered
         keep_from_forked(self)
 

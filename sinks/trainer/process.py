@@ -21,8 +21,8 @@ import torch
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.workers.lane_server import end_with_parent
 from rollflow.nodes.env.workers.worker_process import CLOSE_TIMEOUT_S, WorkerProcess, core_count
+from rollflow.sinks.trainer import pickle_channel
 from rollflow.sinks.trainer.own_folder import OwnFolder
-from rollflow.sinks.trainer.ranks import pickle_channel
 from rollflow.sinks.trainer.stream import TrainerStream
 from rollflow.stream.data.errors import RunError
 

@@ -18,9 +18,11 @@ from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights, own_shapes
 from rollflow.sinks.trainer.messages.compression import check_available
 from rollflow.sinks.trainer.own_folder import OwnFolder
-from rollflow.sinks.trainer.ranks.dataset import TrainerDataset, unix_address
-from rollflow.sinks.trainer.ranks.dataset_server import DatasetServer, StreamSetup
+from rollflow.sinks.trainer.ranks.dataset import TrainerDataset
+from rollflow.sinks.trainer.ranks.dataset_protocol import BatchParts, StreamSetup, places_of
+from rollflow.sinks.trainer.ranks.dataset_server import DatasetServer
 from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
+from rollflow.sinks.trainer.trainer_side.compatibility import checked_address
 from rollflow.sinks.trainer.trainer_side.intake import Intake
 from rollflow.sinks.trainer.trainer_side.item_maker import (
     ItemMaker,
@@ -31,7 +33,7 @@ from rollflow.sinks.trainer.trainer_side.item_maker import (
     check_choices,
     check_module,
 )
-from rollflow.sinks.trainer.trainer_side.listener import TrainerListener, checked_address
+from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
 from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows, OnExcess, StalenessBound
@@ -124,24 +126,24 @@ class TrainerStream:
         check_available(compression)
         check_choices(yields, on_excess, ack, count=fragments_per_batch, max_lag=max_lag, taught=learner_connector)
         check_module(module)
-        self.address: Address = checked_address(address, secret_bytes(secret), tls)
+        known, limits = secret_bytes(secret), limits or Limits()
+        self.address: Address = checked_address(address, known, tls)
         self.yields = yields
         self.handed: list[BatchItem] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
         self.log = StreamLog(self, LogOptions(log, log_every, log_x))
         self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
-        self._setup = StreamSetup(yields, learner_connector, module, max_lag, on_excess)
+        self._setup = StreamSetup(yields, max_lag, on_excess, BatchParts(learner_connector, module))
+        self._ends: dict[str, Any] = {"secret": known, "tls": tls, "limits": limits}  # of connections
         self._staleness = StalenessBound(max_lag, on_excess)
-        self._join_timeout = join_timeout
+        self._join_timeout, self._expected = join_timeout, sources or 0
         self._current: list[ArrivedItem] = []  # of the batch that was handed over last
         self._left_out: list[ArrivedItem] = []  # done with together with the batch that is handed over next
         self._items: Iterator[LoopItem] = iter(())
         self._server: DatasetServer | None = None
         self._closing = ExitStack()
         self._listener = TrainerListener(
-            secret=secret_bytes(secret),
-            tls=tls,
-            limits=limits or Limits(),
+            **self._ends,
             ahead=self._staleness.ahead,
             compression=compression,
             windows=FlowWindows(self._staleness, yields, prefetch, fragments_per_batch, stays=sources is None),
@@ -164,7 +166,7 @@ class TrainerStream:
         if self._state != "new":
             raise RunError(f"the stream is {self._state}: it runs once, make another one")
         try:
-            self._listener.sockets = listen_on(self.address)
+            self._listener.sockets = listen_on(self.address, self._expected)
         except EnvError as error:
             raise RunError(str(error)) from error
         with closing_on_error(lambda: close_sockets(self._listener.sockets)):
@@ -176,10 +178,10 @@ class TrainerStream:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._state = "closed"
         if error is None:
             self._move_on()
         self._closing.close()
+        self._state = "closed"
         self._listener.close(HAS_ENDED if error is None else None, failure_of(error))
         close_sockets(self._listener.sockets)
         self.log.end()
@@ -235,7 +237,8 @@ class TrainerStream:
         world_size         processes of the trainer, of which this is rank 0, which publishes: under "pace" once in a
                            round at most. Each batch goes to one of them, in turn; less than a round is `lost`. The
                            stream is to be left when all loops have come to their end
-        address            'unix:/path' for the other ranks' `TrainerDataset.connect`; None: there are none
+        address            for the other ranks' `TrainerDataset.connect`: 'tcp://host:port' or 'unix:/path', with the
+                           stream's secret and TLS; None: there are none
 
         `handed` lists rank 0's batches. `max_lag` holds when a worker takes an item, which the loop may see
         (prefetch_factor + 1) × num_workers items later; "pace" is for num_workers=0. Rollouts keep as many batches
@@ -253,22 +256,16 @@ class TrainerStream:
         if self._listener.is_open and self._staleness.ahead != self._listener.ahead:
             raise RunError("the stream has begun, expected its dataset before the first batch is asked for")
         self._listener.ahead = self._staleness.ahead
-        if address is None:
-            address = f"unix:{self._closing.enter_context(closing(OwnFolder())).path}/dataset"
-        parsed = unix_address(address)
+        folder = self._closing.enter_context(closing(OwnFolder()))
+        places = places_of(f"unix:{folder.path}/dataset", address, **self._ends)
+        calls: dict[str, Any] = {"begin": self._open, "returns": self.returns, "handed": self._note_handed}
         self._server = DatasetServer(
-            parsed,
-            world_size,
-            self._intake,
-            self._setup,
-            begin=self._open,
-            returns=self.returns,
-            handed=self._note_handed,
-            join_timeout=self._join_timeout,
+            places, world_size, self._intake, self._setup, join_timeout=self._join_timeout, **calls
         )
         self._closing.callback(self._server.close)
-        options: dict[str, Any] = {"is_alone": world_size == 1, "is_paced": self._staleness.ahead is not None}
-        return TrainerDataset(parsed, 0, prefetch_factor=prefetch_factor, join_timeout=0, stream=self, **options)
+        options: dict[str, Any] = {"prefetch_factor": prefetch_factor, "join_timeout": 0, "stream": self}
+        options |= {"address": self._server.shared, "is_paced": self._staleness.ahead is not None}
+        return TrainerDataset(places[0], 0, self._setup.parts, **options)
 
     def expect_no_more(self) -> None:
         """Let the loop end when the rollouts have that are there, and wait for no others. From any thread."""

@@ -48,6 +48,17 @@ class Dialler:
         return fd in self._calling or (self._lookup is not None and fd == self._lookup.fileno())
 
     @property
+    def is_busy(self) -> bool:
+        """True while an address has a connection, or is being dialled."""
+        return any(dialled.is_busy for dialled in self._all)
+
+    @property
+    def due(self) -> float | None:
+        """Time at which `tick` is to be called; None: it need not be."""
+        calls = [until for _, _, until in self._calling.values()]
+        return min([*calls, *(dialled.due for dialled in self._all if not dialled.is_busy)], default=None)
+
+    @property
     def problems(self) -> list[str]:
         """Why addresses are not reached, or nobody there has been taken in."""
         return [f"{dialled.address}: {dialled.problem}" for dialled in self._all if dialled.problem]

@@ -59,11 +59,19 @@ class ServerOptions(NamedTuple):
     max_clients: int
     window: int
 
+    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> ClientPeer:
+        """Peer of a socket with a client at its other end, which has to prove itself."""
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        connection = self.connection(
+            software=self.software, nonce=nonce, secret=self.secret, limits=self.limits, now=now
+        )
+        return ClientPeer(transport_for(sock, connection, self.tls, dialled=None), connection, where)
+
 
 class RequestClients:
     """Clients of one server; all methods are for the thread that serves.
 
-    loop      of their sockets; `greet` and `fail` are for it
+    loop      of their sockets; `fail` is for it, and `greet` of the options
     forgot    called with each client that is known no longer
     """
 
@@ -161,14 +169,6 @@ class RequestClients:
         self.forget(min(lost, key=lambda each: each.lost_at or 0.0))
 
     # What the loop asks for
-
-    def greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> ClientPeer:
-        """Peer of a socket with a client at its other end, which has to prove itself."""
-        options, nonce = self._options, secrets.token_bytes(wire.NONCE_BYTES)
-        connection = options.connection(
-            software=options.software, nonce=nonce, secret=options.secret, limits=options.limits, now=now
-        )
-        return ClientPeer(transport_for(sock, connection, options.tls, dialled=None), connection, where)
 
     def fail(self, peer: ClientPeer, error: Exception, now: float) -> None:
         """Refuse a client that something has failed for; it may come back."""

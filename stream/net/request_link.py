@@ -26,10 +26,13 @@ _COMES_BACK = ("lost", "silent", "undelivered", "handshake", "busy", "session")
 class LinkTarget(NamedTuple):
     """Server that a link asks.
 
+    timeout           seconds that an answer is waited for; with `parted`, that a server which is away is waited for
     software, name    of this end, for people
     connection        kind of this end
     unanswered        error that says that no answer has come in time
     closed            error that says that the link is closed
+    parted            makes the error of the server's goodbye, which ends the link. So does a server that is away for
+                      too long, or that has forgotten this end. None: it is dialled again, whatever it has said
     """
 
     address: wire.Address
@@ -42,6 +45,7 @@ class LinkTarget(NamedTuple):
     connection: type[wire.ClientConnection]
     unanswered: type[Exception]
     closed: type[Exception]
+    parted: Callable[[wire.Goodbye], Exception] | None = None
 
 
 class SettingsReader(Protocol):
@@ -67,7 +71,8 @@ class RequestLink:
         self.session = wire.ClientSession(secrets.token_bytes(wire.SESSION_BYTES))
         self._futures: dict[int, Future[wire.AnyAnswer]] = {}
         self._fatal: Exception | None = None
-        self._is_closing = False
+        self._is_closing = self._is_known = False
+        self._there_at = monotonic()  # when the server was last seen to be there
         self.loop: SocketLoop[Peer[wire.ClientConnection]] = SocketLoop(self)
         self.loop.dial([target.address], self)
         self.changed = threading.Condition(self.loop.lock)  # of all of the above
@@ -93,7 +98,7 @@ class RequestLink:
             self._send(request)
             self._futures[request.number] = future
         try:
-            return future.result(max(0.0, until - monotonic()))
+            return future.result(_left(until))
         except TimeoutError:
             with self.changed:
                 self.session.drop(request.number)
@@ -117,7 +122,7 @@ class RequestLink:
                 raise self._fatal
             if self._is_closing:
                 raise self._closed()
-            if not self.changed.wait(max(0.0, until - monotonic())):
+            if not self.changed.wait(_left(until)):
                 raise self._unanswered()
 
     def close(self) -> None:
@@ -160,10 +165,13 @@ class RequestLink:
         try:
             self.loop.tick(monotonic())
             while not self._is_closing and self._fatal is None:
-                ready = self.loop.wait_until(monotonic() + 1.0 if self._is_away else None)
+                ready = self.loop.wait_until(self.loop.dialler.due)
                 now = monotonic()
+                if any(peer.connection.phase is wire.ConnectionPhase.RUNNING for peer in self.loop.peers):
+                    self._there_at = now
                 self.loop.serve(ready, now)
                 self.loop.tick(now)
+                self._check_there(now)
         except Exception as error:
             self._fatal = error
         with self.changed:
@@ -177,9 +185,11 @@ class RequestLink:
             self.changed.notify_all()
         self.loop.close()
 
-    @property
-    def _is_away(self) -> bool:
-        return not any(peer.connection.is_open for peer in self.loop.peers)
+    def _check_there(self, now: float) -> None:
+        """Raise the error of a server that the link depends on, and that is away for too long."""
+        is_overdue = self._target.parted is not None and now - self._there_at >= self._target.timeout
+        if is_overdue and not self.loop.dialler.is_busy:
+            raise self._unanswered()
 
     # What the loop asks for
 
@@ -218,7 +228,14 @@ class RequestLink:
                 case wire.Settings() if self._reader is not None:
                     self._reader.take_settings(event)
                 case wire.Welcome():
+                    if self._is_known and not event.resumed and self._target.parted is not None:
+                        server = f"the {self._target.connection.roles[1]} at {self._target.address}"
+                        raise self._target.closed(f"{server} has forgotten this end, expected the one before")
+                    self._is_known = True
                     self.loop.dialler.welcomed(peer.dialled)
+                case wire.Goodbye() if self._target.parted is not None:
+                    self._fatal = self._target.parted(event)
+                    self.loop.drop(peer)
                 case wire.Goodbye():
                     logger.info("%s says goodbye: %s", peer.where, event.reason)
                     if peer.dialled is not None:
@@ -236,3 +253,8 @@ class RequestLink:
         else:
             peer.connection.refuse(getattr(error, "code", "message"), str(error))
             self._fatal = error
+
+
+def _left(until: float) -> float:
+    """Seconds until a time, as a lock takes them; the time may be infinite."""
+    return min(max(0.0, until - monotonic()), threading.TIMEOUT_MAX)

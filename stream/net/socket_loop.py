@@ -17,6 +17,14 @@ Handled = TypeVar("Handled", bound=Peer[Any], contravariant=True)
 Greeted = TypeVar("Greeted", bound=Peer[Any], covariant=True)
 
 
+_MANY, _LOOK_S = 64, 2e-5
+
+
+def look_s(count: int) -> float:
+    """Seconds until so many things are looked at again: 0 for few; for many, so long that it takes a small share."""
+    return 0.0 if count < _MANY else count * _LOOK_S
+
+
 class SocketHandler(Protocol[Handled]):
     """Decisions of a protocol, for the loop that owns its sockets."""
 
@@ -60,24 +68,33 @@ class SocketLoop(Generic[P]):
         self._poll: SocketPoll = select.poll() if epoll is None else epoll
         self._units = 1e3 if epoll is None else 1.0  # of the poll's timeout, in a second
         self._poll.register(self.wakeup.fileno(), select.POLLIN)
-        self._max_strangers = max_strangers
-        self._greeter: Greeter[P] | None = None
+        self._max_strangers, self._looks_at = max_strangers, 0.0
+        self._greeters: dict[int, Greeter[P]] = {}  # by descriptors that are listened on
+        self._caller: Greeter[P] | None = None  # of what is dialled
         self.peers: PeerSet[P] = PeerSet(self._poll)
-        self._acceptor = Acceptor([], self._poll)
+        self._acceptor = Acceptor(self._poll)
         self.dialler = Dialler([], self._poll)
 
     def listen(self, sockets: Sequence[socket.socket], greeter: Greeter[P]) -> None:
-        """Accept by sockets that are listened on."""
-        self._acceptor, self._greeter = Acceptor(sockets, self._poll), greeter
+        """Accept by sockets that are listened on, also beside others."""
+        self._acceptor.add(sockets)
+        self._greeters |= {sock.fileno(): greeter for sock in sockets}
 
     def stop_listening(self) -> None:
         """Accept no more; the sockets are others' to close."""
         self._acceptor.close()
-        self._acceptor = Acceptor([], self._poll)
+        self._acceptor = Acceptor(self._poll)
 
     def dial(self, addresses: Sequence[Address], greeter: Greeter[P]) -> None:
         """Dial addresses, and each again whenever its connection is lost; `tick` begins with that."""
-        self.dialler, self._greeter = Dialler(addresses, self._poll), greeter
+        self.dialler, self._caller = Dialler(addresses, self._poll), greeter
+
+    def heed(self, fd: int, *, is_heeded: bool) -> None:
+        """Have waits end where another descriptor of the owner's can be read, or no longer."""
+        if is_heeded:
+            self._poll.register(fd, select.POLLIN)
+        else:
+            self._poll.unregister(fd)
 
     def add(self, peer: P) -> None:
         """Take a peer, and begin with what there is to send."""
@@ -98,10 +115,13 @@ class SocketLoop(Generic[P]):
         finally:
             error.__traceback__ = None  # its frames hold the peer, and what was lent through it
 
-    def send(self, tell: Callable[[P], None]) -> None:
-        """Tell every open connection what is new, and send what there is to send; where `tell` raises, it fails."""
+    def send(self, tell: Callable[[P], None], peers: Iterable[P] | None = None) -> None:
+        """Tell open connections what is new, and send what there is to send; where `tell` raises, it fails.
+
+        peers    None: all
+        """
         with self.lock:
-            for peer in self.peers:
+            for peer in self.peers if peers is None else peers:
                 try:
                     if peer.connection.is_open:
                         tell(peer)
@@ -137,11 +157,18 @@ class SocketLoop(Generic[P]):
                 self._accept(fd, now)
             elif fd in self.dialler and (reached := self.dialler.serve(fd, now)) is not None:
                 sock, dialled = reached
-                self._greet(sock, str(dialled.address), now, dialled)
+                assert self._caller is not None
+                self.add(self._caller.greet(sock, str(dialled.address), now, dialled))
 
     def tick(self, now: float) -> None:
-        """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling."""
-        for peer in self.peers:
+        """Do what is due: heartbeats, handshakes that take too long, connections that broke meanwhile, and dialling.
+
+        Where there are many connections, they are not looked at each time.
+        """
+        looks = now >= self._looks_at
+        if looks:
+            self._looks_at = now + look_s(len(self.peers))
+        for peer in self.peers if looks else ():
             deadline = peer.connection.next_deadline()
             if deadline is None or deadline <= now:
                 with self.lock:
@@ -183,8 +210,4 @@ class SocketLoop(Generic[P]):
         if crowded_out is not None:
             assert crowded_out.connection.error is not None
             self.fail(crowded_out, crowded_out.connection.error, now)
-        self._greet(*accepted, now, None)
-
-    def _greet(self, sock: socket.socket, where: str, now: float, dialled: Dialled | None) -> None:
-        assert self._greeter is not None
-        self.add(self._greeter.greet(sock, where, now, dialled))
+        self.add(self._greeters[fd].greet(*accepted, now, None))

@@ -1,6 +1,7 @@
 """Peers, which are connections with their sockets, and sockets that accept more of them."""
 
 import logging
+import resource
 import select
 import socket
 import sys
@@ -16,6 +17,7 @@ from rollflow.stream.wire import Connection, ConnectionPhase, TcpAddress
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.25  # until it is tried again whether there are descriptors for more connections
+_SPARE = 64  # descriptors besides connections
 _MOST_QUOTED = 300  # characters of what the other end says
 
 C = TypeVar("C", bound=Connection)
@@ -59,6 +61,9 @@ class PeerSet(Generic[P]):
     def __iter__(self) -> Iterator[P]:
         """Peers that there are now; they may be dropped meanwhile."""
         return iter(list(self._by_fd.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_fd)
 
     def at(self, fd: int) -> P | None:
         """The peer on a descriptor."""
@@ -112,18 +117,34 @@ class PeerSet(Generic[P]):
             peer.transport.close()
 
 
+def check_descriptors(connections: int) -> None:
+    """Warn where so many connections are expected, and this process may not have as many descriptors."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most < connections + _SPARE:
+        logger.warning(
+            "%d connections are expected, and this process may have %d descriptors; expected %d or more: ulimit -n",
+            connections,
+            most,
+            connections + _SPARE,
+        )
+
+
 class Acceptor:
     """Sockets that are listened on.
 
     poll    waits for them
     """
 
-    def __init__(self, sockets: Sequence[socket.socket], poll: SocketPoll) -> None:
-        self._listening = {sock.fileno(): sock for sock in sockets}
+    def __init__(self, poll: SocketPoll) -> None:
+        self._listening: dict[int, socket.socket] = {}
         self._paused: dict[int, float] = {}  # descriptor -> until when it is not waited for
         self._poll = poll
-        for fd in self._listening:
-            poll.register(fd, select.POLLIN)
+
+    def add(self, sockets: Sequence[socket.socket]) -> None:
+        """Accept by more sockets."""
+        for sock in sockets:
+            self._listening[sock.fileno()] = sock
+            self._poll.register(sock.fileno(), select.POLLIN)
 
     def __contains__(self, fd: int) -> bool:
         return fd in self._listening

@@ -5,6 +5,8 @@ from rollflow.stream.wire.acting import (
     AnyRequest,
     ClientConnection,
     ClientSession,
+    DatasetConnection,
+    RankConnection,
     ReplayConnection,
     SamplerConnection,
     ServerConnection,

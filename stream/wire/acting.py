@@ -1,10 +1,10 @@
 """Connections between a client that asks and a server that answers, and their memories across connections.
 
-A client wants actions of a server of policies; a sampler wants steps of a replay host. A client numbers its requests
-1, 2, … and may have several under way, which are answered in any order. After a lost connection it sends those without
-an answer again. The server keeps its answers until the client says that it has them: a request that it has taken before
-is not done again, but answered as it was. So every request is done once by a server that remembers the client, and
-answered once.
+A client wants actions of a server of policies, a sampler steps of a replay host, a rank its share of what comes to a
+trainer. A client numbers its requests 1, 2, … and may have several under way, which are answered in any order. After a
+lost connection it sends those without an answer again. The server keeps its answers until the client says that it has
+them: a request that it has taken before is not done again, but answered as it was. So every request is done once by a
+server that remembers the client, and answered once.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Role, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.messages import Settings
-from rollflow.stream.wire.codec.replaying import Query, Result
+from rollflow.stream.wire.codec.replaying import RANK_QUERIES, SAMPLER_QUERIES, Query, Result
 from rollflow.stream.wire.connection import ConnectionPhase, Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import TakenRequest
@@ -125,6 +125,14 @@ class SamplerConnection(ClientConnection):
     answers = Result
 
 
+class RankConnection(ClientConnection):
+    """A rank's end, as a `ClientConnection` with a Hello of role "rank", Queries and Results."""
+
+    roles = "rank", "trainer"
+    role: Role = "rank"
+    answers = Result
+
+
 class ServerSession:
     """A server's memory of one client.
 
@@ -187,6 +195,7 @@ class ServerConnection(Acceptor):
 
     roles = "server", "client"
     requests: type[AnyRequest] = Act
+    queries: Sequence[str] = ()  # names that Queries may have
 
     _name = "server of policies"
     _session: ServerSession | None = None
@@ -218,6 +227,9 @@ class ServerConnection(Acceptor):
         if self._session is None:
             return []  # after a goodbye in the handshake
         if isinstance(message, self.requests):
+            if isinstance(message, Query) and message.name not in self.queries:
+                expected = ", ".join(self.queries)
+                raise WireError(f"query {message.name!r} to a {self._name}, expected one of {expected}", "order")
             taken = self._session.take(message)
             if taken is TakenRequest.AGAIN:
                 self._send(self._session.answer_to(message.number))
@@ -232,5 +244,16 @@ class ReplayConnection(ServerConnection):
 
     roles = "replay host", "sampler"
     requests = Query
+    queries = SAMPLER_QUERIES
 
     _name = "replay host"
+
+
+class DatasetConnection(ServerConnection):
+    """A trainer's end towards its other ranks, as a `ServerConnection` with Queries and Results."""
+
+    roles = "trainer", "rank"
+    requests = Query
+    queries = RANK_QUERIES
+
+    _name = "trainer's dataset"

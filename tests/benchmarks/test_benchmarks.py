@@ -15,6 +15,7 @@ from benchmarks import (
     beside_peers,
     cartpole,
     cluster,
+    many_hosts,
     memory,
     multi_agent,
     overhead,
@@ -97,6 +98,20 @@ def test_hosts_that_are_started_are_measured() -> None:
     ]
     assert all(line.keys() >= KEYS for line in lines)
     assert lines[-1]["mb_per_version"] < 11 < 20 < lines[-1]["beside_mb"]
+
+
+@pytest.mark.slow
+def test_trainers_with_few_and_with_more_rollouts_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many_hosts, "ACTIVE", 1)
+    lines = many_hosts.measure(TINY, hosts=(1, 3), weights=100_000)
+    assert [line["workload"] for line in lines] == [
+        "messages of 1 hosts, all send (per CPU s)",
+        "messages of 3 hosts, all send (per CPU s)",
+        "messages of 1 hosts, 1 send (per CPU s)",
+        "messages of 3 hosts, 1 send (per CPU s)",
+        "weights to 3 hosts (MB/s)",
+    ]
+    assert all(line.keys() >= KEYS for line in lines)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 from rollflow.nodes.closing import closing_on_error
 from rollflow.stream.data.errors import EnvError, WireError
+from rollflow.stream.net.sockets import check_descriptors
 from rollflow.stream.net.transport import check_server_tls
 from rollflow.stream.wire import Address, Limits, TcpAddress, UnixAddress, check_secret, parse_address
 
@@ -98,7 +99,7 @@ class RemoteHosts:
             for text in addresses:
                 address = parse_address(text)
                 check_secret(address, secret_bytes(secret))
-                sockets += listen_on(address)
+                sockets += listen_on(address, hosts)
             return cls(
                 sockets=sockets,
                 addresses=[address_of(sock) for sock in sockets],
@@ -196,8 +197,9 @@ def secret_bytes(secret: Secret) -> bytes | None:
     return secret.strip().encode() if isinstance(secret, str) else secret
 
 
-def listen_on(address: Address) -> list[socket.socket]:
-    """Sockets that listen on an address. Raises EnvError where that can't be."""
+def listen_on(address: Address, connections: int = 0) -> list[socket.socket]:
+    """Sockets that listen on an address, for about so many connections. Raises EnvError where that can't be."""
+    check_descriptors(connections)
     try:
         sockets = [_unix_listener(address)] if isinstance(address, UnixAddress) else _tcp_listeners(address)
     except OSError as error:

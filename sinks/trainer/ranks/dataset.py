@@ -1,18 +1,22 @@
 """A trainer's stream as a dataset: for a `DataLoader`, and for a trainer of several processes."""
 
 import secrets
+import ssl
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import cloudpickle
 from torch.utils.data import DataLoader, IterableDataset, default_convert, get_worker_info
 
 from rollflow.nodes.argument_checks import check_numbers
+from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_bytes
 from rollflow.sinks.trainer.ranks.dataset_client import BatchWorker, DatasetClient, TaggedItem
-from rollflow.sinks.trainer.trainer_side.item_maker import NO_WORKERS
+from rollflow.sinks.trainer.ranks.dataset_protocol import BatchParts, DatasetPlace
+from rollflow.sinks.trainer.trainer_side.item_maker import NO_WORKERS, LearnerConnector
 from rollflow.sinks.trainer.trainer_side.state import BatchItem
-from rollflow.stream.wire import UnixAddress, parse_address
+from rollflow.stream.wire import Limits, check_secret, parse_address
 
 if TYPE_CHECKING:
     from rollflow.sinks.trainer.stream import TrainerStream
@@ -41,38 +45,65 @@ class TrainerDataset(IterableDataset[Any]):
     the stream is left; until then `TrainerStream.state_dict` does not count them. A trainer that resumes from that
     state gets up to `prefetch_factor` + 1 items of each worker twice; so does one that loops again after a loop that
     was left early.
+
+    address    of rank 0, with its port, for the other ranks' `connect`; None: there are none
     """
 
     def __init__(
         self,
-        address: UnixAddress,
+        place: DatasetPlace,
         rank: int,
+        parts: BatchParts,
         *,
-        prefetch_factor: int = 2,
-        join_timeout: float | None = 120.0,
+        prefetch_factor: int,
+        join_timeout: float | None,
+        address: str | None = None,
         stream: "TrainerStream | None" = None,
-        is_alone: bool = False,
         is_paced: bool = False,
     ) -> None:
         check_numbers(rank=(rank, 0), prefetch_factor=(prefetch_factor, 1), join_timeout=(join_timeout, 0))
-        self._address, self._rank, self._prefetch = address, rank, prefetch_factor
-        self._join_timeout, self._stream, self._is_alone = join_timeout, stream, is_alone
+        self.address = address
+        self._place, self._rank, self._parts, self._prefetch = place, rank, parts, prefetch_factor
+        self._join_timeout, self._stream, self._is_alone = join_timeout, stream, address is None
         self._is_paced = is_paced
         self._handed: list[BatchItem] = []
-        self._loops = 0
+        self._token, self._loops = secrets.token_hex(8), 0
 
     @classmethod
-    def connect(cls, address: str, *, rank: int, prefetch_factor: int = 2, join_timeout: float | None = 120.0) -> Self:
-        """Make the dataset of another process of the trainer, on the same machine.
+    def connect(
+        cls,
+        address: str,
+        *,
+        rank: int,
+        secret: Secret = None,
+        tls: ssl.SSLContext | None = None,
+        learner_connector: LearnerConnector | None = None,
+        module: Any = None,
+        prefetch_factor: int = 2,
+        join_timeout: float | None = 120.0,
+        limits: Limits | None = None,
+    ) -> Self:
+        """Make the dataset of another process of the trainer, on this machine or another.
 
-        address            the one that rank 0 gave to `TrainerStream.dataset`
-        rank               number of this process
-        prefetch_factor    items that each worker makes ahead; the same as that of a `DataLoader` of your own
-        join_timeout       seconds that rank 0 is waited for; None: for ever
+        address                      the one that rank 0 gave to `TrainerStream.dataset`
+        rank                         number of this process
+        secret                       that of rank 0's stream
+        tls                          a client's context, where rank 0's stream has a server's
+        learner_connector, module    as rank 0's stream has them: this process makes its own batches. A copy of `module`
+                                     gets the weights that rank 0 publishes
+        prefetch_factor              items that each worker makes ahead; the same as that of a `DataLoader` of your own
+        join_timeout                 seconds that rank 0 is waited for, at first and when a connection is lost; None:
+                                     for ever
+        limits                       of frames, times and bytes under way
 
-        Raises WireError or ValueError for an invalid address; RunError, when it is iterated, where rank 0 is not there.
+        Raises WireError for an address that is none, or not without a secret. When it is iterated: RunError where
+        rank 0 is not there or has ended, WireError where it has another secret.
         """
-        return cls(unix_address(address), rank, prefetch_factor=prefetch_factor, join_timeout=join_timeout)
+        place = DatasetPlace(parse_address(address), secret_bytes(secret), tls, limits or Limits())
+        check_secret(place.address, place.secret)
+        check_tls(place.address, tls)
+        parts = BatchParts(learner_connector, module)
+        return cls(place, rank, parts, prefetch_factor=prefetch_factor, join_timeout=join_timeout, address=address)
 
     @property
     def handed(self) -> list[BatchItem]:
@@ -104,24 +135,26 @@ class TrainerDataset(IterableDataset[Any]):
         return self._iterate_here()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_stream": None}
+        return self.__dict__ | {"_stream": None, "_parts": cloudpickle.dumps(self._parts)}  # for spawned workers
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _parts=cloudpickle.loads(state["_parts"]))
 
     def tagged(self) -> Iterator[TaggedItem]:
         """Make the items of a worker, for `follow` in the loop's process."""
-        with DatasetClient(self._address, self._join_timeout) as client:
+        with self._client() as client:
             yield from self._make_items(client, self._begin_in_worker(client, is_followed=True), lambda: 0)
 
     def follow(self, items: Iterator[TaggedItem]) -> Iterator[Any]:
         """Yield the items that workers have made, and report to the stream how far the loop is."""
-        with DatasetClient(self._address, self._join_timeout) as client:
-            client.follow(self._rank)
+        with self._client() as client:
+            client.follow()
             yield from self._report(client, items)
 
     def _iterate_here(self) -> Iterator[Any]:
         """Make the items in the loop's process."""
-        with DatasetClient(self._address, self._join_timeout) as client:
-            loop = secrets.randbits(63), 0
-            worker = BatchWorker(client.begin(self._rank, 0, 1, 0, loop, is_followed=True))
+        with self._client() as client:
+            worker = BatchWorker(client.begin(0, 1, 0, secrets.token_hex(8), self._parts, is_followed=True))
             yield from self._report(client, self._make_items(client, worker, lambda: 0))
 
     def _report(self, client: DatasetClient, items: Iterator[TaggedItem]) -> Iterator[Any]:
@@ -154,7 +187,7 @@ class TrainerDataset(IterableDataset[Any]):
                 done += 1
             return done
 
-        with DatasetClient(self._address, self._join_timeout) as client:
+        with self._client() as client:
             worker = self._begin_in_worker(client, is_followed=False)
             for item, _, is_last in self._make_items(client, worker, count_done):
                 yielded += item is not None
@@ -163,13 +196,16 @@ class TrainerDataset(IterableDataset[Any]):
                 if item is not None:
                     yield item
 
+    def _client(self) -> DatasetClient:
+        return DatasetClient(self._place, self._rank, self._join_timeout)
+
     def _begin_in_worker(self, client: DatasetClient, *, is_followed: bool) -> BatchWorker:
         info = get_worker_info()
         assert info is not None
         self._loops += 1
-        loop = (info.seed - info.id) % (1 << 64), self._loops  # the same for all workers of a loop
-        numbers = self._rank, info.id, info.num_workers, self._prefetch
-        return BatchWorker(client.begin(*numbers, loop, is_followed=is_followed))
+        loop = f"{self._token} {info.seed - info.id} {self._loops}"  # the same for all workers of a loop
+        numbers = info.id, info.num_workers, self._prefetch
+        return BatchWorker(client.begin(*numbers, loop, self._parts, is_followed=is_followed))
 
     def _make_items(
         self, client: DatasetClient, worker: BatchWorker, count_done: Callable[[], int]
@@ -221,11 +257,3 @@ class _Tagged(IterableDataset[TaggedItem]):
 
 def _converted(convert: Callable[[Any], Any], tagged: TaggedItem) -> TaggedItem:
     return tagged._replace(item=convert(tagged.item))
-
-
-def unix_address(address: str) -> UnixAddress:
-    """Parse a Unix socket's address. Raises WireError for no address, ValueError for one of another kind."""
-    parsed = parse_address(address)
-    if not isinstance(parsed, UnixAddress):
-        raise ValueError(f"address is {address!r}, expected 'unix:/path': ranks are on the same machine")
-    return parsed

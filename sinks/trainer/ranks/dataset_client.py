@@ -1,135 +1,138 @@
 """Clients of a stream's dataset: workers that ask for items and make batches, and loops that report progress."""
 
-import pickle
-import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from time import monotonic, sleep
+from math import inf
+from time import monotonic
 from typing import Any, NamedTuple, Self
 
+import cloudpickle
+
+from rollflow.nodes.env.remote.software import software
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.modules.weights_codec import from_arrays
 from rollflow.sinks.trainer.messages.by_module import parted_weights
-from rollflow.sinks.trainer.messages.item_message import AnyFragment, tensors_of
-from rollflow.sinks.trainer.ranks import dataset_server, pickle_channel
+from rollflow.sinks.trainer.ranks.dataset_protocol import (
+    BatchParts,
+    DatasetPlace,
+    Share,
+    ShareReader,
+    StreamSetup,
+    error_in,
+)
 from rollflow.sinks.trainer.trainer_side.item_maker import ItemMaker
-from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.staleness import StalenessBound
 from rollflow.sinks.trainer.trainer_side.state import BatchItem
-from rollflow.stream.data.errors import RunError
-from rollflow.stream.net.backoff import pause_s
-from rollflow.stream.net.dial import problem_of, reach
-from rollflow.stream.wire import TrainerSession, UnixAddress
+from rollflow.stream import wire
+from rollflow.stream.data.errors import RollflowError, RunError
+from rollflow.stream.net.request_link import LinkTarget, RequestLink
 
-_LONGEST_PAUSE_S = 1.0
 _LONGEST_ANSWER_S = 10.0
-_MOST_READ = 1 << 16
+
+
+class _IsOver(Exception):
+    """Raised once the stream has been left, and nothing more is for this rank."""
 
 
 class DatasetClient:
-    """Connection to a stream's dataset, closed when the block is left.
+    """Connection to a stream's dataset, closed when the block is left; one that breaks is dialled again.
 
+    rank            of the trainer's processes, the one whose loop it is for
     join_timeout    seconds that the stream is waited for; None: for ever
 
-    Raises RunError where the stream is not there.
+    Its methods raise RunError where the stream is not there, or has been left; WireError where it refuses this end.
     """
 
-    def __init__(self, address: UnixAddress, join_timeout: float | None) -> None:
-        self._sock = _connect(address, join_timeout)
-        self._is_over = False  # True once the stream has been left, and nothing more is for this rank
+    def __init__(self, place: DatasetPlace, rank: int, join_timeout: float | None) -> None:
+        address, secret, tls, limits = place
+        timeout = inf if join_timeout is None else join_timeout
+        own, connection = (software(), f"rank {rank}"), wire.RankConnection
+        target = LinkTarget(address, secret, tls, limits, timeout, *own, connection, RunError, RunError, _parting)
+        self._rank, self._reader = rank, ShareReader()
+        self._link = RequestLink(target)
+        self._is_over = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        self._sock.close()
+        self._link.close()
 
     def begin(
-        self, rank: int, worker: int, workers: int, prefetch: int, loop: tuple[int, int], *, is_followed: bool
-    ) -> dataset_server.StreamSetup:
+        self, worker: int, workers: int, prefetch: int, loop: str, parts: BatchParts, *, is_followed: bool
+    ) -> StreamSetup:
         """Register as a worker of a loop; returns how its items are made.
 
-        rank           of the trainer's processes, the one whose loop it is
         worker         which of the loop's `workers` this is
         prefetch       how many items it makes before they are asked for
-        loop           (process id, number) of the loop: what tells it from the rank's loops before
+        loop           what tells the loop from the rank's loops before
+        parts          of this process, which its batches are made with
         is_followed    True where the loop itself reports which items it is given
         """
-        self._sock.sendall(dataset_server.HELLO.pack(rank, worker, workers, prefetch, is_followed, *loop))
-        setup: dataset_server.StreamSetup = pickle.loads(self._answer())
-        return setup
+        has = {f"has_{name}": part is not None for name, part in parts._asdict().items()}
+        has |= {"is_followed": is_followed}
+        numbers = {"rank": self._rank, "worker": worker, "workers": workers, "prefetch": prefetch}
+        result = self._request("begin", loop=loop, **numbers, **has)
+        if result is None:
+            raise RunError("the stream was left before its dataset's loop")
+        values = result.values
+        return StreamSetup(values["yields"], values["max_lag"], values["on_excess"], parts)
 
-    def follow(self, rank: int) -> None:
-        """Register as the loop of a rank."""
-        self._sock.sendall(dataset_server.HELLO.pack(rank, 0, 0, 0, True, 0, 0))
+    def follow(self) -> None:
+        """Register as the loop of the rank."""
+        self._request("begin", rank=self._rank, workers=0)
 
-    def next_share(self, done: int, masked: int) -> dataset_server.DatasetAnswer | None:
+    def next_share(self, done: int, masked: int) -> Share | None:
         """Wait for the worker's next share; None at the end of the stream.
 
         done      number of earlier shares that are done with, where the loop is not followed
         masked    steps of theirs that were masked since the last call
 
-        Raises what the stream's loop would, and RunError where the stream has been left.
+        Raises what the stream's loop would.
         """
-        share: dataset_server.DatasetAnswer | None = self._request(dataset_server.NEXT, done, masked)
-        return share
+        parts: list[wire.Result] = []
+        left: int | None = None
+        while left != 0:
+            part = self._request("next", done=done, masked=masked)
+            if part is None or part.values["share"] is None:
+                return None
+            parts.append(part)
+            masked, left = 0, part.values["left"]
+        return self._reader.read(parts)
 
     def take_up(self, share: int, *, is_last: bool) -> list[BatchItem]:
         """Report that the loop is given an item of a share; returns the share's records. Raises as `next_share`."""
-        batch_items: list[BatchItem] | None = self._request(dataset_server.TAKE_UP, share, is_last)
-        self._is_over = self._is_over or batch_items is None
-        return batch_items or []
+        result = self._request("take_up", share=share, is_last=is_last)
+        return [] if result is None else [BatchItem(*fields) for fields in result.values["items"]]
 
     def move_on(self, share: int) -> None:
         """Report that the loop has moved on from a share, unless the stream has been left."""
-        with suppress(OSError):
-            self._sock.sendall(dataset_server.REQUEST.pack(dataset_server.MOVE_ON, share, 0))
+        with suppress(RollflowError):  # the next request raises it
+            self._request("move_on", share=share)
 
     def give_back(self, share: int) -> None:
         """Report that the loop was not given what it took up last, and wait until the server has read that."""
-        with suppress(OSError):
-            self._sock.settimeout(_LONGEST_ANSWER_S)
-            self._sock.sendall(dataset_server.REQUEST.pack(dataset_server.GIVE_BACK, share, 0))
-            self._sock.shutdown(socket.SHUT_WR)
-            while self._sock.recv(_MOST_READ):
-                pass
+        with suppress(RollflowError):
+            self._request("give_back", monotonic() + _LONGEST_ANSWER_S, share=share)
 
-    def _request(self, kind: int, first: int, second: int) -> Any:
+    def _request(self, name: wire.QueryName, until: float = inf, **values: Any) -> wire.Result | None:
+        """The answer to a call; None once the stream has been left, and nothing more is for this rank."""
         if self._is_over:
             return None
-        with suppress(OSError):  # the server's last answer may still be read
-            self._sock.sendall(dataset_server.REQUEST.pack(kind, first, second))
-        return self._answer()
-
-    def _answer(self) -> Any:
-        """Receive an answer. Raises an answer that is an error, and RunError where the stream is gone."""
         try:
-            answer = pickle_channel.receive(self._sock)
-        except (EOFError, OSError) as error:
-            raise RunError("the stream was left before its dataset's loop") from error
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+            result = self._link.ask(lambda number, done: wire.Query(number, done, name, values, {}), until)
+        except _IsOver:
+            self._is_over = True
+            return None
+        assert isinstance(result, wire.Result)
+        if result.problem is not None:
+            raise error_in(result)
+        return result
 
 
-def _connect(address: UnixAddress, join_timeout: float | None) -> socket.socket:
-    began, failures = monotonic(), 0
-    while True:
-        try:
-            sock = reach(address, failures)
-        except OSError as error:
-            if join_timeout is not None and monotonic() - began >= join_timeout:
-                raise RunError(f"the stream's dataset is not at {address}: {problem_of(error)}") from error
-            failures += 1
-            sleep(pause_s(failures, _LONGEST_PAUSE_S))
-            continue
-        sock.setblocking(True)
-        try:
-            pickle_channel.check_same_user(sock, str(address))
-        except RunError:
-            sock.close()
-            raise
-        return sock
+def _parting(goodbye: wire.Goodbye) -> Exception:
+    """The error of a stream that is left, for what is asked of it then."""
+    return _IsOver() if goodbye.drained else RunError("the stream was left before its dataset's loop")
 
 
 class TaggedItem(NamedTuple):
@@ -146,34 +149,28 @@ class TaggedItem(NamedTuple):
 
 
 class BatchWorker:
-    """Makes items of the shares that a stream's dataset gives."""
+    """Makes items of the shares that a stream's dataset gives, with copies of the module and the learner's pieces."""
 
-    def __init__(self, setup: dataset_server.StreamSetup) -> None:
-        self._item_maker = ItemMaker(setup.yields, setup.learner_connector, setup.module, MetricsLogger())
-        self._module = setup.module
+    def __init__(self, setup: StreamSetup) -> None:
+        parts: BatchParts = cloudpickle.loads(cloudpickle.dumps(setup.parts))  # the loop trains the module itself
+        self._item_maker = ItemMaker(setup.yields, *parts, MetricsLogger())
+        self._module = parts.module
         self._yields, self._staleness = setup.yields, StalenessBound(setup.max_lag, setup.on_excess)
-        self._sources: dict[bytes, RolloutPeer] = {}
 
-    def items_of(self, answer: dataset_server.DatasetAnswer) -> Iterator[TaggedItem]:
+    def items_of(self, share: Share) -> Iterator[TaggedItem]:
         """Make the items of a share, one by one, after loading the weights that came with it."""
-        if answer.weights is not None:
-            weights = from_arrays(answer.weights)
+        if share.weights is not None:
+            weights = from_arrays(share.weights)
             by_module = isinstance(self._module, Mapping)
             self._module.load_state_dict(parted_weights(weights, self._module) if by_module else weights)
-        for token, introduction in answer.introductions.items():
-            self._sources[token] = RolloutPeer(TrainerSession(token), **introduction)
-        arrived = []
-        for token, number, columns, version in answer.items:
-            item = columns if isinstance(columns, AnyFragment) else tensors_of(columns)
-            arrived.append(ArrivedItem(self._sources[token], number, item, version))
         has_made = False
-        for made in self._item_maker.items_of(arrived):
+        for made in self._item_maker.items_of(share.items):
             has_made = True
             if self._yields == "batches":
-                self._staleness.mask(made.item, made.of, answer.version)
-            yield TaggedItem(made.item, answer.share, made.is_last)
+                self._staleness.mask(made.item, made.of, share.version)
+            yield TaggedItem(made.item, share.number, made.is_last)
         if not has_made:
-            yield TaggedItem(None, answer.share, True)
+            yield TaggedItem(None, share.number, True)
 
     def count_masked(self) -> int:
         """Take the number of steps that were masked since the last call."""

@@ -1,115 +1,92 @@
 """Server of a stream's dataset: gives items to a DataLoader's workers, and to the trainer's other ranks.
 
-A client sends HELLO: rank, worker, number of workers (0: it is the loop itself, which asks for no items), prefetch
-factor (0: none), whether the loop is followed, and two numbers that identify the loop. A worker's hello is answered by
-a pickled `StreamSetup`. Then requests follow, a kind and two numbers:
-
-    NEXT         number of shares that are done with, where the loop is not followed; steps masked since the last
-                 request. Answer: a `DatasetAnswer`, None at the end of the stream
-    TAKE_UP      number of a share of which the loop is given an item; whether that is its last. Answer: a list of
-                 `BatchItem`, None where the stream has been left and nothing more is for this rank
-    MOVE_ON      number of a share that the loop has moved on from, and 0. No answer
-    GIVE_BACK    number of a share that the loop took up last, and was not given after all, and 0. No answer
-
-An exception as an answer is to be raised.
+`dataset_protocol` has the calls of its clients.
 """
 
-import logging
-import select
 import socket
-import struct
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from time import monotonic
+from typing import Any
 
-import cloudpickle
-
-from rollflow.nodes.env.remote.remote_envs import close_sockets, listen_on
-from rollflow.nodes.modules.weights_codec import Arrays
-from rollflow.sinks.trainer.messages.item_message import AnyFragment, arrays_of
-from rollflow.sinks.trainer.ranks import pickle_channel
+from rollflow.nodes.env.remote.remote_envs import address_of, close_sockets, listen_on
+from rollflow.nodes.env.remote.software import software
+from rollflow.nodes.offloaded.fragment_checks import check_whole
+from rollflow.sinks.trainer.messages.item_message import nbytes_of
+from rollflow.sinks.trainer.ranks.dataset_protocol import (
+    DatasetPlace,
+    StreamSetup,
+    message_of_item,
+    part_of_share,
+    refusal,
+)
 from rollflow.sinks.trainer.ranks.rank_dispatch import RankDispatch, RankShare
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.sinks.trainer.trainer_side.intake import Intake
-from rollflow.sinks.trainer.trainer_side.item_maker import NO_WORKERS, LearnerConnector, StreamReturns, Yields
-from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
-from rollflow.sinks.trainer.trainer_side.staleness import OnExcess
+from rollflow.sinks.trainer.trainer_side.item_maker import NO_WORKERS, StreamReturns
+from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.state import BatchItem
-from rollflow.stream.data.errors import RollflowError, RunError
-from rollflow.stream.graph.wakeup import Wakeup
+from rollflow.stream import wire
+from rollflow.stream.data.errors import RollflowError, RunError, error_text
 from rollflow.stream.net.backoff import WaitReminder
-from rollflow.stream.wire import UnixAddress
+from rollflow.stream.net.request_clients import MOST_STRANGERS, ClientPeer, RequestClient, RequestClients, ServerOptions
+from rollflow.stream.net.socket_loop import SocketLoop
+from rollflow.stream.wire.codec.handshake import MOST_NUMBER
 
-logger = logging.getLogger(__name__)
-
-HELLO, REQUEST = struct.Struct("<5I2Q"), struct.Struct("<B2Q")
-NEXT, TAKE_UP, MOVE_ON, GIVE_BACK = range(4)
-_INTRODUCED = ("name", "spaces", "action_space", "is_stateful", "is_by_module", "agents")  # of a rollout, to a client
-_SLOWEST_S = 60.0  # that a client may take to read an answer
-
-
-class StreamSetup(NamedTuple):
-    """Arguments of a `TrainerStream` that a process needs to make its batches."""
-
-    yields: Yields
-    learner_connector: LearnerConnector | None
-    module: Any
-    max_lag: int | None
-    on_excess: OnExcess
-
-
-class DatasetAnswer(NamedTuple):
-    """Share of items for a worker.
-
-    share            number of the share
-    introductions    token -> what a `RolloutPeer` is made of, of rollouts that are new to the client
-    items            token, number, fragment or columns of a train batch (name -> any[B, ...]), oldest policy version
-    version          newest policy version
-    weights          that were published since the last answer, for the client's module; None: none were
-    """
-
-    share: int
-    introductions: dict[bytes, dict[str, Any]]
-    items: list[tuple[bytes, int, Any, int | None]]
-    version: int
-    weights: Arrays | None
+_MOST_CLIENTS, _MOST_WORKERS = 4096, 1024
+_WINDOW = 8  # calls that a client may have under way
+_MOST_ITEMS, _MOST_BYTES = 64, 64 << 20  # of a part of a share, but for its last item
+_GOODBYE_S = 1.0
+_REPLACED = "another loop over this rank's dataset has begun, expected one at a time"
 
 
 @dataclass(slots=True, eq=False)
-class _Client:
-    """Connected client.
+class _Reader:
+    """Worker or loop of a rank.
 
     worker        -1: it is the loop itself
-    waits         True if its request has not been answered
+    asked         number of its call for a share that has not been answered; 0: there is none
+    share, rest   what it was given last, and the items of that which have not been sent
     taken_up      number of the share that it took up last
-    introduced    tokens of rollouts that it has got descriptions of
-    version       policy version of its weights
+    introduced    tokens of rollouts that it knows
+    version       policy version of its weights; None: it wants none
+    is_replaced   True once another loop of the rank has begun
     """
 
-    sock: socket.socket
-    rank: int = -1
+    client: RequestClient
+    rank: int
     worker: int = -1
-    waits: bool = False
+    asked: int = 0
+    share: RankShare | None = None
+    rest: deque[ArrivedItem] = field(default_factory=deque)
     taken_up: int = 0
     introduced: set[bytes] = field(default_factory=set)
-    version: int = -1
+    version: int | None = None
+    is_replaced: bool = False
 
 
 class DatasetServer:
-    """Listens on a Unix socket, and answers in a thread of its own, until it is closed.
+    """Listens for clients, and answers in a thread of its own, until it is closed.
 
+    places     to listen at
     intake     of the stream, where items come from
-    setup      sent to each worker first
+    setup      how each worker makes its items
     begin      called before an item is taken: lets rollouts connect
     returns    counts the episodes in what is handed over
     handed     called with the records of what rank 0's loop is given, if that loop is followed
+
+    shared    address of the second place, with its port; None: there is none
+
+    Raises EnvError where an address can't be listened on.
     """
 
     def __init__(
         self,
-        address: UnixAddress,
+        places: Sequence[DatasetPlace],
         world_size: int,
         intake: Intake,
         setup: StreamSetup,
@@ -119,28 +96,43 @@ class DatasetServer:
         handed: Callable[[list[BatchItem]], object],
         join_timeout: float | None,
     ) -> None:
-        self._listeners = listen_on(address)
         self._intake, self._listener, self._staleness = intake, intake.listener, intake.age
         self._setup, self._begin, self._returns, self._handed = setup, begin, returns, handed
         self._lock = threading.Lock()  # of the dispatch
         self._dispatch = RankDispatch(world_size, intake.be_done_with)
-        self._clients: dict[int, _Client] = {}
+        self._readers: dict[RequestClient, _Reader] = {}
         self._join_timeout, self._patience = join_timeout, WaitReminder(join_timeout)
         self._absence: WaitReminder | None = None  # of a rank that others wait for
         self._error: RollflowError | None = None  # that ends the stream
-        self._has_ended = self._is_closing = False
-        self._wake = Wakeup()
+        self._has_ended = self._is_closing = self._heeds_bell = False
+        self._loop: SocketLoop[ClientPeer] = SocketLoop(self, max_strangers=MOST_STRANGERS)
+        self.shared = self._listen(places)
         keep_from_forked(self)
         self._thread = threading.Thread(target=self._run, name="rollflow dataset", daemon=True)
         self._thread.start()
 
+    def _listen(self, places: Sequence[DatasetPlace]) -> str | None:
+        self._sockets: list[socket.socket] = []
+        with ExitStack() as failing:
+            failing.callback(self._loop.close)
+            for place in places:
+                sockets = listen_on(place.address)
+                failing.callback(close_sockets, sockets)
+                options = ServerOptions(
+                    place.secret, place.tls, place.limits, software(), wire.DatasetConnection, _MOST_CLIENTS, _WINDOW
+                )
+                self._loop.listen(sockets, options)
+                self._sockets += sockets
+            failing.pop_all()
+        self._clients = RequestClients(self._loop, options, self._forget)
+        return str(address_of(sockets[0])) if len(places) > 1 else None
+
     def close(self) -> None:
         """Stop answering; shares of loops that have ended are done with."""
         self._is_closing = True
-        self._wake.ring()
+        self._loop.wakeup.ring()
         self._thread.join()
         self._dispatch.finish()
-        self._wake.close()
 
     def taken(self) -> list[ArrivedItem]:
         """Items that loops have been given and are not done with. From any thread."""
@@ -154,124 +146,157 @@ class DatasetServer:
 
     def filenos(self) -> Iterator[int]:
         """Descriptors of its sockets."""
-        yield from [sock.fileno() for sock in self._listeners]
-        yield from [client.sock.fileno() for client in list(self._clients.values())]
+        yield from [each.fileno() for each in (*self._sockets, *self._loop.peers)]
 
     # In the thread
 
     def _run(self) -> None:
         try:
             while not self._is_closing:
-                self._turn()
+                self._turn(None)
+            self._say_goodbye()
         finally:
-            for client in self._clients.values():
-                self._dismiss(client)
-            close_sockets(self._listeners)
+            for peer in self._loop.peers:
+                self._loop.drop(peer)
+            self._loop.close()
+            close_sockets(self._sockets)
 
-    def _turn(self) -> None:
-        """Wait for requests and items, read them, and answer."""
-        poll = select.poll()
-        waits = any(client.waits for client in self._clients.values())
-        for fd in (self._wake.fileno(), self._listeners[0].fileno(), *self._clients):
-            poll.register(fd, select.POLLIN)
-        if waits:
-            poll.register(self._listener.bell.fileno(), select.POLLIN)
-        else:
+    def _turn(self, until: float | None) -> None:
+        """Wait for calls and items, take them, and answer; at the latest at this time."""
+        waits = until is None and any(reader.asked for reader in self._readers.values())
+        if waits != self._heeds_bell:
+            self._loop.heed(self._listener.bell.fileno(), is_heeded=waits)
+            self._heeds_bell = waits
+        if not waits:
             self._absence = None
-        ready = {fd for fd, _ in poll.poll(self._patience.left * 1e3 if waits else None)}
+        patience = monotonic() + self._patience.left if waits else None
+        ready = self._loop.wait_until(until, patience, self._clients.due)
+        now = monotonic()
         with self._lock:
-            self._attend(ready)
+            self._loop.serve(ready, now)
+            self._loop.tick(now)
+            self._clients.tick(now)
+            if until is not None:
+                return
+            try:
+                self._answer()
+            except Exception as error:
+                self._error = error if isinstance(error, RollflowError) else RunError(error_text(error))
+                self._answer()
 
-    def _attend(self, ready: set[int]) -> None:
-        """Read from the sockets that are ready, and answer."""
-        for fd in ready & self._clients.keys():  # before accepting, since a client that left may come again
-            self._with(self._clients[fd], self._read)
-        if self._listeners[0].fileno() in ready:
-            self._accept()
+    def _say_goodbye(self) -> None:
+        """Say goodbye, and whether nothing more is for a client: it may not have moved on yet."""
+        self._loop.stop_listening()
+        with self._lock:
+            for peer in self._loop.peers:
+                reader = None if peer.client is None else self._readers.get(peer.client)
+                is_over = self._has_ended and reader is not None and self._dispatch.queues[reader.rank].is_empty
+                peer.connection.goodbye("the stream was left", drained=is_over)
+                self._loop.peers.write(peer)
+        until = monotonic() + _GOODBYE_S
+        while any(peer.client is not None for peer in self._loop.peers) and monotonic() < until:
+            self._turn(until)
+
+    # What the loop asks for
+
+    def handle(self, peer: ClientPeer, event: wire.Message, now: float) -> None:
+        """Take a message of a client."""
+        client = self._clients.take(peer, event)
+        if client is None or not isinstance(event, wire.Query):
+            return
         try:
-            self._answer()
-        except Exception as error:
-            self._error = error if isinstance(error, RollflowError) else RunError(f"{type(error).__name__}: {error}")
-            self._answer()
+            values = self._called(client, event)
+        except RollflowError as error:
+            self._send(client, refusal(event.number, error))
+        else:
+            if values is not None:
+                self._send(client, wire.Result(event.number, {}, values, None))
 
-    def _accept(self) -> None:
-        sock, _ = self._listeners[0].accept()
-        sock.settimeout(_SLOWEST_S)
-        client = self._clients[sock.fileno()] = _Client(sock)
-        self._with(client, self._greet)
+    def fail(self, peer: ClientPeer, error: Exception, now: float) -> None:
+        """Refuse a client that something has failed for; it may come back."""
+        self._clients.fail(peer, error, now)
 
-    def _greet(self, client: _Client) -> None:
-        pickle_channel.check_same_user(client.sock, "a process that asks for batches")
-        hello = pickle_channel.receive_exactly(client.sock, HELLO.size)
-        rank, worker, workers, prefetch, is_followed, *loop = HELLO.unpack(hello)
-        queues = self._dispatch.queues
+    def _forget(self, client: RequestClient) -> None:
+        """Let others of its rank have what a client that is gone had."""
+        reader = self._readers.pop(client, None)
+        if reader is not None and reader.worker >= 0 and not reader.is_replaced:
+            self._dispatch.queues[reader.rank].leave(reader.worker)
+
+    # Calls
+
+    def _called(self, client: RequestClient, query: wire.Query) -> dict[str, Any] | None:
+        """Values of the answer to a call; None: it is answered later."""
+        if query.name == "begin":
+            return self._begin_reader(client, query.values)
+        reader = self._readers.get(client)
+        if reader is None:
+            raise RunError(f"{query.name} before begin, expected begin first")
+        queue = self._dispatch.queues[reader.rank]
+        if query.name == "next":
+            if reader.is_replaced or reader.worker < 0:
+                raise RunError(_REPLACED)
+            queue.be_done_with(reader.worker, _whole(query.values, "done"))
+            if masked := _whole(query.values, "masked"):
+                self._staleness.lost["masked"] += masked
+            reader.asked = query.number
+            return None
+        number = _whole(query.values, "share")
+        if query.name == "take_up":
+            share = queue.take_up(number, is_last=query.values.get("is_last") is True)
+            reader.taken_up = number
+            batch_items = [BatchItem.of(arrived, self._listener.weights.version) for arrived in share.items]
+            if not reader.rank:
+                self._handed(batch_items)
+            return {"items": list(map(list, batch_items))}
+        if query.name == "move_on":
+            queue.move_on(number)
+        elif reader.taken_up == number:  # else it is another loop's
+            queue.give_back(number)
+        return {}
+
+    def _begin_reader(self, client: RequestClient, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Take in a loop, or a worker of one; how its items are made."""
+        rank, workers, queues = _whole(values, "rank"), _whole(values, "workers", _MOST_WORKERS), self._dispatch.queues
         if rank >= len(queues):
             raise RunError(
                 f"rank is {rank}, expected 0 to {len(queues) - 1}: the stream's dataset has world_size={len(queues)}"
             )
-        client.rank = rank
+        self._readers[client] = reader = _Reader(client, rank)
         if not workers:
-            return
+            return {}
+        worker, prefetch = _whole(values, "worker", workers - 1), _whole(values, "prefetch", _MOST_WORKERS)
         if prefetch and self._staleness.ahead is not None:
             raise RunError(NO_WORKERS)
-        if queues[rank].begin(tuple(loop), workers, is_followed=bool(is_followed)):
-            for other in [other for other in self._clients.values() if other.rank == rank and other.worker >= 0]:
-                self._drop(other, leaves=False)
-        client.worker = worker
+        for name, own in self._setup.parts._asdict().items():
+            if (has := values.get(f"has_{name}")) is not (own is not None):
+                theirs, ours = ("one" if each else "none" for each in (has, own is not None))
+                raise RunError(f"{name}: rank {rank} has {theirs}, and rank 0 {ours}, expected the same in all ranks")
+        if queues[rank].begin(values.get("loop"), workers, is_followed=values.get("is_followed") is True):
+            self._replace(rank)
+        reader.worker, reader.version = worker, None if self._setup.parts.module is None else -1
         self._intake.hold(len(queues) * workers * (prefetch + 1))
-        pickle_channel.send(client.sock, cloudpickle.dumps(self._setup))
+        setup = self._setup
+        return {"yields": setup.yields, "max_lag": setup.max_lag, "on_excess": setup.on_excess}
 
-    def _read(self, client: _Client) -> None:
-        kind, first, second = REQUEST.unpack(pickle_channel.receive_exactly(client.sock, REQUEST.size))
-        queue = self._dispatch.queues[client.rank]
-        if kind == MOVE_ON:
-            queue.move_on(first)
-        elif kind == GIVE_BACK:
-            if client.taken_up == first:  # it may be another loop's
-                queue.give_back(first)
-        elif kind == TAKE_UP:
-            share = queue.take_up(first, is_last=bool(second))
-            client.taken_up = first
-            batch_items = [BatchItem.of(arrived, self._listener.weights.version) for arrived in share.items]
-            if not client.rank:
-                self._handed(batch_items)
-            pickle_channel.send(client.sock, batch_items)
-        else:
-            queue.be_done_with(client.worker, first)
-            if second:
-                self._staleness.lost["masked"] += second
-            client.waits = True
-
-    def _with(self, client: _Client, work: Callable[[_Client], None]) -> None:
-        """Call `work` with a client; one that is gone meanwhile, or refused, is dropped."""
-        try:
-            try:
-                work(client)
-            except RollflowError as error:
-                pickle_channel.send(client.sock, error)
-                self._drop(client)
-        except (OSError, EOFError):
-            self._drop(client)
-
-    def _drop(self, client: _Client, *, leaves: bool = True) -> None:
-        self._clients.pop(client.sock.fileno(), None)
-        client.sock.close()
-        if client.worker >= 0 and leaves:
-            self._dispatch.queues[client.rank].leave(client.worker)
-
-    def _dismiss(self, client: _Client) -> None:
-        """Close a connection, with a last answer if nothing more is for the client: it may not have moved on yet."""
-        with closing(client.sock), suppress(OSError):
-            if self._has_ended and client.rank >= 0 and self._dispatch.queues[client.rank].is_empty:
-                pickle_channel.send(client.sock, None)
+    def _replace(self, rank: int) -> None:
+        """Give workers of the rank's loop before nothing more."""
+        for reader in self._readers.values():
+            if reader.rank == rank and reader.worker >= 0:
+                reader.is_replaced = True
+                if reader.asked:
+                    self._send(reader.client, refusal(reader.asked, RunError(_REPLACED)))
+                    reader.asked = 0
 
     # Answers
 
+    def _send(self, client: RequestClient, result: wire.Result) -> None:
+        self._clients.answer(client, result, partial(refusal, result.number))
+
     def _answer(self) -> None:
-        """Give shares to all clients that wait, as long as there are some."""
-        while waiting := [client for client in self._clients.values() if client.waits]:
+        """Give shares to all workers that wait, as long as there are some."""
+        while waiting := [reader for reader in self._readers.values() if reader.asked]:
             if self._error is None:
-                served = [client for client in waiting if self._serve(client)]
+                served = [reader for reader in waiting if self._serve(reader)]
                 if len(served) == len(waiting):
                     return
                 if served:
@@ -281,16 +306,21 @@ class DatasetServer:
                         continue
                     self._check_ranks()
                     return
-            for client in waiting:
-                self._with(client, self._send_end)
+            for reader in waiting:
+                self._send_end(reader)
 
-    def _serve(self, client: _Client) -> bool:
-        """Give a client its next share; False if there is none."""
-        share = self._dispatch.queues[client.rank].take(client.worker)
-        if share is None:
-            return False
-        client.waits = False
-        self._with(client, lambda client: self._give(client, share))
+    def _serve(self, reader: _Reader) -> bool:
+        """Give a worker its next share, or the next part of the one that it has; False if there is none."""
+        if not reader.rest:
+            share = self._dispatch.queues[reader.rank].take(reader.worker)
+            if share is None:
+                return False
+            self._patience.restart()
+            reader.share, reader.rest = share, deque(share.items)
+            for arrived in () if share.was_sent else share.items:
+                self._returns.add_item(arrived)
+            share.was_sent = True
+        self._give(reader)
         return True
 
     def _take_more(self) -> bool:
@@ -308,40 +338,44 @@ class DatasetServer:
             dispatch.add(taken, self._intake.forget(taken))
         return taken != []
 
-    def _give(self, client: _Client, share: RankShare) -> None:
-        self._patience.restart()
-        introductions: dict[bytes, dict[str, Any]] = {}
-        items = []
-        for arrived in share.items:
-            token, item = arrived.source.session.token, arrived.item
-            if token not in client.introduced:
-                introductions[token] = {name: getattr(arrived.source, name) for name in _INTRODUCED}
-                client.introduced.add(token)
-            if not share.was_sent:
-                self._returns.add_item(arrived)
-            item = item if isinstance(item, AnyFragment) else arrays_of(item)
-            items.append((token, arrived.number, item, arrived.policy_version))
-        share.was_sent = True
-        version, weights = self._listener.weights.version, self._weights_for(client)
-        pickle_channel.send(client.sock, DatasetAnswer(share.number, introductions, items, version, weights))
+    def _give(self, reader: _Reader) -> None:
+        """Send a worker as many items of its share as one message is to have."""
+        items: list[tuple[ArrivedItem, wire.Fragment]] = []
+        newcomers: dict[bytes, RolloutPeer] = {}
+        size = 0
+        while reader.rest and len(items) < _MOST_ITEMS and size < _MOST_BYTES:
+            arrived = reader.rest.popleft()
+            message = message_of_item(arrived)
+            items.append((arrived, message))
+            size += nbytes_of(message)
+            if (token := arrived.source.session.token) not in reader.introduced:
+                newcomers[token] = arrived.source
+                reader.introduced.add(token)
+        assert reader.share is not None
+        head = {"share": reader.share.number, "left": len(reader.rest), "version": self._listener.weights.version}
+        number, reader.asked = reader.asked, 0
+        self._send(reader.client, part_of_share(number, head, items, newcomers, self._weights_for(reader)))
 
-    def _weights_for(self, client: _Client) -> Arrays | None:
+    def _weights_for(self, reader: _Reader) -> wire.Weights | None:
         published = self._listener.weights.published
-        if self._setup.module is None or published is None or published.version <= client.version:
+        if reader.version is None or published is None or published.version <= reader.version:
             return None
-        client.version, weights = published.version, published.message
-        return Arrays(dict(weights.tensors), dict(weights.dtypes), dict(weights.others))
+        reader.version = published.version
+        return published.message
 
-    def _send_end(self, client: _Client) -> None:
-        """Answer by the error that ended the stream, or by None for its regular end."""
-        client.waits = False
+    def _send_end(self, reader: _Reader) -> None:
+        """Answer by the error that ended the stream, or by its regular end."""
+        number, reader.asked = reader.asked, 0
         if self._error is None:
-            self._dispatch.queues[client.rank].has_ended = True
-        pickle_channel.send(client.sock, self._error)
+            self._dispatch.queues[reader.rank].has_ended = True
+            self._send(reader.client, wire.Result(number, {}, {"share": None}, None))
+        else:
+            self._send(reader.client, refusal(number, self._error))
 
     def _check_ranks(self) -> None:
         """Raise RunError if ranks have waited too long for one that is not there."""
-        present = {client.rank for client in self._clients.values() if client.worker >= 0}
+        there = [reader for reader in self._readers.values() if reader.client.lost_at is None]
+        present = {reader.rank for reader in there if reader.worker >= 0 and not reader.is_replaced}
         absent = [rank for rank in range(len(self._dispatch.queues)) if rank not in present]
         if not absent:
             self._absence = None
@@ -352,3 +386,10 @@ class DatasetServer:
                 f"rank {absent[0]} of {len(self._dispatch.queues)} has not asked for batches for "
                 f"{self._absence.limit:g} s, expected it to: each gets as many"
             )
+
+
+def _whole(values: Mapping[str, Any], name: str, most: int = MOST_NUMBER) -> int:
+    """A whole number of a call. Raises WireError where it is none."""
+    check_whole(name, values.get(name), 0, most)
+    number: int = values[name]
+    return number

@@ -1,13 +1,16 @@
-"""Compatibility of a rollout that comes to a trainer with those that are there, and log lines of its coming."""
+"""Compatibility of a rollout that comes to a trainer with it and with those that are there; log lines of its coming."""
 
 import logging
+import ssl
 from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Hello
+from rollflow.stream.net.descriptor_transport import check_shared
+from rollflow.stream.net.transport import check_server_tls
+from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_address
 
 logger = logging.getLogger(__name__)
 
@@ -23,11 +26,24 @@ def check_shares(hello: Hello, *, shares: bool) -> None:
         )
 
 
+def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
+    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
+    parsed = parse_trainer_address(address)
+    check_secret(parsed, secret)
+    check_shared(parsed, tls)
+    check_server_tls(tls)
+    return parsed
+
+
 def check_together(source: RolloutPeer, others: Sequence[RolloutPeer]) -> None:
-    """Raise WireError for a rollout whose items don't go into one batch with others'; warn of two with one seed."""
+    """Raise WireError for a rollout whose items don't go into one batch with others'; warn of two with one seed.
+
+    The others go together: what fits one of them fits all.
+    """
+    one = next((other for other in others if other is not source), source)
+    if reason := difference(source, one):
+        raise WireError(f"{reason}, as rollout {one.name} has, which is here as well", "spaces")
     for other in others:
-        if reason := difference(source, other):
-            raise WireError(f"{reason}, as rollout {other.name} has, which is here as well", "spaces")
         if source.seed is not None and source.seed == other.seed and source.connection is None:
             logger.warning(
                 "rollouts %s and %s both have seed=%d: their environments are seeded alike, and their episodes have "

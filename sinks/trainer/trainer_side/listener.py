@@ -8,7 +8,6 @@ import ssl
 import threading
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from time import monotonic, sleep
 
 from rollflow.nodes.env.remote.software import software
@@ -18,56 +17,29 @@ from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower, check
 from rollflow.sinks.trainer.trainer_side.compatibility import announce, check_shares, check_together, leaves_overdue
 from rollflow.sinks.trainer.trainer_side.forks import keep_from_forked
 from rollflow.sinks.trainer.trainer_side.newest_weights import NewestWeights, PublishedWeights
-from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutPeer
+from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem, RolloutConnection, RolloutPeer
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows
 from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.socket_loop import SocketLoop
-from rollflow.stream.net.sockets import Peer, quoted, refusal_level
-from rollflow.stream.net.transport import check_server_tls, transport_for
+from rollflow.stream.net.socket_loop import SocketLoop, look_s
+from rollflow.stream.net.sockets import quoted, refusal_level
+from rollflow.stream.net.transport import transport_for
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.25
+_ALL_S = 1.0  # after which all are told again, whoever has news
 _STANDS_BACK_S = 2e-2  # from the last time that another thread has served
 _GRACE_S = 2e-3  # that the other thread has to see by itself that it is woken, as one that publishes and asks for more
 _MOST_STRANGERS = 256  # connections that have not proved themselves yet
 _MUCH = 1 << 16  # bytes that wait for a rollout
 _GOODBYE_S = 1.0
 _COMES_BACK = ("lost", "silent", "undelivered")  # codes of errors after which a rollout is waited for
-
-
-@dataclass(slots=True, eq=False)
-class RolloutConnection(Peer[wire.TrainerConnection]):
-    """Connection that somebody has made to a trainer.
-
-    source      the rollout at its other end; None: it has not been taken in
-    borrower    of what is lent through it; None: nothing is
-    called      as the rollout calls itself; None: it has not proved itself
-    """
-
-    source: RolloutPeer | None = None
-    borrower: FragmentBorrower | None = None
-    called: str | None = None
-
-    @property
-    def name(self) -> str:
-        """The other end, as far as it is known, for people."""
-        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"
-
-
-def checked_address(address: str | wire.Address, secret: bytes | None, tls: ssl.SSLContext | None) -> wire.Address:
-    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
-    parsed = wire.parse_trainer_address(address)
-    wire.check_secret(parsed, secret)
-    check_shared(parsed, tls)
-    check_server_tls(tls)
-    return parsed
 
 
 class TrainerListener:
@@ -103,7 +75,8 @@ class TrainerListener:
         shares: bool = False,
         own: Shapes | None = None,
     ) -> None:
-        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, max_strangers=_MOST_STRANGERS)
+        self._epoll = getattr(select, "epoll", _no_epoll)()  # its wait takes no longer for more connections
+        self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
         self.arrived: list[ArrivedItem] = []
@@ -117,10 +90,12 @@ class TrainerListener:
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
+        self._behind: set[RolloutPeer] = set()  # sources with news of their own
+        self._has_news, self._tells_all_at = False, 0.0  # news of all, and when all are told at the latest
         self._woken = select.poll()
         self._woken.register(self._loop.wakeup.fileno(), select.POLLIN)
         self._serving = threading.Lock()  # held by the thread that serves
-        self._stands_back_until = 0.0
+        self._stands_back_until = self._looks_at = 0.0
         self._is_closing = False
         self._parting: str | None = None
         self._failure: str | None = None
@@ -172,12 +147,15 @@ class TrainerListener:
         self.wake()
 
     def wake(self) -> None:
-        """Tell sources what is new. From any thread."""
+        """Tell all sources what is new. From any thread."""
+        self._has_news = True
         self._loop.wakeup.ring()
 
     def tell_done(self, sources: Collection[RolloutPeer]) -> None:
         """Tell sources what is done: at once where they wait for it, or may soon have to."""
-        stands_back = monotonic() < self._stands_back_until  # and tells all afterwards
+        with self.lock:
+            self._behind.update(sources)
+        stands_back = monotonic() < self._stands_back_until  # and tells them afterwards
         if (
             self.ahead is not None
             or not stands_back
@@ -193,7 +171,7 @@ class TrainerListener:
         """
         self._stands_back_until = monotonic() + _STANDS_BACK_S
         if not self.is_open or not self._serving.acquire(blocking=False):
-            self.wake()
+            self._loop.wakeup.ring()
             return False
         try:
             if not self._is_closing:  # its own thread tells the rest
@@ -210,6 +188,8 @@ class TrainerListener:
             self._thread.join()
         self.weights.close()
         self._loop.close()
+        if self._epoll is not None:
+            self._epoll.close()
         self.bell.close()
 
     def filenos(self) -> Iterator[int]:
@@ -246,7 +226,15 @@ class TrainerListener:
 
     def _turn(self, patience: float) -> None:
         """Tell what is new, and do what there is to do once there is something, or after so many seconds."""
-        self._loop.send(self._tell)
+        now = monotonic()
+        with self.lock:
+            tells_all = self._has_news or self._shares or now >= self._tells_all_at
+            behind, self._behind = self._behind, set()
+            if tells_all:
+                self._has_news, self._tells_all_at = False, now + _ALL_S
+            connections = [source.connection for source in behind if source.connection is not None]
+            peers = [peer for each in connections if (peer := self._loop.peers.of(each)) is not None]
+            self._loop.send(self._tell, None if tells_all else peers)
         ready = self._loop.wait(patience)
         now = monotonic()
         with self.lock:
@@ -270,6 +258,7 @@ class TrainerListener:
             version = 0 if self.weights.published is None else self.weights.published.version
             connection.tell(wire.Settings(self._windows.order(source, version, compression).as_settings()))
         is_last = self._is_closing and self._parting is not None  # rollouts begin nothing more
+        self._behind.add(source)
         if connection.undelivered > _MUCH and not is_last:
             return
         newest, sendable = self.weights.published, self.weights.sendable
@@ -284,6 +273,7 @@ class TrainerListener:
             sent.done = done
         if peer.borrower is not None and (freed := peer.borrower.freed()):
             connection.tell(wire.BlocksReleased(freed))
+        self._behind.discard(source)
 
     # What the loop asks for
 
@@ -304,6 +294,8 @@ class TrainerListener:
         match event:
             case wire.Hello():
                 self._take_in(peer, event)
+                if peer.source is not None:
+                    self._behind.add(peer.source)
             case _ if source is None:
                 pass
             case wire.Goodbye():
@@ -326,6 +318,7 @@ class TrainerListener:
                 source.take_news(event)
                 if isinstance(event, wire.LaneJoined):
                     self._windows.widen(source)
+                    self._behind.add(source)
         self.bell.ring()
 
     def fail(self, peer: RolloutConnection, error: Exception, now: float) -> None:
@@ -380,7 +373,10 @@ class TrainerListener:
         logger.info("follower %s has come", name)
 
     def _leave_overdue(self, now: float) -> None:
-        """Wait no more for sources that have had their time to come back."""
+        """Wait no more for sources that have had their time to come back; of many, not in every turn."""
+        if now < self._looks_at:
+            return
+        self._looks_at = now + look_s(len(self.sources))
         for token, source in list(self.sources.items()):
             if leaves_overdue(source, now, self.limits.grace_s):
                 self.bell.ring()
@@ -398,3 +394,7 @@ class TrainerListener:
         until = monotonic() + _GOODBYE_S
         while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
             self._turn(left)
+
+
+def _no_epoll() -> None:
+    """None: this system has no epoll."""

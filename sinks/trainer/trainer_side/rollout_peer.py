@@ -23,12 +23,13 @@ from rollflow.sinks.trainer.messages.item_message import (
     layout_told,
     told_of_batch,
 )
+from rollflow.sinks.trainer.trainer_side.borrower import FragmentBorrower
 from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.fragments.fragment import FragmentLayout
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.sockets import quoted
+from rollflow.stream.net.sockets import Peer, quoted
 from rollflow.stream.wire.codec.handshake import MOST_LANES, MOST_NUMBER
 from rollflow.stream.wire.codec.spaces import read_space
 
@@ -375,3 +376,22 @@ class RolloutPeer:
         if not _is_number(number):
             raise WireError(f"lane {lane} is set aside behind {number!r:.100}, expected a number", "message")
         self.aside[lane] = number
+
+
+@dataclass(slots=True, eq=False)
+class RolloutConnection(Peer[wire.TrainerConnection]):
+    """Connection that somebody has made to a trainer.
+
+    source      the rollout at its other end; None: it has not been taken in
+    borrower    of what is lent through it; None: nothing is
+    called      as the rollout calls itself; None: it has not proved itself
+    """
+
+    source: RolloutPeer | None = None
+    borrower: FragmentBorrower | None = None
+    called: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The other end, as far as it is known, for people."""
+        return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"

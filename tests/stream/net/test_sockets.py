@@ -1,6 +1,7 @@
 """Connections and their sockets: what is waited for, who is let in."""
 
 import logging
+import resource
 import select
 import socket
 import ssl
@@ -11,7 +12,7 @@ from time import monotonic
 import pytest
 
 from rollflow.stream.net import transport
-from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet, refusal_level
+from rollflow.stream.net.sockets import Acceptor, Peer, PeerSet, check_descriptors, refusal_level
 from rollflow.stream.net.transport import TlsTransport
 from rollflow.stream.wire import Connection, Limits
 
@@ -119,7 +120,8 @@ def test_a_listener_that_can_let_nobody_in_is_left_alone_for_a_while(
     with Exhausted() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        entrance = Acceptor([listener], poll)
+        entrance = Acceptor(poll)
+        entrance.add([listener])
         with socket.create_connection(listener.getsockname()):
             assert [fd for fd, _ in poll.poll()] == [listener.fileno()]
             assert entrance.accept(listener.fileno(), 7.0) is None
@@ -153,3 +155,13 @@ def test_a_look_whether_somebody_listens_is_no_warning(ends: Callable[[Connectio
     end = End(Limits(), 0.0, 1 << 20)
     ends(end)
     assert refusal_level(end) == level
+
+
+def test_more_connections_than_a_process_may_have_are_told_of_before_they_come(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    check_descriptors(960)
+    assert not caplog.text
+    check_descriptors(1000)
+    assert "1000 connections are expected, and this process may have 1024 descriptors; expected 1064" in caplog.text
