@@ -52,7 +52,7 @@ class Initiator(Connection):
                     "the host is busy with another gateway, expected one that comes when it is free", "busy"
                 )
             self._begin(message)
-            self.can_inspect = message.answers_inspect
+            self.can_inspect, self.can_trace = message.answers_inspect, message.answers_trace
             self._decoder.widen(self.limits.max_frame)
             self.phase = ConnectionPhase.RUNNING
             return [message]
@@ -86,7 +86,7 @@ class Acceptor(Connection):
     """
 
     roles = "gateway", "host"
-    answers_inspect = False  # which a Welcome says
+    answers_inspect = answers_trace = False  # which a Welcome says
 
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
@@ -110,7 +110,7 @@ class Acceptor(Connection):
         if self.hello.session != token:
             raise WireError(f"welcome: the session is not the one that the {self.roles[1]} named", "session")
         mac = handshake.prove(self._secret, handshake.GATEWAY, self._transcript)
-        self._send(handshake.Welcome(mac, token, resumed, credits, lanes, self.answers_inspect))
+        self._send(handshake.Welcome(mac, token, resumed, credits, lanes, self.answers_inspect, self.answers_trace))
         self.phase = ConnectionPhase.RUNNING
         self._decoder.widen(self.limits.max_frame)
 
@@ -126,8 +126,9 @@ class Acceptor(Connection):
                     reason = "has another secret, or somebody has changed what it said"
                 raise WireError(f"proof.mac: the {other} {reason}", "secret")
             self._check(self._unproved)  # only now: a space may take far more memory than its description
-            self.hello, self.can_inspect = self._unproved, self._unproved.answers_inspect
-            return [self.hello]
+            self.hello = hello = self._unproved
+            self.can_inspect, self.can_trace = hello.answers_inspect, hello.answers_trace
+            return [hello]
         expected = (
             "hello" if self._unproved is None else "proof" if self.hello is None else "nothing before the welcome"
         )

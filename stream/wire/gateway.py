@@ -7,6 +7,7 @@ from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.standing import Inspect, Standing
+from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
@@ -26,6 +27,7 @@ class HostConnection(Initiator):
         Settings, Weights, States   between the requests of a rollout host
         Cut                         a Turn that is not answered yet is to end now
         Inspect                     the gateway asks what a lane is at: answer with `tell` and a Standing
+        TraceRequest                it asks what lanes were at: answer with `tell` and TraceSpans
         Goodbye, ConnectionBroken   the end
 
     Raises WireError for invalid spaces in `hello`.
@@ -61,9 +63,9 @@ class HostConnection(Initiator):
         return True
 
     def tell(self, news: Message) -> None:
-        """Send metrics, for a credit, or a standing. Raises WireError if no credit is left, or it is not running."""
+        """Send metrics, for a credit, or an answer. Raises WireError if no credit is left, or it is not running."""
         self._check_running(news.kind)
-        if isinstance(news, Standing):
+        if isinstance(news, Standing | TraceSpans):
             super().tell(news)
             return
         if not self.credits:
@@ -94,6 +96,8 @@ class HostConnection(Initiator):
             case Inspect() if self._hello.answers_inspect:
                 self._session.slots_of(message.lane)
                 return [message]
+            case TraceRequest() if self._hello.answers_trace:
+                return [message]
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 
@@ -116,6 +120,7 @@ class GatewayConnection(Acceptor):
         Rows, AgentRows, Failed, Fragment   the answer to each request, once
         Metrics                             unrequested, each for a credit
         Standing                            the answer to an `inspect`
+        TraceSpans                          the answer to a `trace`
         Goodbye, ConnectionBroken           the end
     """
 
@@ -193,8 +198,10 @@ class GatewayConnection(Acceptor):
                 raise WireError("metrics without a credit, expected to wait for more", "credit")
             self.credits -= 1
             return [message]
-        if isinstance(message, Standing):
-            return self._take_standing(message)
+        if isinstance(message, Standing | TraceSpans):
+            for lane in () if isinstance(message, Standing) else set(message.lanes.tolist()):
+                self._session.slots_of(lane)
+            return self._take_answered(message)
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")
 
     def _take_answer(self, answer: messages.Answer) -> list[Event]:

@@ -49,6 +49,8 @@ from rollflow.stream.wire import (
     Standing,
     States,
     Step,
+    TraceRequest,
+    TraceSpans,
     Turn,
     Weights,
     Welcome,
@@ -282,6 +284,20 @@ EXAMPLES: dict[str, Message] = {
     "inspect": Inspect(0),
     "standing": Standing(
         0, "is in step()", 5.25, (StackCall("/sim/arm.py", 31, "Arm.step", "self.port.read()", True),)
+    ),
+    "trace": TraceRequest(2, True),
+    "spans": TraceSpans(
+        number=2,
+        clock=np.array([5_000_000, 5_040_000]),
+        names=("reset", "step"),
+        lanes=np.array([0, 1, 0]),
+        kinds=np.array([0, 0, 1]),
+        begins=np.array([1_000_000, 1_020_000, 3_000_000]),
+        ends=np.array([1_500_000, 1_700_000, 3_250_000]),
+        items=np.array([], np.int64),
+        item_spans=np.array([], np.int64),
+        dropped=0,
+        has_more=False,
     ),
     "metrics": Metrics({"episodes": 12, "return_mean": 31.5}),
 }

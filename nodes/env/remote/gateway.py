@@ -19,6 +19,7 @@ from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.inspections import Inspections
+from rollflow.stream.net.peer_traces import PeerTraces, SpanTaker
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
@@ -34,6 +35,7 @@ from rollflow.stream.wire import (
     Settings,
     Standing,
     States,
+    TraceSpans,
     Weights,
 )
 
@@ -67,7 +69,7 @@ class Gateway:
         envs.take()
         self._registry = Registry(role, envs.max_hosts)
         self.refusals: deque[str] = deque(maxlen=8)  # why strangers were turned away, for errors
-        self._envs, self._inspections = envs, Inspections()
+        self._envs, self._inspections, self._traces = envs, Inspections(), PeerTraces()
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
@@ -102,6 +104,7 @@ class Gateway:
                 self._ticked = now
                 self._loop.tick(now)
                 self._registry.tick(now, self._envs.limits.grace_s)
+                self._ask_for_spans()
 
     def wait(self, timeout: float | None) -> None:
         """Wait until there is something to do for `service`; it may be called without."""
@@ -168,6 +171,20 @@ class Gateway:
 
         return self._inspections.ask(lane, send)
 
+    def take_trace(self, trace: SpanTaker | None) -> None:
+        """Have the spans of all hosts be traced that say that they give them; None: no more. From any thread."""
+        with self._lock:
+            if trace is not None:
+                self._traces.begin(trace)
+                self._ask_for_spans()
+            elif not self._closing.is_set():
+                until = self._traces.begin_end()
+                self._ask_for_spans()
+                while self._traces.is_awaited and (left := until - monotonic()) > 0:
+                    self._loop.serve(self._loop.wait(left), monotonic())
+                self._traces.end()
+                self._loop.wakeup.ring()  # what else has come
+
     def expel(self, host: RemoteHost, error: WireError) -> None:
         """Have a host leave that has sent what it must not."""
         with self._lock:
@@ -228,6 +245,11 @@ class Gateway:
         else:
             raise error
 
+    def _ask_for_spans(self) -> None:
+        for host in list(self.hosts.values()):
+            self._traces.ask(host.connection, f"host {host.name}", host.session.lanes)
+            self._write(host.connection)
+
     def _write(self, connection: GatewayConnection) -> None:
         peer = self._loop.peers.of(connection)
         if peer is not None:
@@ -270,6 +292,8 @@ class Gateway:
                 self._registry.news.append(HostProgressed(peer.host, event.metrics))
             case Standing():
                 self._inspections.take(event)
+            case TraceSpans():
+                self._traces.take(peer.connection, event)
             case _:
                 self._registry.news.append(HostAnswered(event))  # type: ignore[arg-type]
 

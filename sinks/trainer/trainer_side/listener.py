@@ -205,6 +205,7 @@ class TrainerListener:
     def close(self, reason: str | None, failure: str | None = None) -> None:
         """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
         self._parting, self._failure, self._is_closing = reason, failure, True
+        self.reader.leaves()
         self.wake()
         if self._thread is not None:
             self._thread.join()
@@ -257,11 +258,8 @@ class TrainerListener:
     def _tell(self, peer: RolloutConnection) -> None:
         """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
         source, connection = peer.source, peer.connection
-        if (
-            source is None
-            or source.connection is not connection
-            or connection.phase is not wire.ConnectionPhase.RUNNING
-        ):
+        is_running = connection.phase is wire.ConnectionPhase.RUNNING
+        if source is None or source.connection is not connection or not is_running:
             return
         sent = source.sent_through(connection)
         if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
@@ -311,14 +309,15 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.has_ended = source.has_left = True
-            case wire.Inspect():
-                peer.connection.tell(self.reader.standing(event.lane))
+            case wire.Inspect() | wire.TraceRequest():
+                peer.connection.tell(self.reader.answer(event, source, peer.connection.undelivered))
             case wire.Block() | wire.Forget():
                 checked(peer.borrower, event).take(event)
             case wire.Fragment() | wire.Lent() | wire.Series():
                 for arrived in source.read(fragments_in(event, peer.borrower)):
                     self.weights.raise_to(arrived.policy_version or 0)
                     self.arrived.append(arrived)
+                    self.reader.arrives(arrived, now)
             case wire.Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True
@@ -393,6 +392,7 @@ class TrainerListener:
         with self.lock:
             for peer in self._loop.peers:
                 self._tell(peer)
+                self.reader.tell_rest(peer.source, peer.connection)
                 peer.connection.goodbye(reason)
                 self._loop.peers.write(peer)
         until = monotonic() + _GOODBYE_S

@@ -80,6 +80,7 @@ class Hello:
     agents               with several agents: the ids of all possible agents of an environment, strings or integers
     parts                with several agents: each one's part; parts are numbered in the order of their first agents
     answers_inspect      whether it answers an Inspect
+    answers_trace        whether it answers a TraceRequest
     """
 
     kind: ClassVar[str] = "hello"
@@ -101,6 +102,7 @@ class Hello:
         tuple[int, ...] | None, field.nullable(field.list_of(field.whole(0, MOST_AGENTS - 1), MOST_AGENTS))
     ] = None
     answers_inspect: Annotated[bool, field.flag] = False
+    answers_trace: Annotated[bool, field.flag] = False
 
     @property
     def num_envs(self) -> int:
@@ -181,6 +183,7 @@ class Welcome:
     credits    number of unrequested messages that the host may send
     lanes      the host's lanes, in the order of the Hello's `slots`
     answers_inspect    whether a trainer answers an Inspect; a gateway gets none
+    answers_trace      likewise, a TraceRequest
     """
 
     kind: ClassVar[str] = "welcome"
@@ -190,3 +193,4 @@ class Welcome:
     credits: Annotated[int, field.whole(0, MOST_NUMBER)]
     lanes: Annotated[tuple[LaneGrant, ...], field.list_of(field.record(LaneGrant), MOST_LANES)]
     answers_inspect: Annotated[bool, field.flag] = False
+    answers_trace: Annotated[bool, field.flag] = False

@@ -127,6 +127,8 @@ MAY_BE_MISSING = {
     ("hello", "parts"),
     ("hello", "answers_inspect"),
     ("welcome", "answers_inspect"),
+    ("hello", "answers_trace"),
+    ("welcome", "answers_trace"),
     ("step", "agent_slots"),
     ("goodbye", "drained"),
     ("weights", "module"),
