@@ -194,7 +194,7 @@ class Trace:
                     self._label(process)
                 self._write_new()
                 end = {"ph": "i", "s": "g", "pid": self._pid, "tid": 0, "name": "end of the trace"}
-                args = {"dropped": self._dropped, "clocks": self._clocks}
+                args = {"dropped": self._dropped} | ({"clocks": self._clocks} if self._clocks else {})
                 end |= {"ts": self._us(perf_counter_ns()), "args": args}
                 self._file.write(f"{json.dumps(end)}\n]\n".encode())
         except ConnectionError:

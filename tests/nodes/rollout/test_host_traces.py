@@ -30,8 +30,9 @@ def traced(path: Path, kind: Any, shift_s: int) -> list[Event]:
 def clock_of(events: list[Event], process: str) -> dict[str, float]:
     """What the trace says of a process' clock: `offset_us`, `uncertainty_us`."""
     found: dict[str, float] = events[-1]["args"]["clocks"][process]
-    (label,) = {event["args"]["labels"] for event in events[-20:] if event["name"] == "process_labels"}
-    assert f"{found['uncertainty_us']:.1f} µs" in label
+    *_, label = [event for event in events if event["name"] == "process_labels"]
+    assert label["pid"] == processes(events)[process]
+    assert f"{found['uncertainty_us']:.1f} µs" in label["args"]["labels"]
     return found
 
 
@@ -53,7 +54,7 @@ def test_a_host_of_environments_steps_within_the_steps_that_were_asked_for(tmp_p
         for (asked_at, answered_at, _), (begin, end, _) in zip(asked, made, strict=True):
             assert asked_at - clock["uncertainty_us"] * 1e3 <= begin <= end
             assert end <= answered_at + clock["uncertainty_us"] * 1e3
-    _assert_whole_arrows(events, host, "step")
+    _assert_whole_arrows(events, host, "reset", "step")
 
 
 @pytest.mark.slow
