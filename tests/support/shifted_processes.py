@@ -26,7 +26,7 @@ _TRAINER = """
 from numbered_module import NumberedModule
 from rollflow.sinks import TrainerStream
 updates = 0
-with TrainerStream("tcp://127.0.0.1:0", module=NumberedModule()) as stream:
+with TrainerStream("tcp://127.0.0.1:0", module=NumberedModule(), fragments_per_batch={count}) as stream:
     print(stream.address, flush=True)
     for batch in stream:
         updates += 1
@@ -44,9 +44,12 @@ def shifted_host(address: Any, kind: type[Any], shift_s: int) -> Iterator[None]:
 
 
 @contextmanager
-def shifted_trainer(shift_s: int) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A trainer whose clock is so many seconds ahead: its address, and its process, which prints the updates made."""
-    with _running(_SHIFT.format(path=sys.path) + _TRAINER, shift_s) as process:
+def shifted_trainer(shift_s: int, count: int | None) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A trainer whose clock is so many seconds ahead: its address, and its process, which prints the updates made.
+
+    count    `fragments_per_batch`
+    """
+    with _running(_SHIFT.format(path=sys.path) + _TRAINER.format(count=count), shift_s) as process:
         assert process.stdout is not None
         yield process.stdout.readline().strip(), process
 
