@@ -168,11 +168,11 @@ class TrainerStream:
             self._listener.sockets = listen_on(self.address)
         except EnvError as error:
             raise RunError(str(error)) from error
+        if not isinstance(self.address, SharedAddress):
+            self.address = address_of(self._listener.sockets[0])
         with closing_on_error(lambda: close_sockets(self._listener.sockets)):
             self.log.begin()
         self._closing.enter_context(answering_dumps())
-        if not isinstance(self.address, SharedAddress):
-            self.address = address_of(self._listener.sockets[0])
         self._state = "running"
         return self
 

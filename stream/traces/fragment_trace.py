@@ -131,7 +131,7 @@ class FragmentTrace:
         with self._lock:
             for track, span in written:
                 if (there := self._there.get(span.lane)) is not None:
-                    there.begins.append(_Place(track, span.begin, spans.peer))
+                    there.begins.append(_Place(track, span.inside, spans.peer))
             for lane in {span.lane for _, span in written}:
                 if (there := self._there.get(lane)) is not None:
                     self._find_first(there, spans.uncertainty_ns)
@@ -142,7 +142,7 @@ class FragmentTrace:
         fragments_of    gives the fragments that an item of the stream to it was made of
         """
         for track, span in self._tracks.write(spans, _track_of_trainer):
-            place = _Place(track, span.begin, spans.peer)
+            place = _Place(track, span.inside, spans.peer)
             for name in {name for item in span.items for name in fragments_of(item)}:
                 self._end_arrow(name, place, to_trainer=True)
 

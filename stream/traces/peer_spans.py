@@ -20,6 +20,11 @@ class PeerSpan(NamedTuple):
     end: int
     items: Sequence[int] = ()
 
+    @property
+    def inside(self) -> int:
+        """A time right after its begin: at that itself the span before may not have ended, for a viewer."""
+        return min(self.begin + 1, self.end)
+
 
 class PeerSpans(NamedTuple):
     """Spans of another process, oldest first, in the order in which they ended.

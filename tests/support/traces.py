@@ -104,7 +104,7 @@ def arrows(events: list[Event]) -> list[list[Stop]]:
             at = round(event["ts"] * 1e3)
             around = [span for span in spans_at[event["pid"], event["tid"]] if span[0] <= at <= span[1]]
             assert around, f"an arrow is on no span: {event}"
-            inner = min(around, key=lambda span: (span[1] - span[0], -span[0]))
+            inner = max(around, key=lambda span: (span[0], -span[1]))
             stop = names[event["pid"]], titles[event["tid"]], inner[2]["name"]
             stops[event["id"]].append((at, "stf".index(event["ph"]), stop))
     return [[stop for _, _, stop in sorted(each)] for each in stops.values() if any(kind == 2 for _, kind, _ in each)]

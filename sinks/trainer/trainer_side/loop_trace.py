@@ -42,7 +42,7 @@ class LoopTrace:
                 rollout = self._rollouts.setdefault(id(item.source), len(self._rollouts))
                 number = rollout << 40 | item.number & (1 << 40) - 1  # below 2**53, as JavaScript has it
                 self._trace.flow("s", came[0], number, came[1])
-                self._trace.flow("f", _LOOP, number, begin)
+                self._trace.flow("f", _LOOP, number, min(begin + 1, end))  # at its begin the wait may not have ended
 
     def arrives(self, item: Any, began: int, end: int) -> None:
         """Record that an item has come from a rollout, and was read in this time, in ns."""

@@ -56,7 +56,7 @@ def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Pa
     for events in (of_trainer, of_feed):
         assert_valid(events)
     (program,) = processes(of_trainer)
-    assert program.startswith("rollflow TrainerStream tcp://127.0.0.1:")
+    assert program == f"rollflow TrainerStream {stream.address}"
     here = tracks(of_trainer)
     (arrivals,) = [name for name in here if name.startswith("from sim (tcp://")]
     names = [each["name"] for _, _, each in here["loop"]]

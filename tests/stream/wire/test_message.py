@@ -41,7 +41,9 @@ def frame_as(message: Message) -> bytes:
 def fields_of(message: Any) -> dict[str, Any]:
     """A message's fields as plain values."""
     return {
-        field.name: [fields_of(each) for each in value] if field.name in ("lanes", "calls") and isinstance(value, tuple) else value
+        field.name: [fields_of(each) for each in value]
+        if field.name in ("lanes", "calls") and isinstance(value, tuple)
+        else value
         for field in dataclasses.fields(message)
         for value in [getattr(message, field.name)]
     }
