@@ -6,7 +6,6 @@ from contextlib import ExitStack, closing
 from multiprocessing.connection import wait
 from typing import Any, Literal, Self
 
-import anyio
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_numbers
@@ -21,6 +20,7 @@ from rollflow.sinks.trainer.own_folder import OwnFolder
 from rollflow.sinks.trainer.ranks.dataset import TrainerDataset, unix_address
 from rollflow.sinks.trainer.ranks.dataset_server import DatasetServer, StreamSetup
 from rollflow.sinks.trainer.trainer_side.batch_assembly import ArrivalOrder, LaneRounds
+from rollflow.sinks.trainer.trainer_side.compatibility import checked_address
 from rollflow.sinks.trainer.trainer_side.intake import Intake
 from rollflow.sinks.trainer.trainer_side.item_maker import (
     ItemMaker,
@@ -31,7 +31,7 @@ from rollflow.sinks.trainer.trainer_side.item_maker import (
     check_choices,
     check_module,
 )
-from rollflow.sinks.trainer.trainer_side.listener import TrainerListener, checked_address
+from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
 from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
 from rollflow.sinks.trainer.trainer_side.rollout_peer import ArrivedItem
 from rollflow.sinks.trainer.trainer_side.staleness import FlowWindows, OnExcess, StalenessBound

@@ -5,6 +5,7 @@ from rollflow.stream.wire.codec import handshake
 from rollflow.stream.wire.codec.frame import Frame
 from rollflow.stream.wire.codec.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.codec.message import Message
+from rollflow.stream.wire.codec.standing import Inspect
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
 
 
@@ -83,6 +84,7 @@ class Acceptor(Connection):
     nonce       32 random bytes, new for every connection
     secret      shared secret; None: this end has none, and refuses a peer that has one
     hello       the other end's Hello; None before its proof has come
+    is_looked_at    whether the other end looks at runs, and does nothing else
     """
 
     roles = "gateway", "host"
@@ -91,9 +93,17 @@ class Acceptor(Connection):
     def __init__(self, *, software: str, nonce: bytes, secret: bytes | None, limits: Limits, now: float) -> None:
         super().__init__(limits, now, min(limits.max_frame, MAX_HANDSHAKE_FRAME))
         self.hello: handshake.Hello | None = None
+        self.is_looked_at = False
         self._software, self._nonce, self._secret = software, nonce, secret
         self._unproved: handshake.Hello | None = None  # a Hello whose sender may not know the secret
         self._transcript = b""
+
+    def welcome_looker(self) -> None:
+        """Welcome an end of role "looker". Raises WireError if it is none, or there is none to answer."""
+        if self.hello is None or self.hello.role != "looker":
+            raise WireError("welcome: no looker waits for it", "order")
+        self._welcome(self.hello.session, resumed=False, credits=0, lanes=(handshake.LaneGrant(0, 1, 0, 0),))
+        self.is_looked_at = True
 
     # To be defined by subclasses
 
@@ -113,6 +123,13 @@ class Acceptor(Connection):
         self._send(handshake.Welcome(mac, token, resumed, credits, lanes, self.answers_inspect, self.answers_trace))
         self.phase = ConnectionPhase.RUNNING
         self._decoder.widen(self.limits.max_frame)
+
+    def _take(self, message: Message, frame: Frame) -> list[Event]:
+        if not self.is_looked_at:
+            return super()._take(message, frame)
+        if not isinstance(message, Inspect):
+            raise WireError(f"{message.kind} from a looker, expected inspect", "order")
+        return [message] if self.phase is ConnectionPhase.RUNNING else []
 
     def _take_handshake(self, message: Message, frame: Frame) -> list[Event]:
         if isinstance(message, handshake.Hello) and self._unproved is None:

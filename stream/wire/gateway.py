@@ -186,7 +186,7 @@ class GatewayConnection(Acceptor):
         return self._session, self._form
 
     def _check(self, hello: Hello) -> None:
-        self._form = form_of(hello)
+        self._form = None if hello.role == "looker" else form_of(hello)
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:

@@ -169,7 +169,7 @@ class TrainerConnection(Acceptor):
         session.is_welcomed = True
 
     def _check(self, hello: Hello) -> None:
-        if hello.role != "source":
+        if hello.role not in ("source", "looker"):
             raise WireError(f"hello.role is {hello.role!r}, expected 'source': this is a trainer", "role")
 
     def _take_running(self, message: Message) -> list[Event]:

@@ -45,6 +45,7 @@ from rollflow.stream.wire import (
     Rows,
     Series,
     Settings,
+    Snapshots,
     StackCall,
     Standing,
     States,
@@ -285,6 +286,7 @@ EXAMPLES: dict[str, Message] = {
     "standing": Standing(
         0, "is in step()", 5.25, (StackCall("/sim/arm.py", 31, "Arm.step", "self.port.read()", True),)
     ),
+    "snapshots": Snapshots('[{"kind": "Rollout", "pid": 4711}]'),
     "trace": TraceRequest(2, True),
     "spans": TraceSpans(
         number=2,

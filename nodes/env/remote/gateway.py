@@ -19,6 +19,7 @@ from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.inspections import Inspections
+from rollflow.stream.net.lookers import LOOKER, Lookers
 from rollflow.stream.net.peer_traces import PeerTraces, SpanTaker
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
@@ -29,6 +30,7 @@ from rollflow.stream.wire import (
     GatewayConnection,
     Goodbye,
     Hello,
+    Inspect,
     Message,
     Metrics,
     Request,
@@ -73,6 +75,7 @@ class Gateway:
         self._epoll = select.epoll()
         itself = weakref.proxy(self)  # not held by what it holds, it ends when nobody else has it any more
         self._loop: SocketLoop[HostPeer] = SocketLoop(itself, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
+        self._lookers = Lookers(self._loop)
         self._loop.listen(envs.sockets, itself)
         self._loop.dial([] if envs.is_listening else envs.addresses, itself)
         self._lock = self._loop.lock
@@ -210,6 +213,7 @@ class Gateway:
         """Say goodbye to all hosts, and close every socket."""
         self._closing.set()
         self._tender.join()
+        self._lookers.close()
         with self._lock:
             if not self._ending.alive:
                 return
@@ -280,8 +284,12 @@ class Gateway:
     def handle(self, peer: HostPeer, event: Message, now: float) -> None:
         """Take a message of a host."""
         match event:
+            case Hello() if event.role == LOOKER:
+                self._lookers.welcome(peer.connection, peer.where)
             case Hello():
                 self._take_in(peer, event, now)
+            case Inspect():
+                self._lookers.answer(peer.connection)
             case Goodbye():
                 self._loop.drop(peer)
                 if peer.host is not None and peer.host.connection is peer.connection:

@@ -1,15 +1,27 @@
 """Compatibility of a rollout that comes to a trainer with those that are there, and log lines of its coming."""
 
 import logging
+import ssl
 from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.rollout_peer import RolloutPeer
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire import Hello
+from rollflow.stream.net.descriptor_transport import check_shared
+from rollflow.stream.net.transport import check_server_tls
+from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_address
 
 logger = logging.getLogger(__name__)
+
+
+def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
+    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
+    parsed = parse_trainer_address(address)
+    check_secret(parsed, secret)
+    check_shared(parsed, tls)
+    check_server_tls(tls)
+    return parsed
 
 
 def check_shares(hello: Hello, *, shares: bool) -> None:

@@ -25,11 +25,12 @@ from rollflow.stream import wire
 from rollflow.stream.data.errors import WireError, error_text
 from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder
-from rollflow.stream.net.descriptor_transport import DescriptorTransport, check_shared
+from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.lookers import LOOKER, Lookers
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
-from rollflow.stream.net.transport import check_server_tls, transport_for
+from rollflow.stream.net.transport import transport_for
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +60,6 @@ class RolloutConnection(Peer[wire.TrainerConnection]):
     def name(self) -> str:
         """The other end, as far as it is known, for people."""
         return self.where if self.called is None else f"rollout {quoted(self.called)} at {self.where}"
-
-
-def checked_address(address: str | wire.Address, secret: bytes | None, tls: ssl.SSLContext | None) -> wire.Address:
-    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
-    parsed = wire.parse_trainer_address(address)
-    wire.check_secret(parsed, secret)
-    check_shared(parsed, tls)
-    check_server_tls(tls)
-    return parsed
 
 
 class TrainerListener:
@@ -113,7 +105,7 @@ class TrainerListener:
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
         self.weights = NewestWeights(self.wake, own)
-        self.reader = StreamReader()
+        self.reader, self._lookers = StreamReader(), Lookers(self._loop)
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
@@ -210,6 +202,7 @@ class TrainerListener:
         if self._thread is not None:
             self._thread.join()
         self.weights.close()
+        self._lookers.close()
         self._loop.close()
         self.bell.close()
 
@@ -300,8 +293,12 @@ class TrainerListener:
         """Take a message of a rollout."""
         source = peer.source
         match event:
+            case wire.Hello() if event.role == LOOKER:
+                self._lookers.welcome(peer.connection, peer.where)
             case wire.Hello():
                 self._take_in(peer, event)
+            case wire.Inspect() if source is None:
+                self._lookers.answer(peer.connection)
             case _ if source is None:
                 pass
             case wire.Goodbye():

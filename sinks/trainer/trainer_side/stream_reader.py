@@ -1,4 +1,4 @@
-"""StreamReader: the code that takes batches of a trainer's stream, as rollouts are told that wait for it or trace it."""
+"""StreamReader: the code that takes the batches of a trainer's stream, as rollouts are told that wait for it."""
 
 import threading
 from collections import deque

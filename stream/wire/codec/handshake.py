@@ -25,8 +25,8 @@ MOST_NUMBER = (1 << 53) - 1  # the largest integer that a double, and so every l
 LaneId = Annotated[int, field.whole(0, MOST_NUMBER)]
 Number = Annotated[int, field.whole(1, MOST_NUMBER)]
 Role = Annotated[
-    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler"],
-    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler"),
+    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "looker"],
+    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "looker"),
 ]
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
@@ -66,7 +66,7 @@ class Hello:
                          it runs whole rollouts; "agent_rollout": those of environments with several agents;
                          "source": it runs one of its own, and sends fragments to a trainer; "client": it has
                          observations, and wants actions from a server of policies; "sampler": it wants steps from a
-                         replay host
+                         replay host; "looker": it looks at runs
     software, name       names of its software and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes of its choice: the same as long as it remembers its lanes

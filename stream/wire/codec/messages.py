@@ -17,7 +17,7 @@ from rollflow.stream.wire.codec.frame import ScatterBytes
 from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_SLOTS, LaneId, Number
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.replaying import Query, Result
-from rollflow.stream.wire.codec.standing import Inspect, Standing
+from rollflow.stream.wire.codec.standing import Inspect, Snapshots, Standing
 from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
@@ -389,7 +389,7 @@ Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased
 _Acting = Act | Acted | Release | Query | Result
-_Sight = Inspect | Standing | TraceRequest | TraceSpans
+_Sight = Inspect | Standing | Snapshots | TraceRequest | TraceSpans
 Running = Request | Answer | _News | _Memory | _Acting | _Sight | Credit | Ping | Pong | Goodbye | Refused
 
 
