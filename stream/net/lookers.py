@@ -32,14 +32,14 @@ class Lookers:
 
     def __init__(self, loop: SocketLoop[Any]) -> None:
         self._loop = loop
-        self._answering: dict[wire.Connection, threading.Thread] = {}
+        self._answering: dict[wire.Acceptor, threading.Thread] = {}
 
     def welcome(self, connection: wire.Acceptor, name: str) -> None:
         """Welcome a looker, which has proved itself. Its name is for the log."""
         connection.welcome_looker()
         logger.info("%s looks at the runs of this process", name)
 
-    def answer(self, connection: wire.Connection) -> None:
+    def answer(self, connection: wire.Acceptor) -> None:
         """Send a looker the snapshots of all runs of this process, unless that is under way. In the loop's thread."""
         if connection not in self._answering:
             thread = threading.Thread(target=self._answer, args=(connection,), name="rollflow looker", daemon=True)
@@ -52,13 +52,13 @@ class Lookers:
         for thread in list(self._answering.values()):
             thread.join(max(0.0, until - monotonic()))
 
-    def _answer(self, connection: wire.Connection) -> None:
+    def _answer(self, connection: wire.Acceptor) -> None:
         found = wire.Snapshots(json.dumps(snapshots_here()))
         with self._loop.lock:
             peer = self._loop.peers.of(connection)
             if peer is not None:
                 with suppress(WireError):  # it is gone
-                    connection.tell(found)
+                    connection.show(found)
                 self._loop.peers.write(peer)
         self._answering.pop(connection, None)
         self._loop.wakeup.ring()

@@ -5,7 +5,7 @@ from rollflow.stream.wire.codec import handshake
 from rollflow.stream.wire.codec.frame import Frame
 from rollflow.stream.wire.codec.limits import MAX_HANDSHAKE_FRAME, Limits
 from rollflow.stream.wire.codec.message import Message
-from rollflow.stream.wire.codec.standing import Inspect
+from rollflow.stream.wire.codec.standing import Inspect, Snapshots
 from rollflow.stream.wire.connection import Connection, ConnectionPhase, Event, encoded
 
 
@@ -105,6 +105,11 @@ class Acceptor(Connection):
         self._welcome(self.hello.session, resumed=False, credits=0, lanes=(handshake.LaneGrant(0, 1, 0, 0),))
         self.is_looked_at = True
 
+    def show(self, snapshots: Snapshots) -> None:
+        """Send a looker snapshots. Raises WireError on a connection not running, or where they are too large."""
+        self._check_running(snapshots.kind)
+        self._send(snapshots)
+
     # To be defined by subclasses
 
     def _check(self, hello: handshake.Hello) -> None:
@@ -137,7 +142,7 @@ class Acceptor(Connection):
             return []
         if isinstance(message, handshake.Proof) and self._unproved is not None and self.hello is None:
             if not handshake.is_proof(message.mac, self._secret, handshake.HOST, self._transcript):
-                me, other = self.roles
+                me, other = self.roles[0], "looker" if self._unproved.role == "looker" else self.roles[1]
                 reason = "proves no secret" if self._secret is not None else f"proves a secret, and this {me} has none"
                 if self._secret is not None and message.mac:
                     reason = "has another secret, or somebody has changed what it said"
