@@ -102,6 +102,9 @@ class FragmentTrace:
                 del self._cuts[next(iter(self._cuts))]
             if (there := self._there.get(lane)) is not None:
                 there.open[name] = cut
+                if len(there.open) > _MOST_FRAGMENTS:  # whoever makes them sends no spans
+                    oldest = next(iter(there.open))
+                    self._end_all(oldest, there.open.pop(oldest))
                 self._find_first(there)
             else:
                 self._begin_arrow(name, cut, to_trainer=False)
