@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rollflow.nodes.logs.figures import Axis, Row
+from rollflow.nodes.logs.otlp import Otlp
 from rollflow.nodes.logs.progress import Progress
 from rollflow.nodes.logs.prometheus import Prometheus
 from rollflow.nodes.logs.text_files import CsvFile, JsonLines
@@ -33,6 +34,7 @@ KINDS: Mapping[str, Callable[[str, Axis], Destination]] = {
     "csv": lambda target, axis: CsvFile(target),
     "jsonl": lambda target, axis: JsonLines(target),
     "mlflow": Mlflow,
+    "otlp": lambda target, axis: Otlp(target),
     "progress": lambda target, axis: Progress(target),
     "prometheus": lambda target, axis: Prometheus(target),
     "tensorboard": TensorBoard,
@@ -42,6 +44,7 @@ KINDS: Mapping[str, Callable[[str, Axis], Destination]] = {
 
 _PACKAGES = {  # kind -> package, and the extra that has it
     "mlflow": ("mlflow", "mlflow"),
+    "otlp": ("opentelemetry.exporter.otlp.proto.http", "otel"),
     "progress": ("rich", "view"),
     "prometheus": ("prometheus_client", "serve"),
     "tensorboard": ("tensorboard", "tensorboard"),
@@ -70,6 +73,14 @@ def destination_of(text: str, axis: Axis) -> Destination:
         )
     destination = KINDS[kind](target, axis)
     package, extra = _PACKAGES.get(kind, ("", ""))
-    if package and importlib.util.find_spec(package) is None:
+    if package and not _is_there(package):
         raise MetricsError(f"log={text!r} takes the package {package}: pip install 'rollflow[{extra}]'")
     return destination
+
+
+def _is_there(package: str) -> bool:
+    """Whether a package can be imported; of one within others, also whether those are there."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False

@@ -13,6 +13,8 @@ from rollflow.stream.doctor.waits import READER, way_from
 from rollflow.stream.graph.chain import CallMark
 from rollflow.stream.graph.inline_run import InlineRun
 from rollflow.stream.graph.looks import look_of_inline_run
+from rollflow.stream.graph.meter import NodeTrace
+from rollflow.stream.traces.trace import Record
 
 # Lanes of one process do their first forward passes one after the other: where threads call a mathematical library for
 # the first time together, one of them may get results of lower accuracy, and no two runs would be the same.
@@ -104,6 +106,12 @@ class LaneRollout:
         blocker = way.blocker
         return blocker.doing if blocker.party == STAGES[0] else f"is in node '{blocker.party}'"
 
+    def take_trace(self, recorder_of: Callable[[str], Record] | None) -> None:
+        """Have the calls of stages be recorded, by what is given for a stage's name; None: no more."""
+        for meter in self._run.meters:
+            if recorder_of is not None or meter.trace is not None:
+                meter.take_trace(None if recorder_of is None else NodeTrace(recorder_of(meter.name), _skip, _skip))
+
     def busy_ns(self) -> list[int]:
         """For how long each of its `STAGES` has been busy, calls under way left out."""
         return [meter.busy_ns for meter in self._run.meters]
@@ -131,6 +139,10 @@ class LaneRollout:
         if self._replica.loaded is not None:
             report["loaded"] = list(self._replica.loaded)
         return report
+
+
+def _skip(begin: int, end: int) -> None:
+    """Record nothing: what waits between two turns says nothing of the lane."""
 
 
 def is_of_environment(error: Exception) -> bool:

@@ -115,7 +115,7 @@ class Rollout(RolloutLoop[Fragment]):
                                        says why, with file and line; None: never. In a graph `graph.run` has it
     on_stall                 "log"     "raise": a run that stands still also ends, with a StallError
     log                      None      Where its figures are written, such as "tensorboard:runs/1"; or a list of them.
-                                       Kinds: csv, jsonl, mlflow, progress, prometheus, tensorboard, wandb. See `log()`
+                                       Kinds: csv, jsonl, mlflow, otlp, progress, prometheus, tensorboard, wandb
     log_every                1.0       Seconds between two rows of the log, at least
     log_x                    "steps"   x axis of trackers: "steps" of environments, "updates" handed out, or "time" in s
     trace                    None      File for a trace of stages, lanes and fragments, for ui.perfetto.dev; compressed

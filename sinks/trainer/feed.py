@@ -22,6 +22,7 @@ from rollflow.stream.doctor.rules import StallRules
 from rollflow.stream.graph.graph import Graph
 from rollflow.stream.graph.report import Report
 from rollflow.stream.graph.run import Run
+from rollflow.stream.traces.trace import check_trace
 from rollflow.stream.wire import Address, Limits
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,15 @@ def feed(
     watch: Callable[[], Awaitable[object]] | None = None,
     sends: Literal["fragments", "batches"] | None = None,
     on_end: Callable[[Report], object] | None = None,
+    trace: str | None = None,
 ) -> str | None:
     """Run a rollout whose fragments go to the trainer at `address`, until it ends or the trainer says goodbye.
 
         sends      "fragments", or "batches": train batches, each of as many fragments as there are lanes at the
                    beginning, are made here. None: "batches" of a `MultiAgentRollout`, "fragments" of a `Rollout`
         on_end     called with the run's report when it has ended, unless it raised an error
+        trace      file for a trace, as for `Rollout`: of the stages here, on hosts, and of the trainer's updates. It is
+                   compressed if its name ends in .gz
 
     All other parameters are those of `TrainerSink`; `stall_after`, `on_stall` and `log` are the rollout's. Returns the
     trainer's reason to leave, None if it has not left. Raises ValueError if fragments are sent of a rollout with
@@ -65,6 +69,7 @@ def feed(
     its usual effect: KeyboardInterrupt, as a rule.
     """
     check_rollout(rollout)
+    check_trace(trace)
     sends = sends or ("batches" if isinstance(rollout, MultiAgentRollout) else "fragments")
     if sends == "fragments":
         _check_leaves_batches(rollout)
@@ -89,7 +94,7 @@ def feed(
         graph.connect("learner", "trainer")
     else:
         graph.connect("rollout.fragments", "trainer")
-    _run(graph, sink, rollout.stall, on_end)
+    _run(graph, sink, rollout.stall, on_end, trace)
     return sink.goodbye
 
 
@@ -113,11 +118,17 @@ def _check_leaves_batches(rollout: AnyRollout) -> None:
             )
 
 
-def _run(graph: Graph, sink: TrainerSink, rules: StallRules, on_end: Callable[[Report], object] | None) -> None:
+def _run(
+    graph: Graph,
+    sink: TrainerSink,
+    rules: StallRules,
+    on_end: Callable[[Report], object] | None,
+    trace: str | None,
+) -> None:
     """Run the graph; a signal that has ended it takes effect afterwards."""
     handlers = _signal_handlers()
     try:
-        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers), rules)
+        report, signalled = anyio.run(_run_graph, graph, sink, list(handlers), rules, trace)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)  # an event loop would leave others
@@ -136,7 +147,7 @@ def _signal_handlers() -> dict[signal.Signals, Any]:
 
 
 async def _run_graph(
-    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals], rules: StallRules
+    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals], rules: StallRules, trace: str | None
 ) -> tuple[Report | None, signal.Signals | None]:
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None
@@ -146,7 +157,7 @@ async def _run_graph(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_leave_with_trainer, sink, tasks.cancel_scope)
             try:
-                async with graph.run(stall_after=rules.after, on_stall=rules.on_stall) as run:
+                async with graph.run(stall_after=rules.after, on_stall=rules.on_stall, trace=trace) as run:
                     if signals is not None:
                         tasks.start_soon(_leave_when_signalled, signals, run, sink, tasks, received)
                     await run.wait()

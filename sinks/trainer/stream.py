@@ -1,12 +1,11 @@
 """Trainer's end of the stream: an ordinary loop over what rollouts in other processes and on other hosts send."""
 
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from multiprocessing.connection import wait
 from typing import Any, Literal, Self
 
-import anyio
 import anyio.to_thread
 
 from rollflow.nodes.argument_checks import check_numbers
@@ -86,7 +85,7 @@ class TrainerStream:
                                both ends. None: they do not
         metrics                passed to the pieces; None: a `MetricsLogger`, to be read as `stream.metrics`
         limits                 of frames, times and bytes under way
-        log, log_every, log_x  of figures, as for `Rollout`; `stream.log(name, value)` logs one's own
+        log, log_every, log_x, trace    as for `Rollout`; `stream.log(name, value)` logs one's own figures
 
         address    listened on, with its port, once the block is entered: for `feed`, or as text, `str(address)`
         handed     records of the items in the batch that was handed over last
@@ -120,6 +119,7 @@ class TrainerStream:
         log: Log = None,
         log_every: float = 1.0,
         log_x: Axis = "steps",
+        trace: str | None = None,
     ) -> None:
         check_numbers(fragments_per_batch=(fragments_per_batch, 1), sources=(sources, 1))
         check_numbers(join_timeout=(join_timeout, 0), prefetch=(prefetch, 0), max_lag=(max_lag, 0))
@@ -131,7 +131,6 @@ class TrainerStream:
         self.yields = yields
         self.handed: list[BatchItem] = []
         self.metrics = MetricsLogger() if metrics is None else metrics
-        self.log = StreamLog(self, LogOptions(log, log_every, log_x))
         self._item_maker = ItemMaker(yields, learner_connector, module, self.metrics)
         self._setup = StreamSetup(yields, max_lag, on_excess, BatchParts(learner_connector, module))
         self._ends: dict[str, Any] = {"secret": known, "tls": tls, "limits": limits}  # of connections
@@ -150,6 +149,7 @@ class TrainerStream:
             shares=isinstance(self.address, SharedAddress),
             own=own_shapes(module),
         )
+        self.log = StreamLog(self, LogOptions(log, log_every, log_x, None, trace), self._listener.reader)
         count = fragments_per_batch if yields == "batches" else 1
         self._intake = Intake(
             self._listener,
@@ -169,11 +169,11 @@ class TrainerStream:
             self._listener.sockets = listen_on(self.address, self._expected)
         except EnvError as error:
             raise RunError(str(error)) from error
+        if not isinstance(self.address, SharedAddress):
+            self.address = address_of(self._listener.sockets[0])
         with closing_on_error(lambda: close_sockets(self._listener.sockets)):
             self.log.begin()
         self._closing.enter_context(answering_dumps())
-        if not isinstance(self.address, SharedAddress):
-            self.address = address_of(self._listener.sockets[0])
         self._state = "running"
         return self
 
@@ -216,8 +216,7 @@ class TrainerStream:
     def publish(self, weights: Mapping[str, Any]) -> int:
         """Copy weights for all rollouts to act with, and return their policy version; another thread sends them.
 
-        weights    a `state_dict()`; where rollouts have several modules, module id -> `state_dict()` of all that are
-                   trained
+        weights    a `state_dict()`; where rollouts have several modules, module id -> `state_dict()` of each trained
 
         A rollout that is slow to take weights gets the newest alone. If a rollout comes with a newer version, of an
         earlier trainer, the weights get a version above that. The first weights after `load_state_dict` keep their
@@ -387,11 +386,11 @@ class TrainerStream:
         version = self.version
         if self.yields == "batches":
             self._staleness.mask(made.item, made.of, version)
-        self._note_handed([BatchItem.of(arrived, version) for arrived in made.of])
+        self._note_handed([BatchItem.of(arrived, version) for arrived in made.of], made.of)
         self._current, self._left_out = ([*made.of, *self._left_out], []) if made.is_last else ([], self._left_out)
         return made.item
 
-    def _note_handed(self, items: list[BatchItem]) -> None:
+    def _note_handed(self, items: list[BatchItem], of: Sequence[ArrivedItem] = ()) -> None:
         self.handed = items
-        self._listener.reader.gets()
+        self._listener.reader.gets(of)
         self.log.take(items)

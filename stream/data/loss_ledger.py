@@ -44,7 +44,7 @@ class Ledger:
         """Count a fragment that leaves the rollout, and set its `origin`."""
         steps = fragment.num_steps
         self.cut_steps += steps
-        fragment.origin = Origin(self, steps)
+        fragment.origin = Origin(self, steps, (fragment.lane, fragment.sequence))
         trace = self.trace
         if trace is not None:
             trace.cut(fragment)
@@ -65,12 +65,13 @@ class Origin:
 
     ledger    of the rollout that has cut the fragment, and of no other
     steps     transitions in the fragment
+    name      lane of the fragment, and its number there
     """
 
-    __slots__ = ("_is_lost", "ledger", "steps")
+    __slots__ = ("_is_lost", "ledger", "name", "steps")
 
-    def __init__(self, ledger: Ledger, steps: int) -> None:
-        self.steps = steps
+    def __init__(self, ledger: Ledger, steps: int, name: tuple[int, int]) -> None:
+        self.steps, self.name = steps, name
         self.ledger = ledger
         self._is_lost = False
 

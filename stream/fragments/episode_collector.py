@@ -92,7 +92,7 @@ class WholeEpisodes(Fragment):
         self.custom_data = {(0, number): episode.custom_data for number, episode in enumerate(episodes)}
         self._env_slots = np.array([episode.slot for episode in episodes], np.int64)
         if last.origin is not None:
-            self.origin = Origin(last.origin.ledger, 0)  # the collector counts what is lost
+            self.origin = Origin(last.origin.ledger, 0, last.origin.name)  # the collector counts what is lost
         self.seal(num_rows)
 
     def env_slots(self, slot: Any, number: Any) -> Any:

@@ -28,9 +28,14 @@ Snapshot = Callable[[], dict[str, Any]]
 Serve = Callable[[socket.socket], None]
 
 
+_started: "weakref.WeakSet[RunSocket]" = weakref.WeakSet()  # runs of this process that are under way
+_starting = threading.Lock()  # of these
+
+
 class RunSocket:
     """Socket in the run folder. Who connects gets one snapshot as JSON, and the connection ends.
 
+    began       time when the run began, in seconds since 1970
     snapshot    method that gives what the run says of itself; called in a thread of the socket, and held weakly
     trace       method that sends a trace over a connection, and closes it. It is called where the other end has said
                 `ASK_TRACE`, and held weakly, too. None: there are snapshots alone
@@ -44,9 +49,13 @@ class RunSocket:
         self._trace = None if trace is None else weakref.WeakMethod(trace)
         self._thread: threading.Thread | None = None
         self._end: Callable[[], object] | None = None
+        self.began = 0.0
 
     def start(self) -> None:
         """Open the socket, and start the thread."""
+        with _starting:
+            self.began = self.began or time.time()
+            _started.add(self)
         folder = run_folder()
         if folder is None or self._end is not None:
             return
@@ -56,18 +65,32 @@ class RunSocket:
             logger.debug("the run has no socket to be looked at: %s", error)
             return
         stopping, stop = socket.socketpair()
-        arguments = (listening, stopping, self._snapshot, self._trace, time.time())
+        arguments = (listening, stopping, self._snapshot, self._trace, self.began)
         self._thread = threading.Thread(target=_serve, args=arguments, name="rollflow snapshots", daemon=True)
         self._end = weakref.finalize(self, _ended, stop, path, os.getpid())
         self._thread.start()
 
     def stop(self) -> None:
         """Remove the socket, and end the thread; again does nothing. From any thread."""
+        with _starting:
+            _started.discard(self)
         if self._end is None or self._thread is None:
             return
         self._end()
         if self._thread is not threading.current_thread():
             self._thread.join(2 * _SEND_S)
+
+    def look(self) -> dict[str, Any]:
+        """What an asker gets: the snapshot, and what the process is."""
+        found: dict[str, Any] = json.loads(_answer(self._snapshot(), self.began))
+        return found
+
+
+def snapshots_here() -> list[dict[str, Any]]:
+    """Snapshots of all runs of this process that are under way, oldest first; also of those that have no socket."""
+    with _starting:
+        runs = sorted(_started, key=lambda run: run.began)
+    return [run.look() for run in runs]
 
 
 def _opened(folder: Path) -> tuple[socket.socket, Path]:

@@ -8,6 +8,7 @@ from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.sharing import WeightsComing, WeightsShared, WeightsUnread
 from rollflow.stream.wire.codec.standing import Inspect, Standing
+from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import Event, encoded
 from rollflow.stream.wire.ends import Acceptor, Initiator
 from rollflow.stream.wire.session import AnswerSchema, GatewaySession, HostSession, TakenRequest, check_answer, form_of
@@ -29,6 +30,7 @@ class HostConnection(Initiator):
         WeightsShared
         Cut                         a Turn that is not answered yet is to end now
         Inspect                     the gateway asks what a lane is at: answer with `tell` and a Standing
+        TraceRequest                it asks what lanes were at: answer with `tell` and TraceSpans
         Goodbye, ConnectionBroken   the end
 
     Raises WireError for invalid spaces in `hello`.
@@ -64,7 +66,7 @@ class HostConnection(Initiator):
         return True
 
     def tell(self, news: Message) -> None:
-        """Send metrics, for a credit, or a standing, or word of shared weights.
+        """Send metrics, for a credit, or an answer to something else than a request.
 
         Raises WireError if no credit is left for metrics, or the connection is not running.
         """
@@ -100,6 +102,8 @@ class HostConnection(Initiator):
             case Inspect() if self._hello.answers_inspect:
                 self._session.slots_of(message.lane)
                 return [message]
+            case TraceRequest() if self._hello.answers_trace:
+                return [message]
             case _:
                 raise WireError(f"{message.kind} to a host of role {self._hello.role}", "order")
 
@@ -123,6 +127,7 @@ class GatewayConnection(Acceptor):
         Metrics                             unrequested, each for a credit
         Standing                            the answer to an `inspect`
         WeightsShared, WeightsUnread        the answer to Weights to be shared; WeightsUnread also to WeightsShared
+        TraceSpans                          the answer to a `trace`
         Goodbye, ConnectionBroken           the end
     """
 
@@ -192,7 +197,7 @@ class GatewayConnection(Acceptor):
         return self._session, self._form
 
     def _check(self, hello: Hello) -> None:
-        self._form = form_of(hello)
+        self._form = None if hello.role == "looker" else form_of(hello)
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:
@@ -204,8 +209,10 @@ class GatewayConnection(Acceptor):
                 raise WireError("metrics without a credit, expected to wait for more", "credit")
             self.credits -= 1
             return [message]
-        if isinstance(message, Standing):
-            return self._take_standing(message)
+        if isinstance(message, Standing | TraceSpans):
+            for lane in () if isinstance(message, Standing) else set(message.lanes.tolist()):
+                self._session.slots_of(lane)
+            return self._take_answered(message)
         if isinstance(message, WeightsShared | WeightsUnread):
             return self._take_shared(message)
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")

@@ -10,6 +10,7 @@ from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.standing import Inspect, Standing
+from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 from rollflow.stream.wire.connection import ConnectionPhase, Event
 from rollflow.stream.wire.ends import Acceptor, Initiator
 
@@ -38,7 +39,7 @@ class SourceConnection(Initiator):
     session    the source's memory, the same for one connection after another
     next       number of the fragment that is to be sent next, once the Welcome has come
 
-    Events: Welcome; then Settings, Weights, BlocksReleased, Standing as the answer to `inspect`, and Done, which is for
+    Events: Welcome; then Settings, Weights, BlocksReleased, the answers Standing and TraceSpans, and Done, which is for
     `SourceSession.take`; at the end Goodbye or ConnectionBroken.
     """
 
@@ -92,8 +93,8 @@ class SourceConnection(Initiator):
                 return [message]
             case messages.Settings() | messages.Weights() | messages.BlocksReleased():
                 return [message]
-            case Standing():
-                return self._take_standing(message)
+            case Standing() | TraceSpans():
+                return self._take_answered(message)
             case _:
                 raise WireError(f"{message.kind} to a source, expected settings, weights or done", "order")
 
@@ -149,11 +150,12 @@ class TrainerConnection(Acceptor):
         Fragment, Lent, Series            the fragments of the stream, each once and in order
         Receipt, LaneJoined, LaneLeft, Finished, Block, Forget
         Inspect                           the source asks what its reader is at: answer with `tell` and a Standing
+        TraceRequest                      it asks for its reader's spans: answer with `tell` and TraceSpans
         Goodbye, ConnectionBroken         the end
     """
 
     roles = "trainer", "rollout"
-    answers_inspect = True
+    answers_inspect = answers_trace = True
 
     _session: TrainerSession | None = None
     _is_first = True  # the next fragment is the first of this connection
@@ -167,7 +169,7 @@ class TrainerConnection(Acceptor):
         session.is_welcomed = True
 
     def _check(self, hello: Hello) -> None:
-        if hello.role != "source":
+        if hello.role not in ("source", "looker"):
             raise WireError(f"hello.role is {hello.role!r}, expected 'source': this is a trainer", "role")
 
     def _take_running(self, message: Message) -> list[Event]:
@@ -188,6 +190,6 @@ class TrainerConnection(Acceptor):
             | messages.Forget,
         ):
             return [message]
-        if isinstance(message, Inspect):
+        if isinstance(message, Inspect | TraceRequest):
             return [message] if self.phase is ConnectionPhase.RUNNING else []  # after its goodbye it says no more
         raise WireError(f"{message.kind} from a source, expected fragment, receipt or finished", "order")

@@ -39,6 +39,7 @@ from rollflow.stream.wire import (
     Message,
     Reset,
     Step,
+    TraceRequest,
     Turn,
     Welcome,
     check_secret,
@@ -321,10 +322,10 @@ class Host:
             case Reset() | Step() | Turn():
                 if self._drain is None:  # else nothing more is begun
                     self._work.begin(peer.connection, event, self._work_on)
-            case Inspect():
-                standing = self._work.standing(event.lane)
+            case Inspect() | TraceRequest():
+                answer = self._work.answer(event, peer.connection.undelivered)
                 with self._lock:
-                    peer.connection.tell(standing)
+                    peer.connection.tell(answer)
             case Goodbye():
                 if peer is self._welcomed_peer:
                     self._begin_anew()
@@ -385,8 +386,7 @@ class Host:
             slots=tuple(lane.env.num_envs for lane in self._work.lanes),
             metadata=self._metadata,
             busy=self._welcomed_peer is not None,
-            answers_inspect=True,
-            **self._work.lanes[0].describe(),
+            **self._work.describe(),
         )
 
     def _answered(self) -> None:

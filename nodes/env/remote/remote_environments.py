@@ -20,6 +20,7 @@ from rollflow.stream.fragments.lane import Lane
 from rollflow.stream.multi_agent.agent_lane import AgentLane
 from rollflow.stream.multi_agent.multi_agent_lane import MultiAgentLane
 from rollflow.stream.multi_agent.vector_step import Observed, PartStep, VectorStep
+from rollflow.stream.traces.fragment_trace import FragmentTrace
 from rollflow.stream.wire import AgentRows, Failed, Reset, Rows, Step
 
 
@@ -112,6 +113,11 @@ class RemoteEnvironments(Carried, Environments):
         """Have the lane's host step its environments with the actions that it brings."""
         return self.carrier.hand_over(actions)
 
+    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
+        """Have the steps of every lane be traced, and spans of the hosts; None: no more."""
+        super().take_trace(name, trace)
+        self.carrier.gateway.take_trace(trace)
+
     # What comes over the wire
 
     def new_lane(self, index: int, env: Any, first_slot: int) -> Lane:
@@ -175,6 +181,11 @@ class RemoteAgentEnvironments(Carried, AgentEnvironments):
     def __call__(self, actions: MultiAgentLane) -> MultiAgentLane | None:
         """Have the lane's host step its environments with the actions that it brings."""
         return self.carrier.hand_over(actions)
+
+    def take_trace(self, name: str, trace: FragmentTrace | None) -> None:
+        """Have the steps of every lane be traced, and spans of the hosts; None: no more."""
+        super().take_trace(name, trace)
+        self.carrier.gateway.take_trace(trace)
 
     # What comes over the wire
 

@@ -25,6 +25,7 @@ from rollflow.sinks.trainer.messages.item_message import AnyFragment, message_of
 from rollflow.sinks.trainer.rollout_side.batch_observer import BatchObserver
 from rollflow.sinks.trainer.rollout_side.pace_gate import Ask, BatchCredits, LaneNews, PaceGate, Subscriber
 from rollflow.sinks.trainer.rollout_side.resend_buffer import ResendBuffer
+from rollflow.sinks.trainer.rollout_side.trainer_trace import TrainerTrace
 from rollflow.stream import wire
 from rollflow.stream.data.errors import GraphError, ModuleError
 from rollflow.stream.data.loss_ledger import Origin, origins_of
@@ -59,6 +60,7 @@ class RolloutEnd:
     gate          holds the rollout back
     lanes         of the rollout, as a trainer that gets fragments is to know them
     seen          sees its fragments, where train batches are sent
+    trace         of the trainer's updates
     ids           modules whose weights the trainer publishes; None: there is one module
 
     Raises GraphError where the rollout is in its graph already, ModuleError for module ids that are no strings, and
@@ -79,6 +81,7 @@ class RolloutEnd:
     ) -> None:
         check_rollout(rollout)
         self.rollout, self._sends, self._shares = rollout, sends, shares
+        self.trace = TrainerTrace(rollout)
         self.ids = _claimed_ids(rollout) if isinstance(rollout, MultiAgentRollout) else None
         self.subscriber = Subscriber(rollout, look_up)
         self.lanes = LaneNews(range(rollout.environments.num_lanes) if sends == "fragments" else None, ring)

@@ -24,6 +24,7 @@ from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dial import problem_of
 from rollflow.stream.net.inspections import Inspections
+from rollflow.stream.net.peer_traces import PeerTraces, SpanTaker
 from rollflow.stream.net.redialler import Redialler
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted
@@ -94,7 +95,8 @@ class TrainerUplink:
         self._hello, self._session, self._kept, self._publish = hello, session, kept, publish
         self._news: deque[wire.Receipt | wire.LaneJoined | wire.LaneLeft] = deque()
         self._loop: SocketLoop[Peer[wire.SourceConnection]] = SocketLoop(self)
-        self._inspections = Inspections()
+        self._inspections, self._traces = Inspections(), PeerTraces()
+        self._has_rest = threading.Event()  # of the trainer's spans
         self._redialler = Redialler(
             "trainer",
             link.address,
@@ -131,6 +133,19 @@ class TrainerUplink:
         Raises TimeoutError where it does not answer within a second.
         """
         return self._inspections.ask(0, self._ask)
+
+    def take_trace(self, trace: SpanTaker | None) -> None:
+        """Have the trainer's spans be traced; None: no more, once it has said the rest. From any thread."""
+        with self._loop.lock:
+            if trace is not None:
+                self._traces.begin(trace)
+            until, is_there = self._traces.begin_end() if trace is None else 0.0, not self.problem
+            self._has_rest.clear()
+        self._loop.wakeup.ring()
+        if trace is None:
+            self._has_rest.wait(max(0.0, until - monotonic()) if is_there else 0.0)
+            with self._loop.lock:
+                self._traces.end()
 
     def finish(self) -> None:
         """Tell the trainer that no more items come, once all have been sent."""
@@ -212,7 +227,7 @@ class TrainerUplink:
         try:
             while connection.is_open:
                 self._loop.send(self._tell)
-                ready = self._loop.wait_until(self._leave_by)
+                ready = self._loop.wait_until(self._leave_by, self._traces.due)
                 now = monotonic()
                 if self._leave_by is not None and now >= self._leave_by:
                     return
@@ -236,6 +251,7 @@ class TrainerUplink:
         """Send what there is to send, as much as is wanted, and make room."""
         self._send(peer.connection)
         self._make_room(peer.connection)
+        self._traces.ask(peer.connection, f"trainer {self.address}")
 
     def _send(self, connection: wire.SourceConnection) -> None:
         if self._parting is not None:
@@ -314,6 +330,11 @@ class TrainerUplink:
                 self._lender.take_back(event)
             case wire.Standing():
                 self._inspections.take(event)
+            case wire.TraceSpans():
+                with self._loop.lock:
+                    self._traces.take(peer.connection, event)
+                if self._traces.has_rest:
+                    self._has_rest.set()
             case wire.Done():
                 self._session.take(event)
                 self._kept.forget(self._session.kept)

@@ -15,6 +15,15 @@ from rollflow.stream.wire import Address, Hello, check_secret, parse_trainer_add
 logger = logging.getLogger(__name__)
 
 
+def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
+    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
+    parsed = parse_trainer_address(address)
+    check_secret(parsed, secret)
+    check_shared(parsed, tls)
+    check_server_tls(tls)
+    return parsed
+
+
 def check_shares(hello: Hello, *, shares: bool) -> None:
     """Raise WireError where one end shares memory and the other one does not."""
     is_shared = hello.metadata.get("shares_memory") is True
@@ -24,15 +33,6 @@ def check_shares(hello: Hello, *, shares: bool) -> None:
             f"the trainer listens on {listens} and the rollout dials {dials}, expected 'shm:/path' at both or neither",
             "memory",
         )
-
-
-def checked_address(address: str | Address, secret: bytes | None, tls: ssl.SSLContext | None) -> Address:
-    """An address that a trainer can listen on with this secret and this TLS. Raises ValueError for any other."""
-    parsed = parse_trainer_address(address)
-    check_secret(parsed, secret)
-    check_shared(parsed, tls)
-    check_server_tls(tls)
-    return parsed
 
 
 def check_together(source: RolloutPeer, others: Sequence[RolloutPeer]) -> None:

@@ -26,6 +26,7 @@ from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dialler import Dialled
+from rollflow.stream.net.lookers import LOOKER, Lookers
 from rollflow.stream.net.socket_loop import SocketLoop, look_s
 from rollflow.stream.net.sockets import quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
@@ -75,7 +76,7 @@ class TrainerListener:
         shares: bool = False,
         own: Shapes | None = None,
     ) -> None:
-        self._epoll = getattr(select, "epoll", _no_epoll)()  # its wait takes no longer for more connections
+        self._epoll = getattr(select, "epoll", lambda: None)()  # its wait takes no longer for more connections
         self._loop: SocketLoop[RolloutConnection] = SocketLoop(self, epoll=self._epoll, max_strangers=_MOST_STRANGERS)
         self.lock = self._loop.lock
         self.sources: dict[bytes, RolloutPeer] = {}
@@ -86,7 +87,7 @@ class TrainerListener:
         self.come: set[bytes] = set()
         self.refusals: deque[str] = deque(maxlen=8)
         self.weights = NewestWeights(self.wake, own)
-        self.reader = StreamReader()
+        self.reader, self._lookers = StreamReader(), Lookers(self._loop)
         self._secret, self._tls, self.limits = secret, tls, limits
         self.ahead, self._compression, self._windows = ahead, compression, windows
         self._shares = shares
@@ -156,11 +157,8 @@ class TrainerListener:
         with self.lock:
             self._behind.update(sources)
         stands_back = monotonic() < self._stands_back_until  # and tells them afterwards
-        if (
-            self.ahead is not None
-            or not stands_back
-            or any(source.waits_soon and source.is_connected for source in sources)
-        ):
+        waits = self.ahead is not None or not stands_back
+        if waits or any(source.waits_soon and source.is_connected for source in sources):
             self.serve(0)
 
     def serve(self, patience: float) -> bool:
@@ -183,10 +181,12 @@ class TrainerListener:
     def close(self, reason: str | None, failure: str | None = None) -> None:
         """Say goodbye to all for a reason, or what this end has failed by; close every connection."""
         self._parting, self._failure, self._is_closing = reason, failure, True
+        self.reader.leaves()
         self.wake()
         if self._thread is not None:
             self._thread.join()
         self.weights.close()
+        self._lookers.close()
         self._loop.close()
         if self._epoll is not None:
             self._epoll.close()
@@ -245,11 +245,8 @@ class TrainerListener:
     def _tell(self, peer: RolloutConnection) -> None:
         """Tell a source what is new: its weights first, so that it begins nothing with older ones."""
         source, connection = peer.source, peer.connection
-        if (
-            source is None
-            or source.connection is not connection
-            or connection.phase is not wire.ConnectionPhase.RUNNING
-        ):
+        is_running = connection.phase is wire.ConnectionPhase.RUNNING
+        if source is None or source.connection is not connection or not is_running:
             return
         sent = source.sent_through(connection)
         if sent.wanted != (wanted := (source.session.window, source.awaited)) and not source.sends_nothing:
@@ -292,10 +289,14 @@ class TrainerListener:
         """Take a message of a rollout."""
         source = peer.source
         match event:
+            case wire.Hello() if event.role == LOOKER:
+                self._lookers.welcome(peer.connection, peer.where)
             case wire.Hello():
                 self._take_in(peer, event)
                 if peer.source is not None:
                     self._behind.add(peer.source)
+            case wire.Inspect() if source is None:
+                self._lookers.answer(peer.connection)
             case _ if source is None:
                 pass
             case wire.Goodbye():
@@ -303,14 +304,15 @@ class TrainerListener:
                 if source.connection is peer.connection:
                     logger.info("rollout %s said goodbye: %s", source.name, quoted(event.reason))
                     source.has_ended = source.has_left = True
-            case wire.Inspect():
-                peer.connection.tell(self.reader.standing(event.lane))
+            case wire.Inspect() | wire.TraceRequest():
+                peer.connection.tell(self.reader.answer(event, source, peer.connection.undelivered))
             case wire.Block() | wire.Forget():
                 checked(peer.borrower, event).take(event)
             case wire.Fragment() | wire.Lent() | wire.Series():
                 for arrived in source.read(fragments_in(event, peer.borrower)):
                     self.weights.raise_to(arrived.policy_version or 0)
                     self.arrived.append(arrived)
+                    self.reader.arrives(arrived, now)
             case wire.Finished():
                 source.session.miss(event.number)
                 source.has_finished = source.has_ended = True
@@ -389,12 +391,9 @@ class TrainerListener:
         with self.lock:
             for peer in self._loop.peers:
                 self._tell(peer)
+                self.reader.tell_rest(peer.source, peer.connection)
                 peer.connection.goodbye(reason)
                 self._loop.peers.write(peer)
         until = monotonic() + _GOODBYE_S
         while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
             self._turn(left)
-
-
-def _no_epoll() -> None:
-    """None: this system has no epoll."""

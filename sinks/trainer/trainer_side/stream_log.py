@@ -5,7 +5,9 @@ from typing import Any
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.run_log import RunLog
+from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
 from rollflow.sinks.trainer.trainer_side.state import BatchItem
+from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream.snapshots.run_socket import RunSocket
 
 
@@ -13,27 +15,35 @@ class StreamLog(RunLog):
     """The log of a `TrainerStream`, to be called for one's own values: `stream.log("train/loss", loss)`.
 
     stream     the stream, whose counts are logged
-    options    where to, how often, and by which x axis
+    options    where to, how often, and by which x axis; and the file for a trace
+    reader     of the stream, for the trace
 
     `time/total_timesteps` are the steps that were handed over, `time/iterations` the items of the loop; there is no
     `busy/…`, which the rollouts' own logs have.
     """
 
-    def __init__(self, stream: Any, options: LogOptions) -> None:
+    def __init__(self, stream: Any, options: LogOptions, reader: StreamReader) -> None:
         super().__init__(options)
+        self._reader, self._trace_to = reader, options.trace
+        self._trace: LoopTrace | None = None
         self._stream = stream
         self._steps = self._items = 0
         self._lag: int | None = None
         self._socket = RunSocket(self.snapshot)
 
     def begin(self) -> None:
-        """Open the destinations, and the socket through which the stream is looked at."""
+        """Open the destinations, the trace, and the socket through which the stream is looked at."""
         super().begin()
+        if self._trace_to is not None:
+            self._trace = LoopTrace(self._trace_to, f"rollflow {type(self._stream).__name__} {self._stream.address}")
+            self._reader.takers.append(self._trace)
         self._socket.start()
 
     def end(self) -> None:
-        """Close the socket, and the destinations after their last row."""
+        """Close the socket, the trace, and the destinations after their last row."""
         self._socket.stop()
+        if self._trace is not None:
+            self._trace.end()
         super().end()
 
     def snapshot(self) -> dict[str, Any]:

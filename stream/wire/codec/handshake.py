@@ -25,8 +25,8 @@ MOST_NUMBER = (1 << 53) - 1  # the largest integer that a double, and so every l
 LaneId = Annotated[int, field.whole(0, MOST_NUMBER)]
 Number = Annotated[int, field.whole(1, MOST_NUMBER)]
 Role = Annotated[
-    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank"],
-    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank"),
+    Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank", "looker"],
+    field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank", "looker"),
 ]
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
@@ -66,7 +66,8 @@ class Hello:
                          it runs whole rollouts; "agent_rollout": those of environments with several agents;
                          "source": it runs one of its own, and sends fragments to a trainer; "client": it has
                          observations, and wants actions from a server of policies; "sampler": it wants steps from a
-                         replay host; "rank": it wants its share of what comes to a trainer
+                         replay host; "rank": it wants its share of what comes to a trainer; "looker": it looks at
+                         runs
     software, name       names of its software and of the host, for people
     nonce                32 random bytes, new for every connection
     session              16 random bytes of its choice: the same as long as it remembers its lanes
@@ -82,6 +83,7 @@ class Hello:
     answers_inspect      whether it answers an Inspect
     machine              the same for hosts that share weights with each other: see the protocol's documentation; None:
                          it gets all weights whole
+    answers_trace        whether it answers a TraceRequest
     """
 
     kind: ClassVar[str] = "hello"
@@ -104,6 +106,7 @@ class Hello:
     ] = None
     answers_inspect: Annotated[bool, field.flag] = False
     machine: Annotated[str | None, field.nullable(field.text(256))] = None
+    answers_trace: Annotated[bool, field.flag] = False
 
     @property
     def num_envs(self) -> int:
@@ -184,6 +187,7 @@ class Welcome:
     credits    number of unrequested messages that the host may send
     lanes      the host's lanes, in the order of the Hello's `slots`
     answers_inspect    whether a trainer answers an Inspect; a gateway gets none
+    answers_trace      likewise, a TraceRequest
     """
 
     kind: ClassVar[str] = "welcome"
@@ -193,3 +197,4 @@ class Welcome:
     credits: Annotated[int, field.whole(0, MOST_NUMBER)]
     lanes: Annotated[tuple[LaneGrant, ...], field.list_of(field.record(LaneGrant), MOST_LANES)]
     answers_inspect: Annotated[bool, field.flag] = False
+    answers_trace: Annotated[bool, field.flag] = False

@@ -18,7 +18,8 @@ from rollflow.stream.wire.codec.handshake import MOST_AGENTS, MOST_NUMBER, MOST_
 from rollflow.stream.wire.codec.limits import MAX_HEADER
 from rollflow.stream.wire.codec.replaying import Query, Result
 from rollflow.stream.wire.codec.sharing import ModuleName, PolicyVersion, WeightsComing, WeightsShared, WeightsUnread
-from rollflow.stream.wire.codec.standing import Inspect, Standing
+from rollflow.stream.wire.codec.standing import Inspect, Snapshots, Standing
+from rollflow.stream.wire.codec.tracing import TraceRequest, TraceSpans
 
 BlockNumber = Annotated[int, field.whole(0, MOST_NUMBER)]
 MOST_SERIES = 1024  # fragments in one message
@@ -391,8 +392,8 @@ Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsComing | WeightsShared | WeightsUnread
 _Acting = Act | Acted | Release | Query | Result
-_Stalls = Inspect | Standing
-Running = Request | Answer | _News | _Memory | _Acting | _Stalls | Credit | Ping | Pong | Goodbye | Refused
+_Sight = Inspect | Standing | Snapshots | TraceRequest | TraceSpans
+Running = Request | Answer | _News | _Memory | _Acting | _Sight | Credit | Ping | Pong | Goodbye | Refused
 
 
 def _plain(value: str) -> str:

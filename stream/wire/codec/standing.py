@@ -1,13 +1,19 @@
-"""Messages about what the other end is at: the stall doctor of a gateway asks a host, that of a source its trainer."""
+"""Messages about what the other end is at: the stall doctor of a gateway asks a host, that of a source its trainer.
 
+A looker asks either of them for snapshots of its runs.
+"""
+
+import json
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import field
 from rollflow.stream.wire.codec.handshake import MOST_NUMBER, LaneId
 
 MOST_CALLS = 64  # of a stack
 MOST_PATH, MOST_NAME = 1024, 256  # characters
+MOST_JSON = 1 << 21  # characters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +38,9 @@ class StackCall:
 class Inspect:
     """Gateway to host: what is this lane at? Source to trainer: what is the code at that takes batches?
 
-    lane    the lane; 0 for a trainer
+    Looker to gateway or trainer: what are your runs at?
+
+    lane    the lane; 0 for a trainer, and from a looker
     """
 
     kind: ClassVar[str] = "inspect"
@@ -54,3 +62,24 @@ class Standing:
     doing: Annotated[str, field.text(MOST_NAME)]
     elapsed: Annotated[float, field.elapsed]
     calls: Annotated[tuple[StackCall, ...], field.list_of(field.record(StackCall), MOST_CALLS)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshots:
+    """Gateway or trainer to looker: the answer to an Inspect.
+
+    json    list of the snapshots of all runs of the process, as JSON
+    """
+
+    kind: ClassVar[str] = "snapshots"
+    json: Annotated[str, field.text(MOST_JSON)]
+
+    def runs(self) -> list[dict[str, Any]]:
+        """The snapshots. Raises WireError for what is none."""
+        try:
+            found = json.loads(self.json)
+        except (ValueError, RecursionError) as error:
+            raise WireError(f"snapshots.json is no JSON: {error}") from None
+        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+            raise WireError(f"snapshots.json is {self.json[:100]!r}, expected a list of maps")
+        return found

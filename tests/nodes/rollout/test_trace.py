@@ -17,7 +17,7 @@ from numbered_agents import NumberedAgents
 from numbered_module import NumberedEnv, NumberedModule
 from remote_hosts import hosting, listening
 from serial_module import SerialModule
-from traces import Event, assert_nested, busy_s, events_of, flows, repaired, tracks
+from traces import Event, arrows, assert_nested, busy_s, events_of, flows, repaired, tracks
 
 from rollflow.nodes import EnvHost, MultiAgentRollout, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
 from rollflow.stream import Fragment, Graph, Inlet
@@ -107,7 +107,7 @@ def test_a_lane_on_a_host_is_traced(tmp_path: Path, kind: Any, does: str) -> Non
     assert_nested(events)
     names = [event["name"] for _, _, event in tracks(events)["lane 1"]]
     assert names.count(does) == (24 if does == "step" else 3)
-    assert [ends for _, ends in sorted(flows(events).items())] == [[("caller", f"update {n}")] for n in (0, 1, 2)] * 2
+    assert sorted(stops[-1][1:] for stops in arrows(events)) == [("caller", f"update {n}") for n in (0, 0, 1, 1, 2, 2)]
 
 
 @pytest.mark.parametrize("where", ["inline", "threads"])

@@ -41,7 +41,9 @@ def frame_as(message: Message) -> bytes:
 def fields_of(message: Any) -> dict[str, Any]:
     """A message's fields as plain values."""
     return {
-        field.name: [fields_of(each) for each in value] if field.name in ("lanes", "calls") else value
+        field.name: [fields_of(each) for each in value]
+        if field.name in ("lanes", "calls") and isinstance(value, tuple)
+        else value
         for field in dataclasses.fields(message)
         for value in [getattr(message, field.name)]
     }
@@ -128,6 +130,8 @@ MAY_BE_MISSING = {
     ("hello", "answers_inspect"),
     ("hello", "machine"),
     ("welcome", "answers_inspect"),
+    ("hello", "answers_trace"),
+    ("welcome", "answers_trace"),
     ("step", "agent_slots"),
     ("goodbye", "drained"),
     ("weights", "module"),

@@ -1,0 +1,98 @@
+"""SpanAnswers: what this end of a connection was at, kept while the other end writes a trace, and sent when it asks."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from time import perf_counter_ns
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollflow.stream.traces.trace import Record
+from rollflow.stream.wire.codec.tracing import MOST_ITEMS, MOST_NAME, MOST_NAMES, MOST_SPANS, TraceRequest, TraceSpans
+
+clock: Final = perf_counter_ns
+
+MOST_KEPT = 1 << 16  # spans that wait to be asked for
+_MUCH = 1 << 20  # bytes that wait for the other end: it gets no spans beside them
+
+_Span = tuple[int, str, int, int, Sequence[int]]  # lane, name, begin, end, items
+
+
+class SpanAnswers:
+    """Spans of this end, from the first request for them until it is said that no more are wanted.
+
+    most     spans that are kept; where more come, the oldest are dropped, and counted
+
+    is_on    whether spans are to be recorded; `record` itself does not ask
+    """
+
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self.is_on = False
+        self._spans: deque[_Span] = deque(maxlen=most)
+        self._dropped = 0
+
+    def record(self, lane: int, name: str, begin: int, end: int, items: Sequence[int] = ()) -> None:
+        """Keep a span of a lane, with times in ns on the clock `perf_counter_ns`. From any thread.
+
+        items    numbers of the stream's items that it used
+        """
+        if len(self._spans) == self._spans.maxlen:
+            self._dropped += 1
+        self._spans.append((lane, name, begin, end, items))
+
+    def recorder_of(self, lane: int) -> Callable[[str], Record] | None:
+        """Gives a function that records spans of a lane, by their name; None: none are to be recorded."""
+        return (lambda name: partial(self.record, lane, name)) if self.is_on else None
+
+    def answer(self, request: TraceRequest, undelivered: int) -> TraceSpans:
+        """The answer to a request, which has just come: the oldest spans that there are.
+
+        undelivered    bytes that wait for the other end; where they are many, spans are kept for another request
+        """
+        came, self.is_on = clock(), request.goes_on
+        return self._message(request.number, came, [] if undelivered > _MUCH else self._taken())
+
+    def rest(self) -> TraceSpans | None:
+        """What is left, before a goodbye; None: nothing is."""
+        taken = self._taken()
+        self.is_on = False
+        return self._message(0, clock(), taken) if taken else None
+
+    def forget(self) -> None:
+        """Keep no more, and forget what is kept: the other end is gone."""
+        self.is_on, self._dropped = False, 0
+        self._spans.clear()
+
+    def _taken(self) -> list[_Span]:
+        """The oldest spans, as many as one message takes."""
+        taken: list[_Span] = []
+        names: set[str] = set()
+        while self._spans and len(taken) < MOST_SPANS and len(names) < MOST_NAMES:
+            taken.append(self._spans.popleft())
+            names.add(taken[-1][1])
+        return taken
+
+    def _message(self, number: int, came: int, taken: Sequence[_Span]) -> TraceSpans:
+        names: dict[str, int] = {}
+        kinds = [names.setdefault(name[:MOST_NAME], len(names)) for _, name, *_ in taken]
+        items = [(item, place) for place, span in enumerate(taken) for item in span[4]][:MOST_ITEMS]
+        dropped, self._dropped = self._dropped, 0
+        return TraceSpans(
+            number=number,
+            clock=_column([came, clock()]),
+            names=tuple(names),
+            lanes=_column([span[0] for span in taken]),
+            kinds=_column(kinds),
+            begins=_column([span[2] for span in taken]),
+            ends=_column([span[3] for span in taken]),
+            items=_column([item for item, _ in items]),
+            item_spans=_column([place for _, place in items]),
+            dropped=dropped,
+            has_more=bool(self._spans),
+        )
+
+
+def _column(values: Sequence[int]) -> NDArray[np.int64]:
+    return np.array(values, np.int64)

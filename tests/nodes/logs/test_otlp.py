@@ -1,0 +1,141 @@
+"""A log to a collector of OpenTelemetry: what comes there, and what is said where nothing is taken."""
+
+import importlib.util
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+from rollflow.nodes import Rollout
+from rollflow.nodes.logs.figures import Row
+from rollflow.nodes.logs.log_options import LogOptions
+from rollflow.nodes.logs.otlp import Otlp
+from rollflow.stream.data.errors import MetricsError
+
+
+class Collector:
+    """What a collector was sent: paths, headers, and requests; it answers with a status."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.paths: list[str] = []
+        self.headers: list[Any] = []
+        self.requests: list[ExportMetricsServiceRequest] = []
+        self.address = ""
+
+    def values(self, place: int = -1) -> dict[tuple[str, str], float]:
+        """Name and label -> value, of one request."""
+        (of_resource,) = self.requests[place].resource_metrics
+        (scope,) = of_resource.scope_metrics
+        found = {}
+        for metric in scope.metrics:
+            for point in (metric.sum if metric.HasField("sum") else metric.gauge).data_points:
+                label = ",".join(f"{each.key}={each.value.string_value}" for each in point.attributes)
+                found[metric.name, label] = point.as_int if point.HasField("as_int") else point.as_double
+        return found
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    """A collector on a port of this machine."""
+    collector = Collector()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            collector.paths.append(self.path)
+            collector.headers.append(self.headers)
+            collector.requests.append(ExportMetricsServiceRequest.FromString(body))
+            self.send_response(collector.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: a test has no access log."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    collector.address = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_a_row_comes_with_its_names_labels_and_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=mine")
+    names = {"time/fps": 7.0, "time/total_timesteps": 20, "busy/env": 0.5, "busy/module": 0.25, "train/loss": 0.125}
+    with collecting() as collector:
+        sender = Otlp(collector.address)
+        sender.open()
+        sender.write(Row(20, 2, 1000.5, 3.0, names))
+        sender.write(Row(40, 4, 1001.5, 4.0, {"time/total_timesteps": 40}))
+        sender.close()
+    assert collector.paths == ["/v1/metrics"] * 2
+    assert collector.headers[0]["authorization"] == "mine"
+    assert collector.values(0) == {
+        ("rollflow_fps", ""): 7.0,
+        ("rollflow_timesteps", ""): 20,
+        ("rollflow_busy_ratio", "stage=env"): 0.5,
+        ("rollflow_busy_ratio", "stage=module"): 0.25,
+        ("rollflow_logged", "name=train/loss"): 0.125,
+    }
+    (of_resource,) = collector.requests[1].resource_metrics
+    assert {each.key: each.value.string_value for each in of_resource.resource.attributes}["service.name"] == "rollflow"
+    (metric,) = of_resource.scope_metrics[0].metrics
+    (point,) = metric.sum.data_points
+    assert metric.sum.is_monotonic
+    assert (point.start_time_unix_nano, point.time_unix_nano) == (997_500_000_000, 1_001_500_000_000)
+
+
+def test_a_rollout_s_figures_come_to_the_path_that_was_named() -> None:
+    with collecting() as collector:
+        log = f"otlp:{collector.address}/mine/metrics"
+        with Rollout("CartPole-v1", fragment_length=16, num_fragments=2, seed=0, log=log) as rollout:
+            for _ in rollout.batches():
+                rollout.log("train/loss", 0.5)
+    assert set(collector.paths) == {"/mine/metrics"}
+    last = collector.values()
+    assert last["rollflow_timesteps", ""] == rollout.num_steps
+    assert last["rollflow_logged", "name=train/loss"] == 0.5
+
+
+def test_a_collector_that_is_away_is_told_once_and_gets_the_next_row(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "rollflow")
+    with collecting() as collector:
+        sender = Otlp(collector.address)
+        sender.open()
+        for status in (400, 400, 200, 200):
+            collector.status = status
+            sender.write(Row(20, 2, 1000.5, 3.0, {"time/fps": 7.0}))
+        sender.close()
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("rollflow")]
+    where = f"log='otlp:{collector.address}': the collector"
+    assert said == [
+        f"{where} does not take a row; the next ones are sent all the same",
+        f"{where} takes rows again",
+    ]
+    assert len(collector.requests) == 4
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    with pytest.raises(MetricsError, match=r"takes the package opentelemetry\S+: pip install 'rollflow\[otel\]'"):
+        LogOptions("otlp:http://host:4318")
+
+
+@pytest.mark.parametrize("target", ["", "4318", "host:4318", "ftp://host", "http://", "http://host:port"])
+def test_what_is_no_address_of_a_collector_is_refused(target: str) -> None:
+    with pytest.raises(MetricsError, match="expected the address of a collector, such as http://host:4318"):
+        LogOptions(f"otlp:{target}")
