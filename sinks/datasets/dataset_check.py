@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import arrow_type, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.env_episodes import EnvEpisodes
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, read_chunks
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
@@ -23,16 +24,36 @@ def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
     description = folder.read()
     numbers = folder.check_pairs()
     wrong = 0
-    for number in numbers:
-        path = folder.file(STEPS, number)
-        try:
-            faults = list(_faults_of(folder, number, description))
-        except DatasetError as error:
-            faults = [str(error)]
-        wrong += len(faults)
-        yield path, "; ".join(faults) or None
+    parts = [folder]
+    if folder.has_agents:
+        parts = [folder.module(name, numbers) for name in description["modules"]]
+        parts = [each for each in parts if each.numbers()]
+    for part in parts:
+        described = part.read()
+        for number in part.numbers():
+            try:
+                faults = list(_faults_of(part, number, described))
+            except DatasetError as error:
+                faults = [str(error)]
+            wrong += len(faults)
+            yield part.file(STEPS, number), "; ".join(faults) or None
     if not wrong:
-        EpisodeIndex(folder)
+        yield from _of_environments(folder, numbers) if folder.has_agents else ()
+        if not folder.has_agents:
+            EpisodeIndex(folder)
+
+
+def _of_environments(folder: DatasetFolder, numbers: list[int]) -> Iterator[tuple[Path, str | None]]:
+    """The files of the environments' episodes, and what is wrong with one of them or with the modules' beside it."""
+    for number in numbers:
+        try:
+            _whole(folder, ENV_EPISODES, number)
+            if number == numbers[-1]:
+                EnvEpisodes(folder)  # every agent's episode is within one of an environment
+        except DatasetError as error:
+            yield folder.file(ENV_EPISODES, number), str(error)
+        else:
+            yield folder.file(ENV_EPISODES, number), None
 
 
 def _faults_of(folder: DatasetFolder, number: int, description: dict[str, Any]) -> Iterator[str]:
