@@ -47,7 +47,7 @@ class StoredAgents(MultiAgentFragment):
                     custom_data[0, nth] = {"cut": True}
                 if (reason := store.lost.get(episode)) is not None:
                     custom_data[0, nth] = {"lost": reason}
-        ids = store.ids[episodes].tolist()
+        ids = [*store.ids[episodes].tolist(), ""]  # one that begins with the last end has no step here
         super().__init__(
             0,
             sequence,
