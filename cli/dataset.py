@@ -114,14 +114,22 @@ def _check(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     _check_apart(args.paths, args.out)
     sources = [_source(path) for path in args.paths]
-    kinds = [(each.observation_space, each.action_space, each.columns) for each in sources]
-    for path, kind in zip(args.paths, kinds, strict=True):
-        if kind != kinds[0]:
+    kinds: list[Any] = [(each.observation_space, each.action_space, each.columns) for each in sources]
+    for path, kind, source in zip(args.paths, kinds, sources, strict=True):
+        if (source.agents is None) != (sources[0].agents is None) or _differ(kind, kinds[0], source.agents):
             texts = [f"{spaces[:2]} and the columns {spaces[2]}" for spaces in (kinds[0], kind)]
             raise DatasetError(
                 f"{args.paths[0]} has {texts[0]:.300}, but {path} has {texts[1]:.300}; expected datasets of one kind"
             ).see("dataset")
     return _write(sources, args.out)
+
+
+def _differ(kind: Any, other: Any, agents: Any) -> bool:
+    """True unless spaces and columns are the same; of several agents, those of the modules that both have."""
+    if agents is None:
+        return bool(kind != other)
+    both = kind[2].keys() & other[2].keys()
+    return any(one[module_id] != two[module_id] for one, two in zip(kind, other, strict=True) for module_id in both)
 
 
 def _filter(args: argparse.Namespace) -> int:

@@ -257,7 +257,7 @@ class DatasetFolder:
             description["modules"][name] = module_id
         self._write(description)
         for name, each in described.items():
-            make_folder(folders[name].path)
+            make_folder(folders[name].path, self.path)
             folders[name]._write({**each, "runs": description["runs"]})
 
     def _write(self, description: dict[str, Any]) -> None:
@@ -305,10 +305,10 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder and those around it, with their names on the disk."""
-    if not path.is_dir():
-        make_folder(path.parent)
+def make_folder(path: Path, within: Path) -> None:
+    """Make a folder, and those around it within one that is there, with their names on the disk."""
+    if path != within and not path.is_dir():
+        make_folder(path.parent, within)
         path.mkdir()
         sync_folder(path.parent)
 
@@ -339,7 +339,7 @@ class FileSet:
         _, pq = import_pyarrow()
         has_steps = Path(kind).name == STEPS
         if kind not in self._writers:
-            make_folder(self._folder.path / kind)
+            make_folder(self._folder.path / kind, self._folder.path)
             file = self._files[kind] = self._folder.partial(kind, self.number).open("wb")
             self._writers[kind] = pq.ParquetWriter(
                 file,
