@@ -57,12 +57,13 @@ class ModuleSteps:
         self.columns[Columns.TRUNCATEDS][stop[self.is_cut] - 1] = True
 
     def until(self, first: int, last: int, row: int) -> Ints:
-        """The step of each episode in first … last - 1 at which it stands at a row, i64[K]; behind the last: it is over."""
+        """The step at which each episode in first … last - 1 stands at a row, i64[K]; behind its last: it is over."""
         offset, stop = self.offset[first:last], self.offset[first:last] + self.length[first:last]
         begin, end = (int(offset[0]), int(stop[-1])) if last > first else (0, 0)
         made = np.zeros(end - begin + 1, np.int64)
         np.cumsum(self.done[begin:end] <= row, out=made[1:])
-        return offset + made[stop - begin] - made[offset - begin]
+        until: Ints = offset + made[stop - begin] - made[offset - begin]
+        return until
 
 
 class AgentsBlock:
@@ -78,7 +79,8 @@ class AgentsBlock:
         if rest is not None:
             episodes, ordinal = np.concatenate([rest.episodes, episodes]), rest.ordinal
         lengths = store.num_steps[episodes]
-        self.store, self.episodes, self.ordinal = store, episodes, ordinal
+        self.store, self.ordinal = store, ordinal
+        self.episodes: Ints = episodes
         self.stop: Ints = np.cumsum(lengths)
         self.start: Ints = self.stop - lengths
         self.num_rows = int(self.stop[-1])
@@ -117,8 +119,9 @@ class AgentsRest:
     def __init__(self, block: AgentsBlock, row: int) -> None:
         at = int(np.searchsorted(block.stop, row, "right"))
         begin = int(block.start[at])
-        self.num_rows, self.row, self.episodes = block.num_rows - begin, row - begin, block.episodes[at:]
-        self.ordinal = block.ordinal + at
+        self.num_rows, self.row = block.num_rows - begin, row - begin
+        self.episodes: Ints = block.episodes[at:]
+        self.ordinal: int = block.ordinal + at
 
 
 class FragmentSteps:

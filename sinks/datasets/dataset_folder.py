@@ -115,10 +115,9 @@ class DatasetFolder:
             raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered").see("dataset") from None
         if not isinstance(text, dict) or text.get("format") != FORMAT or type(text.get("version")) is not int:
             raise DatasetError(f"{path} describes no dataset, expected the format {FORMAT!r} and a version")
-        if text["version"] > AGENTS_VERSION:
+        if (version := text["version"]) > AGENTS_VERSION:
             raise DatasetError(
-                f"{path} has version {text['version']}, expected at most {AGENTS_VERSION}: a newer rollflow has written "
-                "it"
+                f"{path} has version {version}, expected at most {AGENTS_VERSION}: a newer rollflow has written it"
             ).see("dataset")
         for field, kinds in (_AGENTS_KINDS if text["version"] == AGENTS_VERSION else _KINDS).items():
             if not isinstance(text.get(field), kinds):
@@ -354,7 +353,7 @@ class FileSet:
         self.num_steps += table.num_rows if has_steps else 0
 
     def commit(self) -> None:
-        """End the files, write them to the disk, and give them their names; the one that commits the others comes last."""
+        """End the files, write them to the disk, and name them; the one that commits the others comes last."""
         for kind, writer in self._writers.items():
             writer.close()
             self._files[kind].flush()

@@ -137,7 +137,9 @@ class EnvEpisodes:
         stopped = numbers_in(table, _STOPPED)
         at = np.searchsorted(ends, mine * most + np.minimum(stopped, most - 1))
         pieces: Ints = order[np.minimum(at, len(order) - 1)]
-        wrong = (mine < 0) | (first_of[pieces] != mine) | (stopped > stops[pieces]) | (stopped <= self.t_started[pieces])
+        wrong = (
+            (mine < 0) | (first_of[pieces] != mine) | (stopped > stops[pieces]) | (stopped <= self.t_started[pieces])
+        )
         if wrong.any():
             row = int(np.argmax(wrong))
             raise damaged(folder.path, f"its chunk {row} ends in no chunk of {ENV_EPISODES}")

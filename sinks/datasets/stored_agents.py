@@ -84,11 +84,14 @@ def _part(
     }
     # A slot without an episode here has no id; nor is one asked for, but of the first, by which lanes are told apart.
     layout = FragmentLayout(
-        slots, made.rows - 1 - lookback, lookback, store.action_space, False, lambda slot, number: ids.get((slot, number), "")
+        slots,
+        made.rows - 1 - lookback,
+        lookback,
+        store.action_space,
+        False,
+        lambda slot, number: ids.get((slot, number), ""),
     )
-    trees = {
-        name: map_tree(lambda leaf: made.scattered(leaf, slots), tree) for name, tree in steps.columns.items()
-    }
+    trees = {name: map_tree(lambda leaf: made.scattered(leaf, slots), tree) for name, tree in steps.columns.items()}
     clock = made.scattered(steps.seen, slots)
     closed = np.flatnonzero(~(made.waits | made.acts))
     at = made.stop[closed], made.slot[closed]
@@ -101,7 +104,7 @@ def _part(
         0,
         sequence,
         {name: Column(name, tree) for name, tree in trees.items()},
-        part=AgentPart(module.agents, store.observation_space, store.action_space),  # type: ignore[arg-type]
+        part=AgentPart(module.agents, store.observation_space, store.action_space),
         clock=clock,
         module_of=np.zeros((made.rows, slots), np.int16),
         episode_start=starts,
@@ -123,7 +126,9 @@ def _part(
     extra = [name for name in store.columns if name not in (Columns.OBS, *RECORDED, Columns.POLICY_VERSION)]
     part.module_ids, part.outputs = (module.module_id,), {module.module_id: {name: name for name in extra}}
     keys = list(ids)
-    part.parents = {key: env_ids[place - places[0]] for key, place in zip(keys, steps.place[which].tolist(), strict=True)}
+    part.parents = {
+        key: env_ids[place - places[0]] for key, place in zip(keys, steps.place[which].tolist(), strict=True)
+    }
     part.waits, part.acts = np.zeros(slots, np.bool_), np.zeros(slots, np.bool_)
     part.waits[made.slot[made.waits]] = part.acts[made.slot[made.acts]] = True
     for place in np.flatnonzero(made.is_over).tolist():

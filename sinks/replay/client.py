@@ -14,6 +14,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_byte
 from rollflow.nodes.env.remote.software import software
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch, detached
+from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights
 from rollflow.sinks.trainer.messages.item_message import tensors_of
 from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
 from rollflow.stream import wire
@@ -88,8 +89,11 @@ class ReplayClient:
     def publish(self, weights: Mapping[str, Any]) -> int:
         """Have all rollouts act with a module's `state_dict()`; returns its policy version.
 
+        weights    where rollouts have several modules: module id -> `state_dict()` of all that are trained
+
         Raises ModuleError for weights that can't be sent.
         """
+        weights = joined_weights(weights) if is_by_module(weights) else weights
         sent = PublishedWeights.of(weights).message
         values = {"dtypes": sent.dtypes, "others": sent.others}
         version: int = self._asked("publish", values, sent.tensors).values["version"]

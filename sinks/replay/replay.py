@@ -52,9 +52,9 @@ class Replay:
         age         i64[B]  rows written since the step's
         weights     f32[B]  importance weights, of a prioritized sampler
 
-    Of several agents, the steps of each module stand in a table of their own, with the capacity, the rate, and copies of
-    the sampler and the remover as they were given. A batch is then module id -> batch, of the modules that the rate lets
-    be sampled. An insert waits until the rate of each of its modules lets it through.
+    Of several agents, the steps of each module stand in a table of their own, with the capacity, the rate, and a copy
+    of the sampler and of the remover. A batch is then module id -> batch, of the modules that the rate lets be sampled.
+    An insert waits until the rate of each of its modules lets it through.
 
     Inserts and samples may come from several threads. In a graph, `fragments` come in and `batches` go out.
 

@@ -40,7 +40,7 @@ def written(fragments: Sequence[MultiAgentFragment], path: Path, **options: Any)
 
 
 def steps_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
-    """Every step of an agent, with its episode's ids, its module and what the module gave; ends where the env set one."""
+    """Every step of an agent, with ids, its module and what that gave, and the ends that the environment has set."""
     found: Counter[Any] = Counter()
     for _, chunk in agent_chunks(fragments):
         at = at_of(chunk.get_observations())
@@ -72,7 +72,7 @@ def env_steps_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
 
 
 def check_chunks(fragments: Sequence[MultiAgentFragment]) -> None:
-    """Every chunk of an environment's episode is whole: its agents' observations stand at the env steps that they name."""
+    """Every chunk of an environment's episode joins the one before; observations stand at the env steps they name."""
     check_multi_agent_chunks(fragments)
     for fragment in fragments:
         for episode in fragment.episodes():
@@ -126,13 +126,15 @@ def test_every_agents_step_is_read_once(
     if not complete and shuffle_seed is None:
         assert [fragment.num_rows for fragment in stored[:-1]] == [size] * (len(stored) - 1)
     rows = Counter(numbers(at) for batch in batches for each in batch.values() for at in at_of(each["obs"]))
-    assert rows == Counter(numbers(at) for _, chunk in agent_chunks(fragments) for at in at_of(chunk.get_observations())[:-1])
+    assert rows == Counter(
+        numbers(at) for _, chunk in agent_chunks(fragments) for at in at_of(chunk.get_observations())[:-1]
+    )
 
 
 @settings(max_examples=examples(6), deadline=None)
 @given(drawn=drawn_settings, with_advantages=st.booleans())
 def test_a_chunk_read_in_the_same_cut_is_the_rollouts(drawn: Drawn, with_advantages: bool) -> None:
-    """Of one environment, with batches as long as the fragments: chunks, their order, and train batches are the same."""
+    """Of one environment, with batches as long as the fragments: chunks and train batches are the same."""
     drawn = drawn._replace(envs=1, lanes=1)
 
     def pieces(obs_space: Any, act_space: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from drawn_agents import Drawn, drawn_settings, made, run
+from feeding_rollouts import SHORT, feeding, weights_of_agents
+from held_envs import await_that
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lost_agents import agent_chunks, numbers
@@ -17,7 +20,16 @@ from property_examples import examples
 from serial_module import at_of
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import Newest, Prioritized, Replay, SampledNStepReturns, SamplesPerInsert, Storage
+from rollflow.sinks import (
+    Newest,
+    Prioritized,
+    Replay,
+    ReplayClient,
+    ReplayHost,
+    SampledNStepReturns,
+    SamplesPerInsert,
+    Storage,
+)
 from rollflow.stream import ReplayError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -57,9 +69,7 @@ def rows_in(batch: dict[str, Any]) -> list[tuple[At, tuple[Any, ...]]]:
 
 @settings(max_examples=examples(10), deadline=None)
 @given(drawn=drawn_settings, is_prioritized=st.booleans(), capacity=st.sampled_from([40, 4000]))
-def test_what_is_sampled_of_a_module_is_what_its_agents_did(
-    drawn: Drawn, is_prioritized: bool, capacity: int
-) -> None:
+def test_what_is_sampled_of_a_module_is_what_its_agents_did(drawn: Drawn, is_prioritized: bool, capacity: int) -> None:
     fragments = fragments_of(drawn, 4)
     replay = Replay(capacity, sampler=Prioritized() if is_prioritized else None, seed=0)
     kept = []
@@ -67,7 +77,7 @@ def test_what_is_sampled_of_a_module_is_what_its_agents_did(
         try:
             replay(fragment)
         except ReplayError as error:
-            assert "rows, but the replay has 40" in str(error)  # noqa: PT017
+            assert "rows, but the replay has 40" in str(error)
             return
         kept.append(fragment)
         expected = steps_by_module(kept)
@@ -188,3 +198,46 @@ def test_one_agent_and_several_are_kept_apart() -> None:
         replay(single)
     with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected one of \["):
         replay.update_priorities(np.zeros(1, np.int64), np.zeros(1), "nobody")
+
+
+def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path) -> None:
+    replay = Replay(4096, sampler=Prioritized(), seed=0)
+    addresses = {"rollouts": f"unix:{tmp_path / 'rollouts'}", "trainers": f"unix:{tmp_path / 'trainers'}"}
+    with ReplayHost(replay, **addresses, limits=SHORT) as host:
+        client = ReplayClient(str(host.trainers), timeout=20.0)
+        with client, feeding(host.rollouts, [0, 1], agents=2, num_fragments=4) as running:
+            await_that(lambda: client.report().inserted > 0)
+            for module_id, batch in client.sample(16).items():
+                at, after = (at_of(batch[name]) for name in ("obs", "new_obs"))
+                assert set(at[:, 1].tolist()) == {0 if module_id == "nested" else 1}
+                assert torch.equal(after - at, torch.tensor([0, 0, 0, 1, 1]).expand(16, 5))
+                client.update_priorities(batch["ids"], torch.zeros(16), module_id)
+                assert client.report(module_id).sampled == 16
+            assert client.publish(weights_of_agents(1.0)) > 0
+            with pytest.raises(ReplayError, match="no steps of module 'nobody', expected one of"):
+                client.report("nobody")
+        made = running.rollout.num_steps
+    assert replay.report().inserted == made
+    assert [replay.report(each).inserted for each in ("nested", "plain")] == [made // 2, made // 2]
+
+
+def test_what_a_host_had_when_it_failed_is_sent_again_and_is_there_once(tmp_path: Path) -> None:
+    addresses = {"rollouts": f"unix:{tmp_path / 'rollouts'}", "trainers": f"unix:{tmp_path / 'trainers'}"}
+    options: dict[str, Any] = {"checkpoint": tmp_path / "saved", "limits": SHORT, **addresses}
+    first, second = (Replay(4096, sampler=Newest(), seed=0) for _ in range(2))
+    with ExitStack() as stack:
+        running = stack.enter_context(feeding(addresses["rollouts"], [0, 1], agents=2, num_fragments=6))
+        with pytest.raises(_HostFails), ReplayHost(first, every=3600.0, **options):
+            await_that(lambda: first.report().inserted > 0)
+            raise _HostFails
+        with ReplayHost(second, every=0.05, **options):
+            stack.close()  # the rollout ends once a checkpoint has all of it
+    batches = second.sample(4096)
+    for batch in batches.values():
+        counts = Counter(map(numbers, at_of(batch["obs"])))
+        assert set(counts.values()) == {1}
+    assert sum(len(batch["rewards"]) for batch in batches.values()) == running.rollout.num_steps == 6 * 8 * 4
+
+
+class _HostFails(Exception):
+    """An error in the block of a host."""
