@@ -69,7 +69,8 @@ def _show(args: argparse.Namespace) -> int:
         print(f"agents        {', '.join(map(str, source.agents))}")
         for module_id in source.columns:
             print(f"module        {module_id}")
-            _show_kind(*(each[module_id] for each in (source.observation_space, source.action_space, source.columns)))
+            kinds = source.observation_space, source.action_space, source.columns
+            _show_kind(*(each[module_id] for each in kinds))
         print("of environments, whose returns are those of all their agents:")
     else:
         _show_kind(source.observation_space, source.action_space, source.columns)

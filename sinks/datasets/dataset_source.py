@@ -111,8 +111,10 @@ class DatasetSource(IterableDataset[Any]):
         self._module = module
         self._path = Path(path)
         self._store = episodes_at(self._path)
-        self.description, self.columns = self._store.description, self._store.columns
-        self.observation_space, self.action_space = self._store.observation_space, self._store.action_space
+        self.description: dict[str, Any] = self._store.description
+        self.columns: Mapping[Any, Any] = self._store.columns
+        self.observation_space: Any = self._store.observation_space
+        self.action_space: Any = self._store.action_space
         self._episodes = _checked_episodes(episodes, len(self._store.num_steps))
         self.agents: list[Any] | None = None
         self.learner_pipeline: Any

@@ -18,7 +18,8 @@ from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import read_state, write_state
 from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
-from rollflow.sinks.replay.replay_table import Batch, ReplayTable
+from rollflow.sinks.replay.replay_table import Batch as Batch
+from rollflow.sinks.replay.replay_table import ReplayTable
 from rollflow.sinks.replay.replay_table import Storage as Storage
 from rollflow.sinks.replay.sampled_steps import check_size
 from rollflow.sinks.replay.samplers import Sampler, Uniform
