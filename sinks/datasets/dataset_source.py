@@ -120,9 +120,10 @@ class DatasetSource(IterableDataset[Any]):
         self.learner_pipeline: Any
         if isinstance(self._store, EnvEpisodes):
             self.agents, self._module = self._store.agents, {} if module is None else module
+            acts = self._store.action_space
             self.learner_pipeline = {
-                each: _pipeline(learner_connector, space, self.action_space[each], self._module.get(each))
-                for each, space in self.observation_space.items()
+                each: _pipeline(learner_connector, space, acts[each], self._module.get(each))
+                for each, space in self._store.observation_space.items()
             }
         else:
             self.learner_pipeline = _pipeline(learner_connector, self.observation_space, self.action_space, module)
