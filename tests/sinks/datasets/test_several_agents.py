@@ -5,6 +5,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -12,17 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drawn_agents import Drawn, drawn_settings, made, makers_of, mapping_of, run
+from drawn_agents import Drawn, drawn_settings, made, mapping_of, run
+from ending_agent_envs import DoomedAgents
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lost_agents import agent_chunks, check_continuity, check_multi_agent_chunks, numbers
 from numbered_agents import NumberedAgents
+from pettingzoo.classic.tictactoe import tictactoe
 from property_examples import examples
-from serial_module import at_of
+from serial_module import SerialModule, at_of
 
-from rollflow.nodes import DefaultModule, GeneralAdvantageEstimation, MultiAgentRollout
-from rollflow.sinks import DatasetSink, DatasetSource
-from rollflow.stream import DatasetError, MultiAgentEpisode
+from rollflow.nodes import DefaultModule, GeneralAdvantageEstimation, MultiAgentRollout, RandomModule
+from rollflow.sinks import DatasetSink, DatasetSource, MultiAgentLearnerPipeline, Replay, SamplesPerInsert
+from rollflow.stream import DatasetError, Graph, MultiAgentEpisode
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 TURNS = Drawn(
@@ -328,13 +331,79 @@ def test_agents_of_one_kind_and_their_mistakes_are_refused(tmp_path: Path) -> No
         sink(part)
 
 
-@pytest.mark.slow
-def test_agents_of_worker_processes_are_written_alike(tmp_path: Path) -> None:
-    drawn = TURNS._replace(envs=2, lanes=2)
-    for where in ("inline", "processes"):
-        _, rollout = made(drawn, env=makers_of(drawn), num_fragments=4, where=where)
-        with rollout, DatasetSink(tmp_path / where) as sink:
-            for fragment in rollout.fragments():
-                sink(fragment)
-    inline, processes = (list(DatasetSource(tmp_path / each).fragments()) for each in ("inline", "processes"))
-    assert {key[:7] for key in steps_in(inline)} == {key[:7] for key in steps_in(processes)}
+def test_turns_of_a_game_come_back_with_their_masks_and_last_boards(tmp_path: Path) -> None:
+    """PettingZoo's agents that act in turns: the one that has not moved last sees the board at the end as well."""
+    options: dict[str, Any] = {"num_envs": 2, "fragment_length": 9, "num_fragments": 6, "seed": 0}
+    with MultiAgentRollout(tictactoe.env, module=RandomModule, **options) as rollout, DatasetSink(tmp_path) as sink:
+        fragments = list(rollout.fragments())
+        for fragment in fragments:
+            sink(fragment)
+    stored = list(DatasetSource(tmp_path, batch_size=4).fragments())
+    assert moves_in(stored) == moves_in(fragments)
+    assert env_steps_in(stored) == env_steps_in(fragments)
+    whole = [each for each in DatasetSource(tmp_path).episodes() if "cut" not in each.custom_data]
+    assert len(whole) > 2
+    for episode in whole:
+        agents = episode.agent_episodes.values()
+        assert all(each.is_terminated for each in agents)
+        assert sum(map(len, agents)) == len(episode)
+        assert sorted(float(each.get_rewards(-1)) for each in agents) in ([-1.0, 1.0], [0.0, 0.0])
+
+
+def moves_in(fragments: Sequence[MultiAgentFragment]) -> Counter[Any]:
+    """Every move of an agent with its board before and after, by the ids of its episode and step."""
+    found: Counter[Any] = Counter()
+    for _, chunk in agent_chunks(fragments):
+        seen = chunk.get_observations()
+        boards, masks = ([row.tobytes() for row in seen[name]] for name in ("observation", "action_mask"))
+        for i in range(len(chunk)):
+            values = int(chunk.get_actions(i)), float(chunk.get_rewards(i)), boards[i], boards[i + 1], masks[i]
+            is_end = i == len(chunk) - 1 and "cut" not in chunk.custom_data
+            found[chunk.id_, chunk.agent_id, chunk.t_started + i, *values, is_end and chunk.is_done] += 1
+    return found
+
+
+def test_agents_of_lost_environments_come_back_as_truncated_with_the_reason(tmp_path: Path) -> None:
+    fate: dict[str, Any] = {"fate": "kill", "step": 5, "lives": 1, "agents": 2, "nested": 0, "length": 40}
+    makers = [partial(DoomedAgents, 0, tmp_path, at_once=True, **fate)]
+    modules = {"default_policy": SerialModule()}
+    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 4, "seed": 4, "where": "processes"}
+    with MultiAgentRollout(makers, module=modules, **options) as rollout:
+        fragments = list(rollout.fragments())
+    assert any(fragment.losses for fragment in fragments)
+    written(fragments, tmp_path / "data")
+    source = DatasetSource(tmp_path / "data", batch_size=100)
+    stored = list(source.fragments())
+    assert steps_in(stored) == steps_in(fragments)
+    assert env_steps_in(stored) == env_steps_in(fragments)
+    lost = [each for each in DatasetSource(tmp_path / "data").episodes() if "lost" in each.custom_data]
+    assert [each.is_truncated for each in lost] == [True]
+    online = [each for fragment in fragments for each in fragment.episodes() if "lost" in each.custom_data]
+    assert {each.custom_data["lost"] for each in lost} == {each.custom_data["lost"] for each in online}
+    assert all("lost" in each.custom_data for each in lost[0].agent_episodes.values())
+
+
+@pytest.mark.anyio
+async def test_sinks_and_sources_of_several_agents_stand_in_graphs(tmp_path: Path, anyio_backend: str) -> None:
+    _, rollout = made(TURNS, num_fragments=3)
+    sink, replay = DatasetSink(tmp_path), Replay(4000, rate=SamplesPerInsert(1.0), batch_size=4, seed=0)
+    graph = Graph("writes")
+    graph.add(rollout=rollout, data=sink, replay=replay)
+    graph.connect("rollout.fragments", "data")
+    graph.connect("rollout.fragments", "replay")
+    graph.output("batches", "replay")
+    async with graph.run() as run_:
+        sampled = sum([len(each["rewards"]) async for batch in run_["batches"] for each in batch.values()])
+        await run_.wait()
+    assert sink.num_steps == replay.report().inserted > 0
+    assert sampled == replay.report().sampled
+    source = DatasetSource(tmp_path, batch_size=8)
+    assert source.description["runs"][0]["rollout"]["seed"] == TURNS.seed  # found in the graph
+    graph = Graph("reads")
+    graph.add(source=source, learner=MultiAgentLearnerPipeline(rollout.learner))
+    graph.connect("source.fragments", "learner")
+    graph.output("batches", "learner")
+    async with graph.run() as run_:
+        batches = [batch async for batch in run_["batches"]]
+    rows = sum(len(each["rewards"]) for batch in batches for each in batch.values())
+    assert rows == sink.num_steps
