@@ -1,7 +1,7 @@
 """`rollflow dataset`: what a dataset is, whether its files are whole, and others made of its episodes."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rollflow.sinks import DatasetSink, DatasetSource
 from rollflow.sinks.datasets.dataset_check import check_dataset
 from rollflow.sinks.datasets.dataset_folder import DatasetFolder, environment_of
-from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram, step_bytes
+from rollflow.sinks.datasets.episode_summary import EpisodeSummary, histogram
 from rollflow.sinks.datasets.minari_episodes import write_minari
 from rollflow.stream.data.errors import DatasetError
 
@@ -65,9 +65,15 @@ def _add_filter(actions: Any) -> None:
 def _show(args: argparse.Namespace) -> int:
     source = DatasetSource(args.path)
     summary, runs = source.summary(), source.description["runs"]
-    print(f"observations  {source.observation_space}")
-    print(f"actions       {source.action_space}")
-    print(f"columns       {', '.join(source.columns)}")
+    if source.agents is not None:
+        print(f"agents        {', '.join(map(str, source.agents))}")
+        for module_id in source.columns:
+            print(f"module        {module_id}")
+            kinds = source.observation_space, source.action_space, source.columns
+            _show_kind(*(each[module_id] for each in kinds))
+        print("of environments, whose returns are those of all their agents:")
+    else:
+        _show_kind(source.observation_space, source.action_space, source.columns)
     for number, run in enumerate(runs):
         mine = summary.runs == number
         size = f"{np.count_nonzero(mine)} episodes, {summary.lengths[mine].sum()} steps"
@@ -78,6 +84,12 @@ def _show(args: argparse.Namespace) -> int:
         print(f"{name:<13} mean {values.mean():.2f}, deviation {values.std():.2f}, median {np.median(values):.2f}")
         print("\n".join(histogram(values)))
     return 0
+
+
+def _show_kind(observation_space: Any, action_space: Any, columns: Iterable[str]) -> None:
+    print(f"observations  {observation_space}")
+    print(f"actions       {action_space}")
+    print(f"columns       {', '.join(columns)}")
 
 
 def _facts_of(run: dict[str, Any]) -> Iterator[str]:
@@ -103,14 +115,22 @@ def _check(args: argparse.Namespace) -> int:
 def _merge(args: argparse.Namespace) -> int:
     _check_apart(args.paths, args.out)
     sources = [_source(path) for path in args.paths]
-    kinds = [(each.observation_space, each.action_space, each.columns) for each in sources]
-    for path, kind in zip(args.paths, kinds, strict=True):
-        if kind != kinds[0]:
+    kinds: list[Any] = [(each.observation_space, each.action_space, each.columns) for each in sources]
+    for path, kind, source in zip(args.paths, kinds, sources, strict=True):
+        if (source.agents is None) != (sources[0].agents is None) or _differ(kind, kinds[0], source.agents):
             texts = [f"{spaces[:2]} and the columns {spaces[2]}" for spaces in (kinds[0], kind)]
             raise DatasetError(
                 f"{args.paths[0]} has {texts[0]:.300}, but {path} has {texts[1]:.300}; expected datasets of one kind"
             ).see("dataset")
     return _write(sources, args.out)
+
+
+def _differ(kind: Any, other: Any, agents: Any) -> bool:
+    """True unless spaces and columns are the same; of several agents, those of the modules that both have."""
+    if agents is None:
+        return bool(kind != other)
+    both = kind[2].keys() & other[2].keys()
+    return any(one[module_id] != two[module_id] for one, two in zip(kind, other, strict=True) for module_id in both)
 
 
 def _filter(args: argparse.Namespace) -> int:
@@ -139,6 +159,10 @@ def _within(summary: EpisodeSummary, args: argparse.Namespace) -> NDArray[np.boo
 
 def _convert(args: argparse.Namespace) -> int:
     source = _source(args.path)
+    if source.agents is not None:
+        raise DatasetError(
+            f"{args.path} is of several agents, expected one, such as the folder of one of its modules"
+        ).see("dataset")
     spaces = source.observation_space, source.action_space
     folder = write_minari(source.episodes(), spaces, source.description, args.id, args.out)
     print(f"{folder} has {source.num_episodes} episodes, {source.num_steps} steps")
@@ -153,8 +177,7 @@ def _check_apart(paths: list[Path], out: Path) -> None:
 
 def _source(path: Path, episodes: Any = None) -> DatasetSource:
     """A source of whole episodes that keeps little in memory."""
-    per_step = step_bytes(DatasetSource(path).columns)
-    steps = max(1, _BYTES_AT_ONCE // per_step)
+    steps = max(1, _BYTES_AT_ONCE // DatasetSource(path).step_nbytes)
     return DatasetSource(
         path, episodes=episodes, window_steps=steps, batch_size=min(steps, 8192), complete_episodes=True
     )
@@ -166,5 +189,6 @@ def _write(sources: list[DatasetSource], out: Path) -> int:
         for source in sources:
             for fragment in source.fragments():
                 sink(fragment)
-    print(f"{out} has {sum(each.num_episodes for each in sources)} episodes more, of {sink.num_steps} steps")
+    of = "steps" if sources[0].agents is None else "agents' steps"
+    print(f"{out} has {sum(each.num_episodes for each in sources)} episodes more, of {sink.num_steps} {of}")
     return 0

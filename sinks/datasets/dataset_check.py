@@ -8,10 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import arrow_type, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, ENV_EPS_ID, EPISODES, STEPS, DatasetFolder
+from rollflow.sinks.datasets.env_episodes import EnvEpisodes
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, read_chunks
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
+
+_TEXTS = (Columns.EPS_ID, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID)
 
 
 def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
@@ -23,16 +26,37 @@ def check_dataset(folder: DatasetFolder) -> Iterator[tuple[Path, str | None]]:
     description = folder.read()
     numbers = folder.check_pairs()
     wrong = 0
-    for number in numbers:
-        path = folder.file(STEPS, number)
-        try:
-            faults = list(_faults_of(folder, number, description))
-        except DatasetError as error:
-            faults = [str(error)]
-        wrong += len(faults)
-        yield path, "; ".join(faults) or None
+    parts = [folder]
+    if folder.has_agents:
+        parts = [folder.module(name, numbers) for name in description["modules"]]
+        parts = [each for each in parts if each.numbers()]
+    for part in parts:
+        described = part.read()
+        for number in part.numbers():
+            try:
+                faults = list(_faults_of(part, number, described))
+            except DatasetError as error:
+                faults = [str(error)]
+            wrong += len(faults)
+            yield part.file(STEPS, number), "; ".join(faults) or None
     if not wrong:
-        EpisodeIndex(folder)
+        if folder.has_agents:
+            yield from _of_environments(folder, numbers)
+        else:
+            EpisodeIndex(folder)
+
+
+def _of_environments(folder: DatasetFolder, numbers: list[int]) -> Iterator[tuple[Path, str | None]]:
+    """The files of the environments' episodes, and what is wrong with one of them or with the modules' beside it."""
+    for number in numbers:
+        try:
+            _whole(folder, ENV_EPISODES, number)
+            if number == numbers[-1]:
+                EnvEpisodes(folder)  # every agent's episode is within one of an environment
+        except DatasetError as error:
+            yield folder.file(ENV_EPISODES, number), str(error)
+        else:
+            yield folder.file(ENV_EPISODES, number), None
 
 
 def _faults_of(folder: DatasetFolder, number: int, description: dict[str, Any]) -> Iterator[str]:
@@ -49,7 +73,7 @@ def _faults_of(folder: DatasetFolder, number: int, description: dict[str, Any]) 
     if not 0 <= runs.min() <= runs.max() < len(description["runs"]):
         yield f"{of_episodes}: runs are {runs.min()} to {runs.max()}, expected those of {len(description['runs'])}"
     for name, expected in _expected_steps(episodes, lengths).items():
-        found = _ids(steps) if name == Columns.EPS_ID else _numbers(steps, name)
+        found = _texts(steps, name) if name in _TEXTS else _numbers(steps, name)
         if len(differing := np.flatnonzero(found != expected)):
             row = int(differing[0])
             yield f"{of_steps}: {name} of row {row} is {found[row]}, expected {expected[row]} as in {EPISODES}"
@@ -69,7 +93,7 @@ def _expected_steps(episodes: Any, lengths: NDArray[np.int64]) -> dict[str, Any]
     expected = {
         "run": _numbers(episodes, "run")[chunk],
         Columns.T: np.arange(len(chunk)) - (firsts - _numbers(episodes, "t_started"))[chunk],
-        Columns.EPS_ID: _ids(episodes)[chunk],
+        **{name: _texts(episodes, name)[chunk] for name in _TEXTS if name in episodes.column_names},
     }
     for name, flag in ((Columns.TERMINATEDS, "terminated"), (Columns.TRUNCATEDS, "truncated")):
         expected[name] = np.zeros(len(chunk), np.bool_)
@@ -90,7 +114,7 @@ def _numbers(table: Any, name: str) -> Any:
     return table.column(name).to_numpy()
 
 
-def _ids(table: Any) -> Any:
-    """The ids, object[n] text."""
+def _texts(table: Any, name: str) -> Any:
+    """A column of texts, object[n]."""
     pa, _ = import_pyarrow()
-    return table.column(Columns.EPS_ID).cast(pa.string()).to_numpy()
+    return table.column(name).cast(pa.string()).to_numpy()

@@ -5,6 +5,14 @@
     episodes/000001.parquet     a row for each chunk of an episode, with its last observation; row groups as above
     .lock                       held by the sink that writes
 
+A dataset of several agents has a folder for each module, which is a dataset by itself, and no steps of its own:
+
+    dataset.json                    agents, modules, and a record of each run
+    modules/NAME/dataset.json       as above; the runs are the same
+    modules/NAME/steps/…            as above, with the agent and the time of its environment
+    modules/NAME/episodes/…
+    env_episodes/000001.parquet     a row for each chunk of an environment's episode; commits all files of its number
+
 A file is written under a name that begins with a dot, which Parquet's readers pass over, and is renamed when it is
 whole. The file of episodes is renamed first: the file of steps, which comes after it, commits both.
 """
@@ -13,7 +21,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,12 +33,15 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, PolicyError
 
 FORMAT, VERSION = "rollflow dataset", 1
-STEPS, EPISODES = "steps", "episodes"
-LAST_OBS = "last_obs"
-_REPEATED = [Columns.EPS_ID]  # columns of steps that are written with a dictionary: numbers take longer, for no less
+AGENTS_VERSION = 2  # of a dataset of several agents
+STEPS, EPISODES, ENV_EPISODES, MODULES = "steps", "episodes", "env_episodes", "modules"
+LAST_OBS, ENV_EPS_ID, ENV_T = "last_obs", "env_eps_id", "env_t"
+# Columns of steps that are written with a dictionary: numbers take longer, for no less.
+_REPEATED = [Columns.EPS_ID, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID]
 _SOUGHT = ["run", Columns.EPS_ID, Columns.T]  # and those with least and largest values, by which readers seek rows
 DESCRIPTION, _LOCK, _SUFFIX = "dataset.json", ".lock", ".parquet"
 _KINDS = {"observation_space": (dict, type(None)), "action_space": (dict,), "columns": (dict,), "runs": (list,)}
+_AGENTS_KINDS = {"agents": (list,), "modules": (dict,), "runs": (list,)}
 
 
 logger = logging.getLogger(__name__)
@@ -39,17 +50,34 @@ logger = logging.getLogger(__name__)
 class DatasetFolder:
     """Files of one dataset; nothing is opened or made before a method is called.
 
-    path    of the folder
+    path         of the folder
+    committed    numbers of the files that are committed, in the folder of a module; None: the names say it
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], committed: Collection[int] | None = None) -> None:
         self.path = Path(path)
+        self._committed = committed
         self._lock: int | None = None
+
+    @property
+    def has_agents(self) -> bool:
+        """True if this is the dataset of several agents."""
+        return (self.path / MODULES).is_dir()
+
+    @property
+    def last_kind(self) -> str:
+        """The kind of the file that commits those of its number."""
+        return ENV_EPISODES if self.has_agents else STEPS
+
+    def module(self, name: str, committed: Collection[int] | None = None) -> "DatasetFolder":
+        """The folder of a module."""
+        return DatasetFolder(self.path / MODULES / name, committed)
 
     def numbers(self) -> list[int]:
         """The numbers of the committed files, ascending."""
-        names = [path.stem for path in (self.path / STEPS).glob(f"*{_SUFFIX}")]
-        return sorted(int(name) for name in names if name.isdecimal())
+        names = [path.stem for path in (self.path / self.last_kind).glob(f"*{_SUFFIX}")]
+        numbers = sorted(int(name) for name in names if name.isdecimal())
+        return numbers if self._committed is None else [each for each in numbers if each in self._committed]
 
     def check_pairs(self) -> list[int]:
         """Return `numbers()`. Raises DatasetError where steps are missing that were committed.
@@ -57,6 +85,8 @@ class DatasetFolder:
         A kill leaves only the last file of episodes without its steps.
         """
         numbers = self.numbers()
+        for name in self._module_names():
+            self.module(name, numbers).check_pairs()
         for path in sorted((self.path / EPISODES).glob(f"*{_SUFFIX}")):
             if path.stem.isdecimal() and numbers and int(path.stem) < numbers[-1] and int(path.stem) not in numbers:
                 raise DatasetError(
@@ -85,11 +115,11 @@ class DatasetFolder:
             raise DatasetError(f"{path} can't be read: {error}; it was truncated or altered").see("dataset") from None
         if not isinstance(text, dict) or text.get("format") != FORMAT or type(text.get("version")) is not int:
             raise DatasetError(f"{path} describes no dataset, expected the format {FORMAT!r} and a version")
-        if text["version"] > VERSION:
+        if (version := text["version"]) > AGENTS_VERSION:
             raise DatasetError(
-                f"{path} has version {text['version']}, expected at most {VERSION}: a newer rollflow has written it"
+                f"{path} has version {version}, expected at most {AGENTS_VERSION}: a newer rollflow has written it"
             ).see("dataset")
-        for field, kinds in _KINDS.items():
+        for field, kinds in (_AGENTS_KINDS if text["version"] == AGENTS_VERSION else _KINDS).items():
             if not isinstance(text.get(field), kinds):
                 raise DatasetError(f"{path}: {field} is {str(text.get(field))[:80]}, expected that of a dataset")
         return text
@@ -119,9 +149,12 @@ class DatasetFolder:
         """
         if self.path.is_file():
             raise DatasetError(f"{self.path} is a file, expected a folder, or a path where one can be made")
+        if self.path.absolute().parent.name == MODULES and (self.path.parent.parent / DESCRIPTION).exists():
+            raise DatasetError(f"{self.path} is a module's part of the dataset at {self.path.parent.parent}").see(
+                "dataset"
+            )
         try:
-            for kind in (STEPS, EPISODES):
-                (self.path / kind).mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
@@ -139,7 +172,7 @@ class DatasetFolder:
         """Raise DatasetError for a folder with files of somebody else, which a sink would take for its own."""
         if (self.path / DESCRIPTION).exists():
             return
-        for kind in (STEPS, EPISODES):
+        for kind in self._kinds():
             if found := sorted((self.path / kind).glob(f"*{_SUFFIX}")):
                 raise DatasetError(
                     f"{self.path} has {kind}/{found[0].name} but no {DESCRIPTION}, expected a dataset, or a folder "
@@ -158,40 +191,80 @@ class DatasetFolder:
         Raises DatasetError where a file of steps is missing that was committed.
         """
         committed = self.check_pairs()
-        for kind in (STEPS, EPISODES):
+        for kind in self._kinds():
             for path in (self.path / kind).glob(f".*{_SUFFIX}.part"):
                 path.unlink(missing_ok=True)
-        for path in (self.path / EPISODES).glob(f"*{_SUFFIX}"):
-            if path.stem.isdecimal() and int(path.stem) not in committed:
-                path.unlink(missing_ok=True)
-        for path in self.path.glob(f".{DESCRIPTION}.*"):
+            for path in (self.path / kind).glob(f"*{_SUFFIX}"):
+                if path.stem.isdecimal() and int(path.stem) not in committed:
+                    path.unlink(missing_ok=True)
+        for path in [*self.path.glob(f".{DESCRIPTION}.*"), *self.path.glob(f"{MODULES}/*/.{DESCRIPTION}.*")]:
             path.unlink(missing_ok=True)
         return committed
+
+    def _module_names(self) -> list[str]:
+        return sorted(path.name for path in (self.path / MODULES).glob("*"))
+
+    def _kinds(self) -> list[str]:
+        """All kinds of files, the one that commits last."""
+        of_modules = [f"{MODULES}/{name}/{kind}" for name in self._module_names() for kind in (EPISODES, STEPS)]
+        return [*of_modules, ENV_EPISODES] if of_modules else [EPISODES, STEPS]
 
     def add_runs(self, kind: dict[str, Any], version: str, runs: Sequence[dict[str, Any]]) -> int:
         """Add records of runs to the description, which is made if there is none; returns the first one's number.
 
-        kind    `observation_space`, `action_space` and `columns` of what the runs will write
+        kind    `observation_space`, `action_space` and `columns` of what the runs will write; or `agents`, and
+                `modules`: name of the folder -> (id, kind)
 
         Logs that the runs are of other environments than those before. Raises DatasetError where the dataset is of
         another kind, and where it can't be written to.
         """
+        has_agents = "modules" in kind
         if (self.path / DESCRIPTION).exists():
             description = self.read()
-            self.check_kind(description, kind)
+            if has_agents == ("columns" in description):
+                raise DatasetError(
+                    f"a fragment of {'several agents' if has_agents else 'one agent'} does not fit the dataset at "
+                    f"{self.path}, expected fragments of one kind"
+                ).see("dataset")
+            if not has_agents:
+                self.check_kind(description, kind)
         else:
-            description = {"format": FORMAT, "version": VERSION, "rollflow": version, **kind, "runs": []}
+            number = AGENTS_VERSION if has_agents else VERSION
+            own = {"agents": [], "modules": {}} if has_agents else kind
+            description = {"format": FORMAT, "version": number, "rollflow": version, **own, "runs": []}
         first = len(description["runs"])
         description["runs"] += runs
         envs = [env for run in description["runs"] if (env := environment_of(run)) is not None]
         if others := sorted({*envs[1:]} - {*envs[:1]}):
             logger.warning("%s has steps of %s and of %s: expected one environment", self.path, envs[0], others[0])
+        if has_agents:
+            self._describe_modules(description, kind)
+        else:
+            self._write(description)
+        return first
+
+    def _describe_modules(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
+        """Write the description of a dataset of several agents, and then each module's."""
+        folders = {name: self.module(name) for name in {**description["modules"], **kind["modules"]}}
+        described = {name: each.read() for name, each in folders.items() if (each.path / DESCRIPTION).exists()}
+        description["agents"] += [each for each in kind["agents"] if each not in description["agents"]]
+        for name, (module_id, own) in kind["modules"].items():
+            if name in described:
+                folders[name].check_kind(described[name], own)
+            fields = {name: description[name] for name in ("format", "rollflow")}
+            described.setdefault(name, {**fields, "version": VERSION, **own})
+            description["modules"][name] = module_id
+        self._write(description)
+        for name, each in described.items():
+            make_folder(folders[name].path, self.path)
+            folders[name]._write({**each, "runs": description["runs"]})
+
+    def _write(self, description: dict[str, Any]) -> None:
         try:
             write_file(self.path / DESCRIPTION, json.dumps(description, indent=1).encode())
             sync_folder(self.path)
         except OSError as error:
             raise DatasetError(f"no dataset can be written to {self.path}: {error}").see("dataset") from error
-        return first
 
     def check_kind(self, description: dict[str, Any], kind: dict[str, Any]) -> None:
         """Raise DatasetError, with the first field that differs, unless fragments of a kind fit a description."""
@@ -231,13 +304,21 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-class FilePair:
-    """A file of steps and the file of their episodes, written together.
+def make_folder(path: Path, within: Path) -> None:
+    """Make a folder, and those around it within one that is there, with their names on the disk."""
+    if path != within and not path.is_dir():
+        make_folder(path.parent, within)
+        path.mkdir()
+        sync_folder(path.parent)
+
+
+class FileSet:
+    """Files of one number, written together: of steps, of their episodes, and of what else a dataset has.
 
     folder      of the dataset, which is locked
-    number      of the two files
+    number      of the files
 
-    nbytes      written so far to both
+    nbytes      written so far to all
     num_steps   written so far
     """
 
@@ -249,39 +330,41 @@ class FilePair:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written so far to both files."""
+        """Bytes written so far to all files."""
         return sum(file.tell() for file in self._files.values())
 
     def write(self, kind: str, table: Any) -> None:
         """Write a table as one row group."""
         _, pq = import_pyarrow()
+        has_steps = Path(kind).name == STEPS
         if kind not in self._writers:
+            make_folder(self._folder.path / kind, self._folder.path)
             file = self._files[kind] = self._folder.partial(kind, self.number).open("wb")
             self._writers[kind] = pq.ParquetWriter(
                 file,
                 table.schema,
                 compression="zstd",
                 compression_level=1,
-                use_dictionary=_REPEATED if kind == STEPS else False,
-                write_statistics=_SOUGHT if kind == STEPS else True,
+                use_dictionary=_REPEATED if has_steps else False,
+                write_statistics=_SOUGHT if has_steps else True,
                 write_page_checksum=True,
             )
         self._writers[kind].write_table(table, row_group_size=max(1, table.num_rows))
-        self.num_steps += table.num_rows if kind == STEPS else 0
+        self.num_steps += table.num_rows if has_steps else 0
 
     def commit(self) -> None:
-        """End both files, write them to the disk, and give them their names."""
+        """End the files, write them to the disk, and name them; the one that commits the others comes last."""
         for kind, writer in self._writers.items():
             writer.close()
             self._files[kind].flush()
             os.fsync(self._files[kind].fileno())
             self._files[kind].close()
-        for kind in (EPISODES, STEPS):
+        for kind in sorted(self._writers, key=lambda kind: kind == self._folder.last_kind):
             self._folder.partial(kind, self.number).replace(self._folder.file(kind, self.number))
             sync_folder(self._folder.path / kind)
 
     def discard(self) -> None:
-        """Close both files and remove them, as far as the disk allows."""
+        """Close the files and remove them, as far as the disk allows."""
         for kind, file in self._files.items():
             # A disk that has failed may fail again, of which nobody needs to know.
             with suppress(OSError, ValueError):

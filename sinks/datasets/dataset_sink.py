@@ -16,18 +16,20 @@ from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.policies.space_text import described
-from rollflow.nodes.rollout.rollout import Rollout
+from rollflow.sinks.datasets.agent_tables import agent_tables_of, checked_id, modules_of
 from rollflow.sinks.datasets.arrow_columns import describe_tree, import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder, FilePair
+from rollflow.sinks.datasets.dataset_folder import ENV_EPS_ID, ENV_T, EPISODES, STEPS, DatasetFolder, FileSet
 from rollflow.sinks.datasets.fragment_tables import tables_of
-from rollflow.sinks.datasets.run_record import checked_rollout, run_record, version_of
+from rollflow.sinks.datasets.run_record import AnyRollout, checked_rollout, run_record, version_of
+from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError, PolicyError
 from rollflow.stream.data.tree import kind_of, map_tree
 from rollflow.stream.fragments.fragment import RECORDED, Fragment
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 
-RESERVED = ("run", Columns.EPS_ID, Columns.T)
+RESERVED = ("run", Columns.EPS_ID, Columns.T, Columns.AGENT_ID, Columns.MODULE_ID, ENV_EPS_ID, ENV_T)
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class _StepCounts:
 
 
 class DatasetSink:
-    """Writes fragments of one agent to the dataset in a folder: an object that one calls, and a node of a graph.
+    """Writes fragments to the dataset in a folder: an object that one calls, and a node of a graph.
 
         path             folder, which is made; a dataset that is there already is added to
         max_file_bytes   a file that has so many bytes is ended, and committed
@@ -56,6 +58,8 @@ class DatasetSink:
     A file that is committed stays whole, whatever happens then. What is not committed is lost with the process. Use the
     sink in a `with` block, or `close` it: this commits what is written. In a graph, that happens at the run's end. A
     sink that is never closed logs how many steps are lost.
+
+    Fragments of several agents are written by module. Those of one agent go to another dataset.
 
     Steps of each rollout are a run of their own, and so are those of each run that a `DatasetSource` has read.
 
@@ -74,7 +78,7 @@ class DatasetSink:
         max_file_s: float = 300.0,
         queue_size: int = 2,
         extra: Sequence[str] | None = None,
-        rollout: Rollout | None = None,
+        rollout: AnyRollout | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         import_pyarrow()
@@ -89,13 +93,14 @@ class DatasetSink:
             json.dumps(self._metadata, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise DatasetError(f"metadata {self._metadata!r} has no form in JSON: {error}") from None
-        self._kind: dict[str, Any] | None = None
-        self._last: tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]] | None = None  # see `_kind_of`
+        self._kinds: dict[str, dict[str, Any]] = {}  # by the names of the modules' folders, "" for one agent
+        self._agents: dict[str, Any] = {}  # by their texts
+        self._last: dict[str, tuple[tuple[Any, Any], dict[str, Any], dict[str, Any]]] = {}  # see `_kind_of`
         self._runs: dict[tuple[Any, int], int] = {}  # (what has made it, number there) -> number of a run here
         self._executor: ThreadPoolExecutor | None = None
         self._room = threading.BoundedSemaphore(self._queue_size)
         self._pending: list[Any] = []
-        self._pair: FilePair | None = None
+        self._files: FileSet | None = None
         self._opened_at = 0.0
         self._failure: Exception | None = None
         self._steps = _StepCounts()
@@ -109,16 +114,16 @@ class DatasetSink:
         """Number of this sink's steps that stand in committed files."""
         return self._steps.committed
 
-    def __call__(self, fragment: Fragment) -> None:
+    def __call__(self, fragment: AnyFragment) -> None:
         """Hand a fragment to the thread that writes; waits while `queue_size` others do."""
-        if not isinstance(fragment, Fragment):
-            raise DatasetError(f"a dataset takes fragments of one agent, got {type(fragment).__name__}").see("dataset")
+        if not isinstance(fragment, Fragment | MultiAgentFragment):
+            raise DatasetError(f"a dataset takes fragments, got {type(fragment).__name__}").see("dataset")
         self._raise_failure()
         if not self._abandon.alive:
             raise DatasetError(f"the sink to {self._folder.path} is closed, expected a new one").see("dataset")
-        if not fragment.num_steps:
+        if fragment.is_empty:
             return
-        runs = self._runs_of(fragment, self._kind_of(fragment))
+        runs = self._runs_of(fragment)
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="rollflow-dataset")
         self._room.acquire()
@@ -128,7 +133,7 @@ class DatasetSink:
 
     def take_sources(self, sources: Sequence[Any], *, drops: bool, is_all: bool) -> Sequence[Any]:
         """Find the rollout among the nodes that lead to the sink, unless it was an argument; no node changes."""
-        rollouts = [source for source in sources if isinstance(source, Rollout)]
+        rollouts = [source for source in sources if isinstance(source, AnyRollout)]
         if self._rollout is None and len(rollouts) == 1:
             self._rollout = rollouts[0]
         return ()
@@ -174,8 +179,8 @@ class DatasetSink:
 
     # Inside: in the caller's thread
 
-    def _kind_of(self, fragment: Fragment) -> dict[str, Any]:
-        """Kind of a fragment, in JSON's types: spaces and columns, which are the same throughout a dataset.
+    def _kind_of(self, fragment: Fragment, name: str) -> dict[str, Any]:
+        """Kind of a fragment, in JSON's types: spaces and columns, which are the same throughout a module's steps.
 
         Fragments with the last one's spaces and types of columns are of its kind. Raises DatasetError for another kind
         than before.
@@ -183,18 +188,18 @@ class DatasetSink:
         columns = {name: fragment.columns[name].tree for name in self._names(fragment)}
         spaces = fragment.observation_space, fragment.layout.action_space
         types = {name: kind_of(tree) for name, tree in columns.items()}
-        if self._last is not None and self._last[0][0] is spaces[0] and self._last[0][1] is spaces[1]:
-            if self._last[1] == types:
-                return self._last[2]
+        if (last := self._last.get(name)) is not None and last[0][0] is spaces[0] and last[0][1] is spaces[1]:
+            if last[1] == types:
+                return last[2]
         try:
             texts = [None if space is None else described(space) for space in spaces]
         except PolicyError as error:
             raise DatasetError(str(error)) from None
         kinds = {name: describe_tree(map_tree(lambda leaf: leaf[0], tree), name) for name, tree in columns.items()}
         kind = {"observation_space": texts[0], "action_space": texts[1], "columns": kinds}
-        if self._kind is not None:
-            self._folder.check_kind(self._kind, kind)
-        self._last = spaces, types, kind
+        if name in self._kinds:
+            self._folder.check_kind(self._kinds[name], kind)
+        self._last[name] = spaces, types, kind
         return kind
 
     def _names(self, fragment: Fragment) -> list[str]:
@@ -218,25 +223,44 @@ class DatasetSink:
             self._folder.unlock()
             raise
 
-    def _runs_of(self, fragment: Fragment, kind: dict[str, Any]) -> NDArray[np.int32]:
-        """i32[C]: the number of each chunk's run; what no run has yet gets one, with a record in the description."""
+    def _runs_of(self, fragment: AnyFragment) -> NDArray[np.int32]:
+        """i32[C]: the number of each chunk's run; what no run has yet gets one, with a record in the description.
+
+        Of several agents the chunks are those of the environments; i32[1]: all of them are of one run.
+        """
+        kinds, agents = self._described(fragment)
         maker: object
-        if isinstance(fragment, StoredFragment):
+        if isinstance(fragment, StoredFragment | StoredAgents):
             maker, numbers = fragment.dataset, fragment.runs
         else:
             maker = None if fragment.origin is None else fragment.origin.ledger
-            numbers = np.zeros(len(fragment.chunks.slot), np.int64)
+            numbers = np.zeros(len(fragment.chunks.slot) if isinstance(fragment, Fragment) else 1, np.int64)
         found, places = np.unique(numbers, return_inverse=True)
-        if new := [each for each in found.tolist() if (maker, each) not in self._runs]:
+        new = [each for each in found.tolist() if (maker, each) not in self._runs]
+        if new or kinds.keys() - self._kinds.keys() or agents.keys() - self._agents.keys():
             records = [self._record_of(fragment, each) for each in new]
+            if isinstance(fragment, Fragment):
+                kind = kinds[""]
+            else:
+                ids = {name: part.module_ids[int(part.chunk_modules[0])] for name, part in modules_of(fragment).items()}
+                modules = {name: (ids[name], each) for name, each in kinds.items()}
+                kind = {"agents": list(agents.values()), "modules": modules}
             first = self._folder.add_runs(kind, version_of("rollflow"), records)
             self._runs |= {(maker, each): number for number, each in enumerate(new, first)}
-            self._kind = kind
+            self._kinds, self._agents = self._kinds | kinds, self._agents | agents
         return np.array([self._runs[maker, each] for each in found.tolist()], np.int32)[places]
 
-    def _record_of(self, fragment: Fragment, number: int) -> dict[str, Any]:
+    def _described(self, fragment: AnyFragment) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+        """The kind of each module of a fragment, by the name of its folder, and the agents, by their texts."""
+        if isinstance(fragment, Fragment):
+            return {"": self._kind_of(fragment, "")}, {}
+        kinds = {name: self._kind_of(part, name) for name, part in modules_of(fragment).items()}
+        agents = [agent for part in fragment.parts for agent in part.part.agents]
+        return kinds, {checked_id("agent", agent): agent for agent in agents}
+
+    def _record_of(self, fragment: AnyFragment, number: int) -> dict[str, Any]:
         """The record of a run: of the rollout that has made a fragment, or as the dataset had it that was read."""
-        if isinstance(fragment, StoredFragment):
+        if isinstance(fragment, StoredFragment | StoredAgents):
             record = fragment.dataset.description["runs"][number]
             return {**record, "metadata": {**record["metadata"], **self._metadata}}
         return run_record(self._metadata, None if self._runs else self._rollout)
@@ -255,7 +279,7 @@ class DatasetSink:
 
     # Inside: in the thread that writes
 
-    def _write(self, fragment: Fragment, runs: NDArray[np.int32]) -> None:
+    def _write(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> None:
         try:
             if self._failure is not None:
                 self._steps.unwritten += fragment.num_steps
@@ -267,39 +291,43 @@ class DatasetSink:
                 return
         finally:
             self._room.release()
-        assert self._pair is not None
-        if self._pair.nbytes >= self._max_bytes or time.monotonic() - self._opened_at >= self._max_s:
+        assert self._files is not None
+        if self._files.nbytes >= self._max_bytes or time.monotonic() - self._opened_at >= self._max_s:
             self._commit()
 
-    def _write_fragment(self, fragment: Fragment, runs: NDArray[np.int32]) -> None:
-        assert self._kind is not None
-        if self._pair is None:
-            self._pair, self._opened_at = FilePair(self._folder, self._next_number), time.monotonic()
+    def _write_fragment(self, fragment: AnyFragment, runs: NDArray[np.int32]) -> None:
+        if self._files is None:
+            self._files, self._opened_at = FileSet(self._folder, self._next_number), time.monotonic()
             self._next_number += 1
-        steps, episodes = tables_of(fragment, self._kind["columns"], runs)
-        # Steps come last: only they are counted, and both are there then.
-        self._pair.write(EPISODES, episodes)
-        self._pair.write(STEPS, steps)
+        columns = {name: kind["columns"] for name, kind in self._kinds.items()}
+        # Steps come last: only they are counted, and what goes with them is there then.
+        if isinstance(fragment, Fragment):
+            steps, episodes = tables_of(fragment, columns[""], runs)
+            self._files.write(EPISODES, episodes)
+            self._files.write(STEPS, steps)
+        else:
+            for kind, table in agent_tables_of(fragment, columns, runs):
+                self._files.write(kind, table)
 
     def _commit(self) -> None:
-        pair = self._pair
-        if pair is None or self._failure is not None:
+        files = self._files
+        if files is None or self._failure is not None:
             return
         try:
-            pair.commit()
+            files.commit()
         except Exception as error:
             self._fail(error, 0)
             return
-        self._steps.committed += pair.num_steps
-        self._pair = None
+        self._steps.committed += files.num_steps
+        self._files = None
 
     def _fail(self, error: Exception, num_steps: int) -> None:
         """Give up: nothing is written from now on. `num_steps` are those of the fragment at hand."""
-        pair, self._pair = self._pair, None
+        files, self._files = self._files, None
         self._steps.unwritten += num_steps
-        if pair is not None:
-            self._steps.unwritten += pair.num_steps
-            pair.discard()
+        if files is not None:
+            self._steps.unwritten += files.num_steps
+            files.discard()
         self._failure = error
 
 

@@ -17,15 +17,17 @@ from rollflow.nodes.connectors.common.tensors import NumpyToTensor
 from rollflow.nodes.connectors.pipelines.default_pipelines import LearnerConnectorPipeline
 from rollflow.nodes.connectors.stateful import is_stateful
 from rollflow.nodes.stages.connector_builders import pieces_given
-from rollflow.sinks.datasets.episode_block import BlockRest, EpisodeBlock, Ints
+from rollflow.sinks.datasets.agents_block import AgentsBlock
+from rollflow.sinks.datasets.env_episodes import EnvEpisodes
+from rollflow.sinks.datasets.episode_block import EpisodeBlock, Ints
 from rollflow.sinks.datasets.episode_stores import episodes_at
-from rollflow.sinks.datasets.episode_summary import EpisodeSummary, summary_of, windows_of
+from rollflow.sinks.datasets.episode_summary import EpisodeSummary, step_bytes, summary_of, windows_of
+from rollflow.sinks.datasets.stored_agents import StoredAgents
 from rollflow.sinks.datasets.stored_fragment import StoredFragment
 from rollflow.sinks.trainer.trainer_side.item_maker import check_module
 from rollflow.stream.data.errors import DatasetError
-from rollflow.stream.episodes.single_agent import SingleAgentEpisode
-from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Outlet
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment
 
 Batch = dict[str, Any]
 
@@ -54,15 +56,21 @@ class DatasetSource(IterableDataset[Any]):
         rank, world_size     number of this process, and of all: each gets other episodes, and together they get all
         episodes             numbers of the episodes that are read, such as `numpy.flatnonzero(summary.returns > 400)`,
                              with the `summary` of a source without `episodes`; None: all
-        module               passed to the learner pieces as `rl_module`
+        module               passed to the learner pieces as `rl_module`; of several agents: module id -> module
         learner_connector    `lambda obs_space, act_space: piece or list of pieces`, before the default ones
 
+        agents               ids of the agents; None: there is one
+        learner_pipeline     makes the batches
         observation_space    of what the module got, as stored
         action_space         of what it chose
         num_episodes         that are read, cut ones included, by all ranks together
         num_steps            of these
         columns              name -> what is stored of each step, in JSON's types
         description          what `dataset.json` says, with the record of each run
+
+    Of several agents, episodes are those of the environments, as `MultiAgentEpisode`s, steps are env steps, and a batch
+    has one for each module that has acted: module id -> column name -> tensor. The spaces, `columns` and
+    `learner_pipeline` are by module, too. An episode whose beginning is missing begins a fragment.
 
     What was committed when the source was made is read. An episode whose end is not in the dataset is truncated at
     its last step, and has `custom_data["cut"]`; one whose beginning is missing has `t_started` above 0.
@@ -103,12 +111,22 @@ class DatasetSource(IterableDataset[Any]):
         self._module = module
         self._path = Path(path)
         self._store = episodes_at(self._path)
-        self.description, self.columns = self._store.description, self._store.columns
-        self.observation_space, self.action_space = self._store.observation_space, self._store.action_space
+        self.description: dict[str, Any] = self._store.description
+        self.columns: Mapping[Any, Any] = self._store.columns
+        self.observation_space: Any = self._store.observation_space
+        self.action_space: Any = self._store.action_space
         self._episodes = _checked_episodes(episodes, len(self._store.num_steps))
-        spaces = self.observation_space, self.action_space
-        pieces = pieces_given(learner_connector, "learner_connector", *spaces)
-        self.learner_pipeline = LearnerConnectorPipeline.default(*spaces, pieces, stateful=is_stateful(module))
+        self.agents: list[Any] | None = None
+        self.learner_pipeline: Any
+        if isinstance(self._store, EnvEpisodes):
+            self.agents, self._module = self._store.agents, {} if module is None else module
+            acts = self._store.action_space
+            self.learner_pipeline = {
+                each: _pipeline(learner_connector, space, acts[each], self._module.get(each))
+                for each, space in self._store.observation_space.items()
+            }
+        else:
+            self.learner_pipeline = _pipeline(learner_connector, self.observation_space, self.action_space, module)
         self._at = Position()
         self._is_in_worker = False
         self._sequence = 0
@@ -121,38 +139,52 @@ class DatasetSource(IterableDataset[Any]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in these episodes."""
+        """Number of steps in these episodes, of several agents: of env steps."""
         return int(self._store.num_steps[self._episodes].sum())
+
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes of a step in memory; of several agents: of an env step, on average."""
+        return self._store.step_nbytes if isinstance(self._store, EnvEpisodes) else step_bytes(self.columns)
 
     def summary(self) -> EpisodeSummary:
         """Returns, lengths and policy versions of all episodes of the dataset, to choose `episodes` by.
 
         Reads the rewards of every step. Raises DatasetError for a damaged file.
         """
-        return summary_of(self._store)
+        return self._store.summary() if isinstance(self._store, EnvEpisodes) else summary_of(self._store)
 
     # Reading
 
-    def episodes(self) -> Iterator[SingleAgentEpisode]:
+    def episodes(self) -> Iterator[Any]:
         """Whole episodes, one after the other; the first is the rest of one where a batch has had its beginning."""
         for fragment in self._fragments(1, whole=True):
-            yield fragment.chunk(0)
+            yield next(fragment.episodes()) if isinstance(fragment, StoredAgents) else fragment.chunk(0)
 
-    def fragments(self) -> Iterator[Fragment]:
-        """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other."""
+    def fragments(self) -> Iterator[Any]:
+        """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other.
+
+        Of several agents they are `MultiAgentFragment`s of one environment.
+        """
         yield from self._fragments(self.batch_size, whole=self.complete_episodes)
 
     def batches(self) -> Iterator[Batch]:
         """Train batches, column name -> tensor any[B, ...], by the learner pieces and the default ones."""
-        pipeline = self.learner_pipeline
         for fragment in self.fragments():
-            batch = pipeline.of_fragments([fragment], self._module)
-            yield self._tensors.converted(batch) if self._module is None else batch
+            if not isinstance(fragment, StoredAgents):
+                yield self._batch_of(self.learner_pipeline, fragment, self._module)
+                continue
+            parts = {each: fragment.of_module(each) for each in fragment.module_ids}
+            yield {
+                each: self._batch_of(self.learner_pipeline[each], part, self._module.get(each))
+                for each, part in parts.items()
+                if len(part.chunks.slot)
+            }
 
     def __iter__(self) -> Iterator[Batch]:
         return self.batches()
 
-    async def run(self, fragments: Outlet[Fragment]) -> None:
+    async def run(self, fragments: Outlet[AnyFragment]) -> None:
         """Send the fragments of one loop, as a node of a graph: `graph.connect("source.fragments", "learner")`."""
         made = self.fragments()
         while (fragment := await anyio.to_thread.run_sync(next, made, None)) is not None:
@@ -181,6 +213,10 @@ class DatasetSource(IterableDataset[Any]):
 
     # Inside
 
+    def _batch_of(self, pipeline: LearnerConnectorPipeline, fragment: Any, module: Any) -> Batch:
+        batch = pipeline.of_fragments([fragment], module)
+        return self._tensors.converted(batch) if module is None else batch
+
     def _identity(self) -> dict[str, Any]:
         """Files and arguments on which the order of the steps depends."""
         return {
@@ -193,7 +229,7 @@ class DatasetSource(IterableDataset[Any]):
             "world_size": self._ranks,
         }
 
-    def _fragments(self, size: int, *, whole: bool) -> Iterator[StoredFragment]:
+    def _fragments(self, size: int, *, whole: bool) -> Iterator[StoredFragment | StoredAgents]:
         """The next fragments, up to the end of the loop."""
         if get_worker_info() is not None:
             self._begin_in_worker()
@@ -201,8 +237,12 @@ class DatasetSource(IterableDataset[Any]):
         while True:
             windows = self._windows(self._at.number)
             for block, begin, end in self._pass(windows, size, whole=whole):
+                options: dict[str, Any] = {"lookback": self._lookback, "sequence": self._sequence, "name": name}
                 self._sequence += 1
-                yield StoredFragment(block, begin, end, lookback=self._lookback, sequence=self._sequence - 1, name=name)
+                if isinstance(block, AgentsBlock):
+                    yield StoredAgents(block, begin, end, **options)
+                else:
+                    yield StoredFragment(block, begin, end, **options)
             self._at = Position(self._at.number + 1)
             if not windows or (self.passes is not None and self._at.number % self.passes == 0):
                 return
@@ -216,17 +256,17 @@ class DatasetSource(IterableDataset[Any]):
             ).see("dataset")
         self._is_in_worker, self._at = True, Position(self._at.number)
 
-    def _pass(self, windows: list[Ints], size: int, *, whole: bool) -> Iterator[tuple[EpisodeBlock, int, int]]:
+    def _pass(self, windows: list[Ints], size: int, *, whole: bool) -> Iterator[tuple[Any, int, int]]:
         """The rows of the fragments of one pass, from the present place on: a block, and begin and end in it."""
         number, first, row, ordinal = self._at.number, self._at.episode, self._at.step, 0
-        rest: BlockRest | None = None
-        block: EpisodeBlock | None = None
+        make: Any = AgentsBlock if isinstance(self._store, EnvEpisodes) else EpisodeBlock
+        rest = block = None
         for episodes in windows:
             ordinal += len(episodes)
             if ordinal <= first:
                 continue
             left = episodes[max(0, len(episodes) - (ordinal - first)) :]
-            block = EpisodeBlock(self._store, left, ordinal - len(left), rest)
+            block = make(self._store, left, ordinal - len(left), rest)
             row = row if rest is None else rest.row
             while (end := block.end_of(row, size, whole=whole)) is not None:
                 self._at = Position(number, *block.place_of(end))
@@ -250,6 +290,12 @@ class DatasetSource(IterableDataset[Any]):
         firsts = np.cumsum([len(each) for each in windows]) - [len(each) for each in windows]
         mine = [each[(rank - first) % ranks :: ranks] for each, first in zip(windows, firsts.tolist(), strict=True)]
         return [each for each in mine if len(each)]
+
+
+def _pipeline(connector: Any, observation_space: Any, action_space: Any, module: Any) -> LearnerConnectorPipeline:
+    """The learner pipeline of a module, with a user's pieces."""
+    pieces = pieces_given(connector, "learner_connector", observation_space, action_space)
+    return LearnerConnectorPipeline.default(observation_space, action_space, pieces, stateful=is_stateful(module))
 
 
 def _checked_episodes(episodes: Sequence[int] | Ints | None, count: int) -> Ints:

@@ -1,12 +1,13 @@
 """Index of a dataset: where the chunks of each episode lie, as arrays."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollflow.sinks.datasets.arrow_columns import import_pyarrow
-from rollflow.sinks.datasets.dataset_folder import EPISODES, STEPS, DatasetFolder, no_steps
+from rollflow.sinks.datasets.dataset_folder import ENV_EPISODES, EPISODES, STEPS, DatasetFolder, no_steps
 from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import DatasetError
@@ -22,6 +23,11 @@ class EpisodeIndex:
 
     Chunks of a run with one episode's id are one episode where each begins at the step at which the one before ended.
     Where the beginning is missing, `t_started` is above 0. Where the end is missing, the episode is cut.
+
+        folder     of the dataset, or of a module
+        kind       of the files that have the chunks, `EPISODES` or `ENV_EPISODES`
+        more       names of further columns to be read
+        piece_of   gives a number for each chunk of a table, i64[P]: chunks with different ones are no episode
 
         numbers              of the files
         group                i64[P]     number of each chunk's row group, counted over all files
@@ -43,18 +49,26 @@ class EpisodeIndex:
         ids                  object[E] text
         runs                 i64[E]     number of the run in `dataset.json`
         lost                 episode -> why its environment was lost
+        more                 name -> Arrow array of P items
+        pieces               i64[P]    what `piece_of` gave
 
     Raises DatasetError, with its name, for a file that is damaged or missing.
     """
 
-    def __init__(self, folder: DatasetFolder) -> None:
+    def __init__(
+        self,
+        folder: DatasetFolder,
+        kind: str = EPISODES,
+        more: Sequence[str] = (),
+        piece_of: Callable[[Any], Ints] | None = None,
+    ) -> None:
         self.numbers = folder.check_pairs()
         self.groups: list[tuple[int, int]] = []
         self.footers: dict[int, dict[str, Any]] = {}
         tables, sizes = [], []
         pa, _ = import_pyarrow()
         for number in self.numbers:
-            table, in_groups, footers = read_chunks(folder, number)
+            table, in_groups, footers = read_chunks(folder, number, kind, more)
             self.footers[number] = footers
             tables.append(table)
             self.groups += [(number, each) for each in range(len(in_groups))]
@@ -73,6 +87,10 @@ class EpisodeIndex:
         self.row, self.chunk_steps = before - before[firsts][self.group], steps
         ids = columns[Columns.EPS_ID].dictionary_encode()
         key = _numbers(ids.indices) * (int(run.max()) + 1) + run  # one number for each run and id
+        self.more = {name: table.column(name).combine_chunks() for name in more}
+        if piece_of is not None:
+            self.pieces = piece_of(table)
+            key = key * (int(self.pieces.max()) + 1) + self.pieces
         self._group_by_episode(key, t_started, *(_flags(columns[each]) for each in ("terminated", "truncated")))
         head = self.order[self.first]
         self.ids, self.runs = columns[Columns.EPS_ID].to_numpy(zero_copy_only=False)[head], run[head]
@@ -135,22 +153,36 @@ def damaged(path: Any, error: object) -> DatasetError:
     )
 
 
-def read_chunks(folder: DatasetFolder, number: int) -> tuple[Any, list[int], dict[str, Any]]:
-    """The table of a file's chunks, how many there are in each of its row groups, and its footers by kind."""
-    with open_file(folder, EPISODES, number) as file, open_file(folder, STEPS, number) as steps:
-        path = folder.file(EPISODES, number)
+def read_chunks(
+    folder: DatasetFolder, number: int, kind: str = EPISODES, more: Sequence[str] = ()
+) -> tuple[Any, list[int], dict[str, Any]]:
+    """The table of a file's chunks, how many there are in each of its row groups, and footers by kind.
+
+    Raises DatasetError where the file of steps has others than a file of `EPISODES` says.
+    """
+    with open_file(folder, kind, number) as file:
+        path = folder.file(kind, number)
         sizes = [file.metadata.row_group(each).num_rows for each in range(file.num_row_groups)]
         try:
-            table = file.read(columns=_COLUMNS, use_threads=False)
-            lengths = _numbers(table.column("num_steps").combine_chunks())
+            table = file.read(columns=[*_COLUMNS, *more], use_threads=False)
+            lengths = numbers_in(table, "num_steps")
         except UNREADABLE as error:
             raise damaged(path, error) from None
+        if kind == ENV_EPISODES:
+            return table, sizes, {}
+        footer = file.metadata
+    with open_file(folder, STEPS, number) as steps:
         rows = [steps.metadata.row_group(each).num_rows for each in range(steps.num_row_groups)]
         ends = np.cumsum(sizes)
         wanted = [int(lengths[end - size : end].sum()) for end, size in zip(ends, sizes, strict=True)]
         if wanted != rows or not sizes:
             raise damaged(folder.file(STEPS, number), f"its row groups have {rows} steps, {path.name} says {wanted}")
-    return table, sizes, {EPISODES: file.metadata, STEPS: steps.metadata}
+    return table, sizes, {EPISODES: footer, STEPS: steps.metadata}
+
+
+def numbers_in(table: Any, name: str) -> Ints:
+    """A column of whole numbers, i64[n]."""
+    return _numbers(table.column(name).combine_chunks())
 
 
 def _numbers(array: Any) -> Ints:

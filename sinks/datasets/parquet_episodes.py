@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollflow.sinks.datasets.arrow_columns import Description, import_pyarrow, scatter, tree_of
-from rollflow.sinks.datasets.dataset_folder import EPISODES, LAST_OBS, STEPS, DatasetFolder
+from rollflow.sinks.datasets.dataset_folder import ENV_T, EPISODES, LAST_OBS, STEPS, DatasetFolder
 from rollflow.sinks.datasets.episode_block import Ints
 from rollflow.sinks.datasets.episode_index import UNREADABLE, EpisodeIndex, damaged, open_file, ranges
 from rollflow.stream.data.columns import Columns
@@ -15,19 +15,22 @@ from rollflow.stream.data.tree import Tree
 
 
 class ParquetEpisodes:
-    """Episodes that a `DatasetSink` has written: an `EpisodeStore`.
+    """Episodes that a `DatasetSink` has written, of one agent or of a module: an `EpisodeStore`.
+
+    index    of the episodes; None: of all
 
     Raises DatasetError where there is no dataset, or one that is damaged.
     """
 
-    def __init__(self, folder: DatasetFolder) -> None:
+    def __init__(self, folder: DatasetFolder, index: EpisodeIndex | None = None) -> None:
         import_pyarrow()
         self._folder = folder
         self.description = folder.read()
         self.columns: Mapping[str, Description] = self.description["columns"]
         self.observation_space = folder.space(self.description, "observation_space")
         self.action_space = folder.space(self.description, "action_space")
-        self.index = index = EpisodeIndex(folder)
+        self.index = index = EpisodeIndex(folder) if index is None else index
+        self._described = {**self.columns, ENV_T: {"dtype": "int64", "shape": []}}
         self.version = index.numbers
         self.num_steps, self.t_started, self.ids, self.runs = index.num_steps, index.t_started, index.ids, index.runs
         self.lost: Mapping[int, str] = index.lost
@@ -48,7 +51,7 @@ class ParquetEpisodes:
                     to = ranges(begins[mine], lengths[mine])
                     table = file.read_row_group(index.groups[group][1], columns=list(columns), use_threads=False)
                     for name, tree in columns.items():
-                        scatter(tree_of(table.column(name), self.columns[name]), rows, tree, to)
+                        scatter(tree_of(table.column(name), self._described[name]), rows, tree, to)
         if last_obs is not None:
             self._fill_last(index.last[episodes], last_obs)
 

@@ -6,13 +6,15 @@ from importlib import metadata as packages
 from typing import Any
 
 from rollflow.nodes.connectors.pipelines.connector_pipeline_v2 import ConnectorPipelineV2
+from rollflow.nodes.rollout.multi_agent_rollout import MultiAgentRollout
 from rollflow.nodes.rollout.rollout import Rollout
 from rollflow.stream.data.errors import DatasetError
 
+AnyRollout = Rollout | MultiAgentRollout
 _PACKAGES = ("gymnasium", "numpy", "pyarrow", "rollflow", "torch")
 
 
-def run_record(metadata: Mapping[str, Any], rollout: Rollout | None) -> dict[str, Any]:
+def run_record(metadata: Mapping[str, Any], rollout: AnyRollout | None) -> dict[str, Any]:
     """The record of a run, in JSON's types: a user's values, the rollout, and the versions of Python and packages."""
     versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
     described = None if rollout is None else _described(rollout)
@@ -27,23 +29,28 @@ def version_of(package: str) -> str:
         return "unknown"
 
 
-def checked_rollout(rollout: Any) -> Rollout | None:
-    """Return a rollout of one agent, or None. Raises DatasetError for anything else."""
-    if rollout is not None and not isinstance(rollout, Rollout):
-        raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a Rollout, or None").see("dataset")
+def checked_rollout(rollout: Any) -> AnyRollout | None:
+    """Return a rollout, or None. Raises DatasetError for anything else."""
+    if rollout is not None and not isinstance(rollout, AnyRollout):
+        raise DatasetError(f"rollout is a {type(rollout).__name__}, expected a rollout, or None").see("dataset")
     return rollout
 
 
-def _described(rollout: Rollout) -> dict[str, Any]:
-    """Id of the environment where it is known here, seed, and names of the classes of the module and the pieces."""
+def _described(rollout: AnyRollout) -> dict[str, Any]:
+    """Id of the environment where it is known here, seed, and names of the classes of the modules and the pieces."""
     env = rollout.environments.envs[0]
     spec = getattr(env, "spec", None) or getattr(next(iter(getattr(env, "envs", ())), None), "spec", None)
-    return {
-        "env": None if spec is None else spec.id,
-        "seed": rollout.seed,
-        "module": _name_of(rollout.module),
-        "env_to_module": _pieces_of(rollout.env_to_module),
-        "module_to_env": _pieces_of(rollout.module_to_env),
+    described = {"env": None if spec is None else spec.id, "seed": rollout.seed}
+    if isinstance(rollout, Rollout):
+        return described | {
+            "module": _name_of(rollout.module),
+            "env_to_module": _pieces_of(rollout.env_to_module),
+            "module_to_env": _pieces_of(rollout.module_to_env),
+        }
+    return described | {
+        "module": {str(module_id): _name_of(module) for module_id, module in rollout.module.items()},
+        "env_to_module": [_pieces_of(each) for each in rollout.env_to_module],
+        "module_to_env": [_pieces_of(each) for each in rollout.module_to_env],
     }
 
 

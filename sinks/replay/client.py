@@ -14,6 +14,7 @@ from rollflow.nodes.env.remote.remote_envs import Secret, check_tls, secret_byte
 from rollflow.nodes.env.remote.software import software
 from rollflow.sinks.replay.rate import ReplayReport
 from rollflow.sinks.replay.replay import Batch, detached
+from rollflow.sinks.trainer.messages.by_module import is_by_module, joined_weights
 from rollflow.sinks.trainer.messages.item_message import tensors_of
 from rollflow.sinks.trainer.trainer_side.newest_weights import PublishedWeights
 from rollflow.stream import wire
@@ -75,28 +76,32 @@ class ReplayClient:
         columns = self._asked("sample", {"count": count, "wait_s": wait_s}).columns
         return tensors_of({name: _with_tuples(tree) for name, tree in columns.items()})
 
-    def update_priorities(self, ids: Any, values: Any) -> None:
+    def update_priorities(self, ids: Any, values: Any, module_id: str | None = None) -> None:
         """Set the priorities of steps, as `Replay.update_priorities` does.
 
-        ids       i64[B]  of batches of the host as it runs now: those from before a restart are passed over
-        values    f[B]    such as TD errors
+        ids          i64[B]  of batches of the host as it runs now: those from before a restart are passed over
+        values       f[B]    such as TD errors
+        module_id    of several agents: the module whose batch it was
         """
         arrays = {"ids": as_array(ids).astype(np.int64), "values": detached(values)}
-        self._asked("update_priorities", {}, arrays)
+        self._asked("update_priorities", {"module_id": module_id}, arrays)
 
     def publish(self, weights: Mapping[str, Any]) -> int:
         """Have all rollouts act with a module's `state_dict()`; returns its policy version.
 
+        weights    where rollouts have several modules: module id -> `state_dict()` of all that are trained
+
         Raises ModuleError for weights that can't be sent.
         """
+        weights = joined_weights(weights) if is_by_module(weights) else weights
         sent = PublishedWeights.of(weights).message
         values = {"dtypes": sent.dtypes, "others": sent.others}
         version: int = self._asked("publish", values, sent.tensors).values["version"]
         return version
 
-    def report(self) -> ReplayReport:
-        """The host's counts, the ratio reached, and which side waits."""
-        return ReplayReport(**self._asked("report").values)
+    def report(self, module_id: str | None = None) -> ReplayReport:
+        """The host's counts, the ratio reached, and which side waits; of a module, or of all together."""
+        return ReplayReport(**self._asked("report", {"module_id": module_id}).values)
 
     def close(self) -> None:
         """Say goodbye; calls under way raise ReplayError."""

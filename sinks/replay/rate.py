@@ -133,10 +133,9 @@ class RateLimiter:
         least = min(steps - self._buffer(), self._buffer() - self.most_inserts * rate.ratio)
         return (inserted - rate.min_size) * rate.ratio - self.sampled >= least
 
-    def reached(self, inserted: int) -> float:
-        """Steps sampled for each one inserted beyond the minimum; 0 before any."""
-        beyond = inserted - (0 if self.rate is None else self.rate.min_size)
-        return self.sampled / beyond if beyond > 0 else 0.0
+    def beyond(self, inserted: int) -> int:
+        """Steps inserted beyond the minimum."""
+        return max(0, inserted - (0 if self.rate is None else self.rate.min_size))
 
     def _buffer(self, inserts: int = 0) -> float:
         """The error buffer: the one asked for, or the smallest that suits such an insert and all sizes so far."""

@@ -1,48 +1,35 @@
 """Replay: keeps the steps of fragments, and gives batches of them at a controlled rate."""
 
+import copy
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
+from urllib.parse import quote
 
 import anyio
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
-from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
+from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import read_state, write_state
 from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
-from rollflow.sinks.replay.row_columns import RowColumns, columns_of, items_of
-from rollflow.sinks.replay.row_index import RowIndex
-from rollflow.sinks.replay.sampled_steps import SampledSteps, check_size
+from rollflow.sinks.replay.replay_table import Batch as Batch
+from rollflow.sinks.replay.replay_table import ReplayTable
+from rollflow.sinks.replay.replay_table import Storage as Storage
+from rollflow.sinks.replay.sampled_steps import check_size
 from rollflow.sinks.replay.samplers import Sampler, Uniform
 from rollflow.sinks.replay.turns import Side, Turns
-from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
-from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
+from rollflow.stream.multi_agent.multi_agent_fragment import AnyFragment, MultiAgentFragment
 
-Batch = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a replay keeps steps.
-
-    path      file to map into memory, made anew: for more than fits into RAM; None: in RAM
-    frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
-              zeros before the episode's first. They are put together when sampled. 1: the observation itself
-    extra     names of the module's outputs to be kept; None: all
-    """
-
-    path: str | os.PathLike[str] | None = None
-    frames: int = 1
-    extra: tuple[str, ...] | None = None
+Parts = Sequence[tuple[ReplayTable, Fragment]]
 
 
 class Replay:
@@ -65,6 +52,10 @@ class Replay:
         ids         i64[B]  for `update_priorities`
         age         i64[B]  rows written since the step's
         weights     f32[B]  importance weights, of a prioritized sampler
+
+    Of several agents, the steps of each module stand in a table of their own, with the capacity, the rate, and a copy
+    of the sampler and of the remover. A batch is then module id -> batch, of the modules that the rate lets be sampled.
+    An insert waits until the rate of each of its modules lets it through.
 
     Inserts and samples may come from several threads. In a graph, `fragments` come in and `batches` go out.
 
@@ -89,7 +80,7 @@ class Replay:
         self.remover = Oldest() if remover is None else remover
         self.pieces = list(pieces)
         self._storage = Storage() if storage is None else storage
-        frames = checked_count("frames", self._storage.frames, 1)
+        checked_count("frames", self._storage.frames, 1)
         num_rows = self.remover.num_rows(capacity)
         if num_rows >= 2**31 - 1:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")
@@ -99,12 +90,9 @@ class Replay:
                 "a min_size below the capacity"
             ).see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
-        self._rate = RateLimiter(rate, self.batch_size * self.sampler.steps)
-        self._rows = RowIndex(num_rows, frames - 1)
-        self._columns: RowColumns | None = None
-        self._generator = np.random.default_rng(seed)
-        self.sampler.begin(self._rows)
-        self.remover.begin(self._rows)
+        self._rate, self._seed = rate, seed
+        self._unused = copy.deepcopy((self.sampler, self.remover))  # of which each module gets copies
+        self._tables: dict[Any, ReplayTable] = {None: self._table(self.sampler, self.remover)}  # None: of one agent
         self.turns = Turns()
         self._lock = self.turns.lock
 
@@ -112,13 +100,22 @@ class Replay:
 
     def __len__(self) -> int:
         """Number of steps that may be sampled."""
-        return self._rows.num_live
+        return sum(table.rows.num_live for table in self._tables.values())
 
-    def __call__(self, fragment: Fragment) -> None:
+    @property
+    def module_ids(self) -> list[Any]:
+        """Ids of the modules whose steps are there; of one agent there is none."""
+        return [module_id for module_id in self._tables if module_id is not None]
+
+    def sampler_of(self, module_id: Any) -> Sampler:
+        """The sampler of a module's steps. Raises ReplayError for a module that no fragment has had."""
+        return self._table_of(module_id).sampler
+
+    def __call__(self, fragment: AnyFragment) -> None:
         """Insert a fragment."""
         self.insert(fragment)
 
-    def insert(self, fragment: Fragment, *, wait_s: float | None = 0.0) -> None:
+    def insert(self, fragment: AnyFragment, *, wait_s: float | None = 0.0) -> None:
         """Copy a fragment's steps; the oldest make room.
 
         wait_s    seconds to wait for other threads' samples, where the rate holds the insert back; None: any time
@@ -126,22 +123,23 @@ class Replay:
         Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind.
         """
         with self._lock:
-            if steps := self._announced(fragment):
-                self._wait("insert", lambda: self._admits_insert(steps), wait_s)
-                self._insert(fragment)
+            if parts := self._announced(fragment):
+                self._wait("insert", lambda: _admit(parts), wait_s)
+                for table, part in parts:
+                    table.insert(part)
                 self.turns.notify()
 
-    async def insert_in_loop(self, fragment: Fragment) -> None:
+    async def insert_in_loop(self, fragment: AnyFragment) -> None:
         """Insert a fragment as soon as the rate lets it through; in an event loop that `turns` has entered."""
         with self._lock:
-            steps = self._announced(fragment)
-        await self.turns.wait_in_loop("insert", lambda: not steps or self._admits_insert(steps))
+            parts = self._announced(fragment)
+        await self.turns.wait_in_loop("insert", lambda: _admit(parts))
         self.insert(fragment)
 
     def may_insert(self, steps: int) -> bool:
-        """True if the rate lets so many steps be inserted now. Raises ReplayError where it never can."""
+        """True if the rate lets so many steps be inserted now, of each module. Raises ReplayError: it never can."""
         with self._lock:
-            return self._admits_insert(steps)
+            return all(table.admits_insert(steps) for table in self._tables.values())
 
     def sample(self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None) -> Batch:
         """A batch of `count` rows; None: of `batch_size`.
@@ -153,26 +151,28 @@ class Replay:
         larger; nothing is counted or removed then.
         """
         count = self.batch_size if count is None else checked_count("count", count, 1)
-        steps = count * self.sampler.steps
         with self._lock:
-            self._wait("sample", lambda: self._admits_sample(steps), wait_s)
-            batch = self._sample(count, max_bytes)
-            self._rate.most_samples = max(self._rate.most_samples, steps)
+            self._wait("sample", lambda: self._admits_sample(count), wait_s)
+            tables = {each: table for each, table in self._tables.items() if table.admits_sample(count)}
+            drawn = {each: table.drawn(count, self.pieces) for each, table in tables.items()}
+            batches = {each: batch for each, (batch, _) in drawn.items()}
+            check_size(batches, max_bytes)
+            for each, table in tables.items():
+                table.count(drawn[each][1], count)
             self.turns.notify()
-        return batch
+        return batches[None] if None in batches else batches
 
     def may_sample(self, count: int | None = None) -> bool:
         """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
-        steps = (self.batch_size if count is None else count) * self.sampler.steps
         with self._lock:
-            return self._admits_sample(steps)
+            return self._admits_sample(self.batch_size if count is None else count)
 
     def batches(self, count: int | None = None) -> Iterator[Batch]:
         """Batches for as long as the rate lets them be sampled: after each insert in a plain loop.
 
         Raises ReplayError without a rate, with which it would never end.
         """
-        if self._rate.rate is None:
+        if self._rate is None:
             raise ReplayError(
                 "batches() ends when the rate lets no more be sampled, but the replay has no rate; expected "
                 "Replay(rate=SamplesPerInsert(...)), or sample()"
@@ -180,8 +180,10 @@ class Replay:
         while self.may_sample(count):
             yield self.sample(count)
 
-    def update_priorities(self, ids: Any, values: Any) -> None:
+    def update_priorities(self, ids: Any, values: Any, module_id: Any = None) -> None:
         """Set the priorities of steps, by a batch's `ids`, i64[B], from values f[B] such as TD errors.
+
+        module_id    of several agents: the module whose batch it was
 
         Steps that have gone meanwhile are passed over. Raises ReplayError for a sampler without priorities.
         """
@@ -192,18 +194,24 @@ class Replay:
                 "value for each row of a batch"
             )
         with self._lock:
-            self.sampler.update_priorities(self._rows, numbers, magnitudes)
+            table = self._table_of(module_id)
+            table.sampler.update_priorities(table.rows, numbers, magnitudes)
 
-    def report(self) -> ReplayReport:
-        """What has been counted so far, the ratio reached, and which side waits."""
+    def report(self, module_id: Any = None) -> ReplayReport:
+        """What has been counted so far, the ratio reached, and which side waits.
+
+        module_id    of several agents: the module; None: all together
+        """
         with self._lock:
-            rate, rows = self._rate, self._rows
+            tables = list(self._tables.values()) if module_id is None else [self._table_of(module_id)]
+            beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
+            sampled = sum(table.rate.sampled for table in tables)
             return ReplayReport(
-                inserted=rows.inserted,
-                removed=rows.removed,
-                sampled=rate.sampled,
-                ratio=rate.reached(rows.inserted),
-                wanted=None if rate.rate is None else rate.rate.ratio,
+                inserted=sum(table.rows.inserted for table in tables),
+                removed=sum(table.rows.removed for table in tables),
+                sampled=sampled,
+                ratio=sampled / beyond if beyond else 0.0,
+                wanted=None if self._rate is None else self._rate.ratio,
                 waiting=self.turns.waiting,
                 insert_wait_s=self.turns.waited_s("insert"),
                 sample_wait_s=self.turns.waited_s("sample"),
@@ -212,11 +220,11 @@ class Replay:
     @property
     def nbytes(self) -> int:
         """Bytes of the columns; 0 before the first insert."""
-        return 0 if self._columns is None else self._columns.nbytes
+        return sum(table.nbytes for table in self._tables.values())
 
     # As a node of a graph
 
-    async def run(self, fragments: Inlet[Fragment], batches: Outlet[Batch]) -> None:
+    async def run(self, fragments: Inlet[AnyFragment], batches: Outlet[Batch]) -> None:
         """Insert fragments and send batches, each as soon as the rate lets it through.
 
         After the last fragment, sends what the rate still allows; without a rate, nothing more.
@@ -235,7 +243,7 @@ class Replay:
         async def send_all() -> None:
             while True:
                 await self.turns.wait_in_loop("sample", lambda: is_over or self.may_sample())
-                if not self.may_sample() or (is_over and self._rate.rate is None):
+                if not self.may_sample() or (is_over and self._rate is None):
                     return
                 await batches.send(self.sample())
 
@@ -260,17 +268,10 @@ class Replay:
     def get_state(self) -> dict[str, Any]:
         """All that the replay holds, as plain values and arrays: steps, priorities, counts, the generator."""
         with self._lock:
-            used = min(self._rows.end, self._rows.num_rows)
-            return {
-                "capacity": self.capacity,
-                "frames": self._storage.frames,
-                "rows": self._rows.get_state(),
-                "columns": None if self._columns is None else self._columns.get_state(used),
-                "sampler": self.sampler.get_state(),
-                "remover": self.remover.get_state(),
-                "rate": self._rate.get_state(),
-                "generator": self._generator.bit_generator.state,
-            }
+            state: dict[str, Any] = {"capacity": self.capacity, "frames": self._storage.frames}
+            if None in self._tables:
+                return state | self._tables[None].get_state()
+            return state | {"modules": [[each, table.get_state()] for each, table in self._tables.items()]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
@@ -281,15 +282,12 @@ class Replay:
             if state[name] != own:
                 raise ReplayError(f"the state is of a replay with {name}={state[name]}, expected {own}").see("replay")
         with self._lock:
-            self._rows.set_state(state["rows"])
-            if state["columns"] is not None:
-                items = {name: map_tree(lambda leaf: leaf[0], used) for name, (used, _) in state["columns"].items()}
-                self._columns = self._make_columns(items)
-                self._columns.set_state(state["columns"])
-            self.sampler.set_state(state["sampler"])
-            self.remover.set_state(state["remover"])
-            self._rate.set_state(state["rate"])
-            self._generator.bit_generator.state = state["generator"]
+            if "modules" in state:
+                self._tables = {each: self._table_for(each) for each, _ in state["modules"]}
+                for each, of_table in state["modules"]:
+                    self._tables[each].set_state(of_table)
+            else:
+                self._tables[None].set_state(state)
             self.turns.notify()
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -302,91 +300,78 @@ class Replay:
 
     # Inside
 
-    def _insert(self, fragment: Fragment) -> None:
-        rows, chunks = self._rows, fragment.chunks
-        columns = columns_of(fragment, self._storage.extra)
-        if self._columns is None:
-            self._columns = self._make_columns(items_of(columns))
-        self._columns.check(columns)
-        lane = f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"  # no other lane's, also when a run goes on
-        placement = rows.place(lane, fragment.layout, chunks)
-        self._columns.write(placement.begin, placement.source, columns)
-        if len(placement.ended):
-            last = fragment.last_observations()
-            self._columns.put(Columns.OBS, placement.rows, map_tree(lambda leaf: leaf[placement.ended], last))
-        self.sampler.note_removed(rows, placement.removed)
-        self.sampler.note_inserted(rows, placement.inserted)
-        self._remove(self.remover.after_insert(rows, self.sampler, placement.inserted))
-        self._check_min_size()
+    def _table(self, sampler: Sampler, remover: Remover, module_id: Any = None) -> ReplayTable:
+        """A new table, of a module or of one agent."""
+        storage, seed = self._storage, self._seed
+        if module_id is not None:
+            if storage.path is not None:
+                storage = replace(storage, path=f"{os.fspath(storage.path)}.{quote(str(module_id), safe=' ')}")
+            seed = None if seed is None else zlib.crc32(str(module_id).encode(), seed & 0xFFFFFFFF)
+        return ReplayTable(
+            self.capacity,
+            sampler,
+            remover,
+            storage=storage,
+            rate=RateLimiter(self._rate, self.batch_size * sampler.steps),
+            generator=np.random.default_rng(seed),
+        )
 
-    def _sample(self, count: int, max_bytes: int | None) -> Batch:
-        rows = self._rows
-        if not rows.num_live:
-            raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
-        assert self._columns is not None
-        draw = self.sampler.draw(rows, count, self._generator)
-        steps = SampledSteps(rows, self._columns, draw, self._storage.frames, self._generator)
-        batch = steps.batch()
-        shared_data: dict[str, Any] = {}
-        context: Any = steps  # which pieces for replays take in the place of episodes
-        for piece in self.pieces:
-            batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
-        convert = tensor_of if self.pieces else torch.from_numpy  # a piece's arrays may be read-only
-        for name, data in batch.items():
-            batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
-        check_size(batch, max_bytes)
-        self._rate.sampled += draw.num_steps
-        self._remove(self.remover.after_sample(rows, draw))
-        return batch
+    def _table_for(self, module_id: Any) -> ReplayTable:
+        """A new table of a module."""
+        return self._table(*copy.deepcopy(self._unused), module_id)
 
-    def _remove(self, positions: NDArray[np.int64]) -> None:
-        if len(positions):
-            self._rows.remove(positions)
-            self.sampler.note_removed(self._rows, positions)
+    def _table_of(self, module_id: Any) -> ReplayTable:
+        table = self._tables.get(module_id)
+        if table is None:
+            raise ReplayError(f"there are no steps of module {module_id!r}, expected one of {self.module_ids}").see(
+                "replay"
+            )
+        return table
 
-    def _make_columns(self, items: dict[str, Any]) -> RowColumns:
-        return RowColumns(items, self._rows.num_rows, self._rows.num_spare, self._storage.path)
-
-    def _check_min_size(self) -> None:
-        rate, rows = self._rate.rate, self._rows
-        if rate is None or rows.num_live >= rate.min_size or not rows.begin:
-            return
-        if (kept := int(np.count_nonzero(rows.is_step))) < rate.min_size:
-            raise ReplayError(
-                f"min_size is {rate.min_size}, but all {rows.num_rows} rows are taken with {kept} steps in them, the "
-                "others by last observations of episodes: nothing could ever be sampled; expected a smaller min_size, "
-                "or a larger capacity"
-            ).see("replay")
-
-    def _announced(self, fragment: Fragment) -> int:
-        """Steps of a fragment that comes; samples that wait look again if none was as large. The lock is held."""
-        if not isinstance(fragment, Fragment):
-            raise ReplayError(f"a replay takes fragments of one agent, got {type(fragment).__name__}").see("replay")
-        steps = fragment.num_steps
-        self._rate.check(inserts=steps)
-        if steps > self._rate.most_inserts:
-            self._rate.most_inserts = steps
+    def _announced(self, fragment: AnyFragment) -> Parts:
+        """What a fragment that comes has for each table; samples that wait look again. The lock is held."""
+        if isinstance(fragment, Fragment):
+            if None not in self._tables:
+                raise ReplayError("the replay has steps of several agents, got a fragment of one").see("replay")
+            parts = [(self._tables[None], fragment)] if fragment.num_steps else []
+        elif isinstance(fragment, MultiAgentFragment):
+            parts = self._parts_of(fragment)
+        else:
+            raise ReplayError(f"a replay takes fragments, got {type(fragment).__name__}").see("replay")
+        if any([table.announce(part.num_steps) for table, part in parts]):
             self.turns.notify()
-        return steps
+        return parts
 
-    def _admits_insert(self, steps: int) -> bool:
-        self._rate.check(inserts=steps)
-        return self._rate.admits_insert(steps, self._rows.inserted, self._rows.removed)
+    def _parts_of(self, fragment: MultiAgentFragment) -> list[tuple[ReplayTable, Fragment]]:
+        """The steps of each module, and its table, which is made if there is none."""
+        if None in self._tables:
+            if self._tables[None].rows.inserted:
+                raise ReplayError("the replay has steps of one agent, got a fragment of several").see("replay")
+            self._tables = {}
+        parts = {each: fragment.of_module(each) for each in fragment.module_ids}
+        parts = {each: part for each, part in parts.items() if len(part.chunks.slot)}
+        new = {each: self._table_for(each) for each in parts if each not in self._tables}
+        self._tables |= new
+        return [(self._tables[each], part) for each, part in parts.items()]
 
-    def _admits_sample(self, steps: int) -> bool:
-        self._rate.check(samples=steps)
-        return self._rate.admits_sample(steps, self._rows.inserted, self._rows.removed)
+    def _admits_sample(self, count: int) -> bool:
+        return any([table.admits_sample(count) for table in self._tables.values()])
 
     def _wait(self, side: Side, admits: Callable[[], bool], wait_s: float | None) -> None:
         """Wait until the rate lets a side go on; the lock is held. Raises ReplayError once `wait_s` is over."""
         if self.turns.wait(side, admits, wait_s):
             return
-        if self._rate.rate is None:
+        if self._rate is None:
             raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
         other = "sample more first" if side == "insert" else "insert more first"
+        held = [
+            f"{table.rows.inserted} steps are inserted, {table.rows.num_live} there, {table.rate.sampled} sampled"
+            + (f" of module {module_id!r}" if module_id is not None else "")
+            for module_id, table in self._tables.items()
+        ]
         raise ReplayError(
-            f"the rate holds this {side} back: {self._rows.inserted} steps are inserted, {self._rows.num_live} there, "
-            f"{self._rate.sampled} sampled, at {self._rate.rate}; {other}, or give wait_s where another thread does"
+            f"the rate holds this {side} back: {'; '.join(held)}, at {self._rate}; {other}, or give wait_s where "
+            "another thread does"
         ).see("replay")
 
 
@@ -395,5 +380,6 @@ def detached(values: Any) -> NDArray[Any]:
     return np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))
 
 
-def _tensor(leaf: Any) -> Any:
-    return tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf
+def _admit(parts: Parts) -> bool:
+    """True if the rates let all parts of a fragment be inserted."""
+    return all([table.admits_insert(part.num_steps) for table, part in parts])

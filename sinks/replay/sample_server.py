@@ -134,16 +134,18 @@ class SampleServer:
         """Columns and other values of the answer to a query."""
         if query.name == "sample":
             columns = arrays_of(await self._sample(client, query.values))
-            columns[IDS] = columns[IDS] + self._first_id
+            for part in columns.values() if self._replay.module_ids else [columns]:
+                part[IDS] = part[IDS] + self._first_id
             return columns, {}
+        module_id = query.values.get("module_id")
         if query.name == "update_priorities":
-            self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"))
+            self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"), module_id)
             return {}, {}
         if query.name == "publish":
             dtypes, others = query.values.get("dtypes", {}), query.values.get("others", {})
             weights = from_arrays(Arrays(dict(query.arrays), dict(dtypes), dict(others)))
             return {}, {"version": self._publish(weights)}
-        return {}, asdict(self._replay.report())
+        return {}, asdict(self._replay.report(module_id))
 
     async def _sample(self, client: RequestClient, values: Mapping[str, Any]) -> Batch:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none."""
@@ -171,11 +173,11 @@ class SampleServer:
             raise ReplayError("the sampler is gone")
         return client.lost_at is None
 
-    def _update_priorities(self, ids: NDArray[Any], values: NDArray[Any]) -> None:
+    def _update_priorities(self, ids: NDArray[Any], values: NDArray[Any], module_id: Any) -> None:
         if ids.shape == values.shape and ids.ndim == 1 and ids.dtype == np.int64:
             is_ours = ids >> _POSITION_BITS == self._first_id >> _POSITION_BITS
             ids, values = ids[is_ours] - self._first_id, values[is_ours]
-        self._replay.update_priorities(ids, values)
+        self._replay.update_priorities(ids, values, module_id)
 
 
 def _array_of(query: wire.Query, name: str) -> NDArray[Any]:

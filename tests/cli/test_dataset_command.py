@@ -9,9 +9,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from command_errors import assert_one_line
+from numbered_agents import numbered_agents
 from replayed import Played
+from serial_module import SerialModule
 
 from rollflow.cli.main import main
+from rollflow.nodes import MultiAgentRollout
 from rollflow.sinks import DatasetSink, DatasetSource
 
 
@@ -159,6 +162,47 @@ def test_filter_keeps_the_episodes_within_the_bounds(
     assert_one_line(error := capsys.readouterr().err)
     assert f"none of {len(everything)} episodes of {path} is within the bounds" in error
     assert not (tmp_path / "none").exists()
+
+
+def test_datasets_of_several_agents_are_shown_checked_filtered_and_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, makers = numbered_agents(2, agents=2, nested=1, length=6)
+    data, good, both = (str(tmp_path / name) for name in ("data", "good", "both"))
+    modules = {name: SerialModule() for name in ("nested", "plain")}
+    options: dict[str, object] = {"fragment_length": 8, "num_fragments": 3, "seed": 0}
+    with (
+        MultiAgentRollout(
+            makers,
+            module=modules,
+            agent_to_module_mapping_fn=lambda agent, episode: "nested" if agent == "agent 0" else "plain",
+            **options,  # type: ignore[arg-type]
+        ) as rollout,
+        DatasetSink(data, max_file_bytes=1, rollout=rollout) as sink,
+    ):
+        for fragment in rollout.fragments():
+            sink(fragment)
+    source = DatasetSource(data)
+    summary = source.summary()
+    assert main(["dataset", "show", data]) == 0
+    shown = capsys.readouterr().out
+    assert "agents        agent 0, agent 1\nmodule        nested\nobservations  Dict(" in shown
+    assert f"steps         {source.num_steps}\n" in shown
+    assert main(["dataset", "check", data]) == 0
+    assert capsys.readouterr().out.endswith("env_episodes/000003.parquet\nall is well\n")
+    assert main(["dataset", "filter", data, "--whole", "--out", good]) == 0
+    whole = DatasetSource(good)
+    assert whole.num_episodes == np.count_nonzero(summary.is_whole) < source.num_episodes
+    returns = [sum(float(np.sum(each.get_rewards())) for each in episode.agent_episodes.values())
+               for episode in whole.episodes()]  # fmt: skip
+    assert returns == pytest.approx(summary.returns[summary.is_whole])
+    assert main(["dataset", "merge", data, good, "--out", both]) == 0
+    assert DatasetSource(both).num_steps == source.num_steps + whole.num_steps
+    assert [each["rollout"]["seed"] for each in DatasetSource(both).description["runs"]] == [0, 0]
+    capsys.readouterr()
+    rewrite(tmp_path / "data/modules/plain/steps/000001.parquet", "agent_id", 0, "agent 0")
+    assert main(["dataset", "check", data]) == 1
+    assert "agent_id of row 0 is agent 0, expected agent 1 as in episodes" in capsys.readouterr().out
 
 
 def test_convert_writes_what_minari_opens(

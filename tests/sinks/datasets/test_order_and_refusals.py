@@ -212,8 +212,8 @@ def test_fragments_of_another_kind_are_refused_with_the_field(path: Path, played
             sink(nested)
 
 
-def test_what_is_no_fragment_of_one_agent_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="a dataset takes fragments of one agent, got dict"):
+def test_what_is_no_fragment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="a dataset takes fragments, got dict"):
         DatasetSink(tmp_path)({})  # type: ignore[arg-type]
 
 
@@ -293,8 +293,8 @@ def test_a_newer_or_a_damaged_description_is_refused(path: Path, tmp_path: Path)
         DatasetSource(tmp_path / "nothing")
     name = path / "dataset.json"
     description = json.loads(name.read_text())
-    name.write_text(json.dumps(description | {"version": 2}))
-    with pytest.raises(DatasetError, match=r"dataset.json has version 2, expected at most 1: a newer rollflow"):
+    name.write_text(json.dumps(description | {"version": 3}))
+    with pytest.raises(DatasetError, match=r"dataset.json has version 3, expected at most 2: a newer rollflow"):
         DatasetSource(path)
     name.write_text(json.dumps(description | {"action_space": {"type": "Ball"}}))
     with pytest.raises(DatasetError, match=r"dataset.json: action_space: type is 'Ball'"):
@@ -371,7 +371,7 @@ def test_arguments_out_of_bounds_are_refused(path: Path) -> None:
             DatasetSink(path, **options)  # type: ignore[arg-type]
     with pytest.raises(DatasetError, match="has no form in JSON"):
         DatasetSink(path, metadata={"env": gym})
-    with pytest.raises(DatasetError, match="rollout is a str, expected a Rollout, or None"):
+    with pytest.raises(DatasetError, match="rollout is a str, expected a rollout, or None"):
         DatasetSink(path, rollout="CartPole-v1")  # type: ignore[arg-type]
     for options in ({"batch_size": 0}, {"passes": 0}, {"lookback": -1}, {"rank": 1}, {"window_steps": 0}):
         with pytest.raises(ValueError, match=next(iter(options))):

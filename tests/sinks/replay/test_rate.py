@@ -96,7 +96,7 @@ def test_the_ratio_keeps_its_bounds_over_a_million_operations_while_either_side_
             if not moved:
                 break
         counted.check()
-    assert counted.limiter.reached(counted.inserted) == pytest.approx(8.0, abs=1e-3)
+    assert counted.limiter.sampled / counted.limiter.beyond(counted.inserted) == pytest.approx(8.0, abs=1e-3)
 
 
 @given(

@@ -342,7 +342,7 @@ def test_fragments_that_do_not_fit_are_refused_and_nothing_is_lost() -> None:
         replay.insert(large.fragments[0])
     with pytest.raises(ReplayError, match="Uniform has no priorities to be updated"):
         replay.update_priorities([0], [1.0])
-    with pytest.raises(ReplayError, match="takes fragments of one agent, got dict"):
+    with pytest.raises(ReplayError, match="takes fragments, got dict"):
         replay.insert({})  # type: ignore[arg-type]
     replay.insert(played.fragments[1])
     for row in rows_of(replay.sample(16)):

@@ -1,0 +1,183 @@
+"""Replay table: the steps of one agent, or of the agents of one module, in rows, with the sampler that draws them."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from rollflow.nodes.connectors.common.tensors import tensor_of
+from rollflow.nodes.connectors.connector_v2 import ConnectorV2
+from rollflow.sinks.replay.rate import RateLimiter
+from rollflow.sinks.replay.removers import Remover
+from rollflow.sinks.replay.row_columns import RowColumns, columns_of, items_of
+from rollflow.sinks.replay.row_index import RowIndex
+from rollflow.sinks.replay.sampled_steps import SampledSteps
+from rollflow.sinks.replay.samplers import Draw, Sampler
+from rollflow.stream.data.columns import Columns
+from rollflow.stream.data.errors import ReplayError
+from rollflow.stream.data.tree import map_tree
+from rollflow.stream.fragments.fragment import Fragment
+
+Batch = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a replay keeps steps.
+
+    path      file to map into memory, made anew: for more than fits into RAM; None: in RAM. Of several agents each
+              module has a file of its own, with its id behind the name
+    frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
+              zeros before the episode's first. They are put together when sampled. 1: the observation itself
+    extra     names of the module's outputs to be kept; None: all
+    """
+
+    path: str | os.PathLike[str] | None = None
+    frames: int = 1
+    extra: tuple[str, ...] | None = None
+
+
+class ReplayTable:
+    """Rows of steps, without locks.
+
+    capacity     of the replay; the remover says how many rows that takes
+    sampler      of this table alone
+    remover      of this table alone
+    rate         counts of what is inserted and sampled
+    generator    of all that is drawn
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        sampler: Sampler,
+        remover: Remover,
+        *,
+        storage: Storage,
+        rate: RateLimiter,
+        generator: np.random.Generator,
+    ) -> None:
+        self.sampler, self.remover, self.rate = sampler, remover, rate
+        self.rows = RowIndex(remover.num_rows(capacity), storage.frames - 1)
+        self._storage, self._generator = storage, generator
+        self._columns: RowColumns | None = None
+        sampler.begin(self.rows)
+        remover.begin(self.rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the columns; 0 before the first insert."""
+        return 0 if self._columns is None else self._columns.nbytes
+
+    def announce(self, steps: int) -> bool:
+        """Take note of an insert that comes; True if none was as large, so that samples that wait look again."""
+        self.rate.check(inserts=steps)
+        is_largest = steps > self.rate.most_inserts
+        self.rate.most_inserts = max(self.rate.most_inserts, steps)
+        return is_largest
+
+    def admits_insert(self, steps: int) -> bool:
+        """True if the rate lets so many steps be inserted. Raises ReplayError where it never can."""
+        self.rate.check(inserts=steps)
+        return self.rate.admits_insert(steps, self.rows.inserted, self.rows.removed)
+
+    def admits_sample(self, count: int) -> bool:
+        """True if the rate lets so many rows be sampled. Raises ReplayError where it never can."""
+        steps = count * self.sampler.steps
+        self.rate.check(samples=steps)
+        return self.rate.admits_sample(steps, self.rows.inserted, self.rows.removed)
+
+    def insert(self, fragment: Fragment) -> None:
+        """Copy a fragment's steps; the oldest make room. Raises ReplayError for a fragment of another kind."""
+        rows, chunks = self.rows, fragment.chunks
+        columns = columns_of(fragment, self._storage.extra)
+        if self._columns is None:
+            self._columns = self._make_columns(items_of(columns))
+        self._columns.check(columns)
+        lane = f"{fragment.lane} {fragment.layout.episode_id(0, 0)}"  # no other lane's, also when a run goes on
+        placement = rows.place(lane, fragment.layout, chunks)
+        self._columns.write(placement.begin, placement.source, columns)
+        if len(placement.ended):
+            last = fragment.last_observations()
+            self._columns.put(Columns.OBS, placement.rows, map_tree(lambda leaf: leaf[placement.ended], last))
+        self.sampler.note_removed(rows, placement.removed)
+        self.sampler.note_inserted(rows, placement.inserted)
+        self._remove(self.remover.after_insert(rows, self.sampler, placement.inserted))
+        self._check_min_size()
+
+    def drawn(self, count: int, pieces: Sequence[ConnectorV2]) -> tuple[Batch, Draw]:
+        """A batch of `count` rows that `pieces` have changed, and the draw, which is not counted yet."""
+        rows = self.rows
+        if not rows.num_live:
+            raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
+        assert self._columns is not None
+        draw = self.sampler.draw(rows, count, self._generator)
+        steps = SampledSteps(rows, self._columns, draw, self._storage.frames, self._generator)
+        batch = steps.batch()
+        shared_data: dict[str, Any] = {}
+        context: Any = steps  # which pieces for replays take in the place of episodes
+        for piece in pieces:
+            batch = piece(rl_module=None, batch=batch, episodes=context, explore=False, shared_data=shared_data)
+        convert = tensor_of if pieces else torch.from_numpy  # a piece's arrays may be read-only
+        for name, data in batch.items():
+            batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
+        return batch, draw
+
+    def count(self, draw: Draw, count: int) -> None:
+        """Count a draw of `count` rows, and remove what the remover wants gone after it."""
+        self.rate.sampled += draw.num_steps
+        self._remove(self.remover.after_sample(self.rows, draw))
+        self.rate.most_samples = max(self.rate.most_samples, count * self.sampler.steps)
+
+    def _remove(self, positions: NDArray[np.int64]) -> None:
+        if len(positions):
+            self.rows.remove(positions)
+            self.sampler.note_removed(self.rows, positions)
+
+    def _make_columns(self, items: dict[str, Any]) -> RowColumns:
+        return RowColumns(items, self.rows.num_rows, self.rows.num_spare, self._storage.path)
+
+    def _check_min_size(self) -> None:
+        rate, rows = self.rate.rate, self.rows
+        if rate is None or rows.num_live >= rate.min_size or not rows.begin:
+            return
+        if (kept := int(np.count_nonzero(rows.is_step))) < rate.min_size:
+            raise ReplayError(
+                f"min_size is {rate.min_size}, but all {rows.num_rows} rows are taken with {kept} steps in them, the "
+                "others by last observations of episodes: nothing could ever be sampled; expected a smaller min_size, "
+                "or a larger capacity"
+            ).see("replay")
+
+    # Checkpoints
+
+    def get_state(self) -> dict[str, Any]:
+        """All that the table holds, as plain values and arrays: steps, priorities, counts, the generator."""
+        used = min(self.rows.end, self.rows.num_rows)
+        return {
+            "rows": self.rows.get_state(),
+            "columns": None if self._columns is None else self._columns.get_state(used),
+            "sampler": self.sampler.get_state(),
+            "remover": self.remover.get_state(),
+            "rate": self.rate.get_state(),
+            "generator": self._generator.bit_generator.state,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take what `get_state` gave."""
+        self.rows.set_state(state["rows"])
+        if state["columns"] is not None:
+            items = {name: map_tree(lambda leaf: leaf[0], used) for name, (used, _) in state["columns"].items()}
+            self._columns = self._make_columns(items)
+            self._columns.set_state(state["columns"])
+        self.sampler.set_state(state["sampler"])
+        self.remover.set_state(state["remover"])
+        self.rate.set_state(state["rate"])
+        self._generator.bit_generator.state = state["generator"]
+
+
+def _tensor(leaf: Any) -> Any:
+    return tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf

@@ -1,0 +1,243 @@
+"""Replays of several agents: what is sampled of each module is what its agents did."""
+
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from drawn_agents import Drawn, drawn_settings, made, run
+from feeding_rollouts import SHORT, feeding, weights_of_agents
+from held_envs import await_that
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lost_agents import agent_chunks, numbers
+from numbered_module import NumberedModule, numbered_envs
+from property_examples import examples
+from serial_module import at_of
+
+from rollflow.nodes import Rollout
+from rollflow.sinks import (
+    Newest,
+    Prioritized,
+    Replay,
+    ReplayClient,
+    ReplayHost,
+    SampledNStepReturns,
+    SamplesPerInsert,
+    Storage,
+)
+from rollflow.stream import ReplayError
+from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
+
+TURNS = Drawn(
+    envs=3, lanes=1, agents=4, nested=1, length=12, at_once=False,
+    fragment_length=5, lookback=1, by_episode=True, seed=3,
+)  # fmt: skip
+
+At = tuple[int, ...]
+
+
+def fragments_of(drawn: Drawn = TURNS, count: int = 5) -> list[MultiAgentFragment]:
+    _, rollout = made(drawn)
+    return run(rollout, count)
+
+
+def steps_by_module(fragments: Sequence[MultiAgentFragment]) -> dict[Any, dict[At, tuple[Any, ...]]]:
+    """Module id -> where each of its steps was made -> what must stand in a row of it."""
+    found: dict[Any, dict[At, tuple[Any, ...]]] = {}
+    for _, chunk in agent_chunks(fragments):
+        at, weights = at_of(chunk.get_observations()), chunk.get_extra_model_outputs("weight")
+        mine = found.setdefault(chunk.module_id, {})
+        for i in range(len(chunk)):
+            last = i == len(chunk) - 1
+            flags = last and chunk.is_terminated, last and chunk.is_truncated
+            values = chunk.get_actions(i), chunk.get_rewards(i), weights[i]
+            mine[numbers(at[i])] = (numbers(at[i + 1]), *map(float, values), *flags)
+    return found
+
+
+def rows_in(batch: dict[str, Any]) -> list[tuple[At, tuple[Any, ...]]]:
+    names = "actions", "rewards", "weight", "terminateds", "truncateds"
+    columns = [batch[name].tolist() for name in names]
+    seen, after = (map(numbers, at_of(batch[name])) for name in ("obs", "new_obs"))
+    return [(at, (new_at, *rest)) for at, new_at, *rest in zip(seen, after, *columns, strict=True)]
+
+
+@settings(max_examples=examples(10), deadline=None)
+@given(drawn=drawn_settings, is_prioritized=st.booleans(), capacity=st.sampled_from([40, 4000]))
+def test_what_is_sampled_of_a_module_is_what_its_agents_did(drawn: Drawn, is_prioritized: bool, capacity: int) -> None:
+    fragments = fragments_of(drawn, 4)
+    replay = Replay(capacity, sampler=Prioritized() if is_prioritized else None, seed=0)
+    kept = []
+    for fragment in fragments:
+        try:
+            replay(fragment)
+        except ReplayError as error:
+            assert "rows, but the replay has 40" in str(error)
+            return
+        kept.append(fragment)
+        expected = steps_by_module(kept)
+        batches = replay.sample(32) if len(replay) else {}
+        assert batches.keys() == expected.keys()
+        for module_id, batch in batches.items():
+            assert all(expected[module_id][at] == row for at, row in rows_in(batch))
+            if is_prioritized:
+                replay.update_priorities(batch["ids"], torch.rand(32), module_id)
+    report = replay.report()
+    assert report.inserted == sum(fragment.num_steps for fragment in fragments)
+    assert len(replay) == report.inserted - report.removed
+
+
+def test_every_step_is_there_once_under_its_module() -> None:
+    fragments = fragments_of()
+    replay = Replay(4000, sampler=Newest())
+    for fragment in fragments:
+        replay(fragment)
+    expected = steps_by_module(fragments)
+    assert sorted(replay.module_ids) == sorted(expected)
+    for module_id, batch in replay.sample(4000).items():
+        rows = Counter(at for at, _ in rows_in(batch))
+        assert rows == Counter(expected[module_id].keys())
+        assert replay.report(module_id).inserted == len(expected[module_id])
+
+
+def test_n_step_returns_go_along_an_agents_own_steps() -> None:
+    """Whoever waits, comes late or leaves: k steps on are k steps of the same agent in the same episode."""
+    fragments = fragments_of()
+    replay = Replay(4000, sampler=Newest(), pieces=[SampledNStepReturns(n_step=3, gamma=0.5)])
+    for fragment in fragments:
+        replay(fragment)
+    for module_id, batch in replay.sample(4000).items():
+        steps = steps_by_module(fragments)[module_id]
+        for place, at in enumerate(map(numbers, at_of(batch["obs"]))):
+            total, count, row = 0.0, 0, steps.get(at)
+            while row is not None and count < 3:
+                after, _, reward, _, *flags = row
+                total, count, last = total + 0.5**count * reward, count + 1, (after, *flags)
+                row = None if any(flags) else steps.get(after)
+            assert batch["n_step"][place] == count
+            assert float(batch["rewards"][place]) == pytest.approx(total)
+            found = numbers(at_of(batch["new_obs"])[place]), *(bool(batch[each][place]) for each in FLAGS)
+            assert found == last
+
+
+FLAGS = "terminateds", "truncateds"
+
+
+def test_each_module_keeps_to_the_rate() -> None:
+    """A module that acts seldom is not drawn as often as the others; an insert waits for all of its modules."""
+    fragments = fragments_of(TURNS._replace(nested=1, by_episode=False), 12)
+    replay = Replay(4000, rate=SamplesPerInsert(2.0, min_size=4), batch_size=4, seed=0)
+    for fragment in fragments:
+        while not all(replay.may_insert(part.num_steps) for part in fragment.parts):
+            assert replay.sample()  # whatever holds the insert back may be sampled
+        replay(fragment)
+        for _ in replay.batches():
+            pass
+    reports = [replay.report(module_id) for module_id in replay.module_ids]
+    assert len({report.inserted for report in reports}) > 1
+    for report in reports:
+        beyond = max(0, report.inserted - 4)
+        assert abs(report.sampled - 2.0 * beyond) <= 4 + 2.0 * max(fragment.num_steps for fragment in fragments)
+    assert replay.report().sampled == sum(report.sampled for report in reports)
+
+
+def test_an_insert_that_one_module_holds_back_is_refused_as_a_whole() -> None:
+    fragments = fragments_of()
+    replay = Replay(4000, rate=SamplesPerInsert(1.0), batch_size=4, seed=0)
+    replay(fragments[0])
+    before = replay.report()
+    with pytest.raises(ReplayError, match=r"the rate holds this insert back: .* of module '"):
+        for fragment in fragments[1:]:
+            replay(fragment)
+            before = replay.report()
+    assert replay.report().inserted == before.inserted
+
+
+def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path) -> None:
+    fragments = fragments_of()
+
+    def new(name: str) -> Replay:
+        return Replay(400, sampler=Prioritized(), seed=1, storage=Storage(path=tmp_path / name, extra=("weight",)))
+
+    one, other = new("one"), new("other")
+    for fragment in fragments[:3]:
+        one(fragment)
+    one.sample(8)
+    one.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    for replay in (one, other):
+        for fragment in fragments[3:]:
+            replay(fragment)
+    drawn, again = one.sample(8), other.sample(8)
+    assert drawn.keys() == again.keys()
+    for module_id in drawn:
+        torch.testing.assert_close(drawn[module_id], again[module_id], rtol=0, atol=0)
+    assert {each.name for each in tmp_path.glob("one.*")} == {f"one.{module_id}" for module_id in drawn}
+    sampler = one.sampler_of(next(iter(drawn)))
+    assert isinstance(sampler, Prioritized)
+    assert sampler is not one.sampler
+
+
+def test_one_agent_and_several_are_kept_apart() -> None:
+    fragment = fragments_of(count=1)[0]
+    _, makers = numbered_envs(1, lengths=(1, 4), nested=False)
+    with Rollout(makers, module=NumberedModule(), fragment_length=4, num_fragments=1, seed=0) as rollout:
+        (single,) = rollout.fragments()
+    replay = Replay(400)
+    replay(single)
+    with pytest.raises(ReplayError, match="has steps of one agent, got a fragment of several"):
+        replay(fragment)
+    replay = Replay(400, seed=0)
+    replay(fragment)
+    with pytest.raises(ReplayError, match="has steps of several agents, got a fragment of one"):
+        replay(single)
+    with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected one of \["):
+        replay.update_priorities(np.zeros(1, np.int64), np.zeros(1), "nobody")
+
+
+def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path) -> None:
+    replay = Replay(4096, sampler=Prioritized(), seed=0)
+    addresses = {"rollouts": f"unix:{tmp_path / 'rollouts'}", "trainers": f"unix:{tmp_path / 'trainers'}"}
+    with ReplayHost(replay, **addresses, limits=SHORT) as host:
+        client = ReplayClient(str(host.trainers), timeout=20.0)
+        with client, feeding(host.rollouts, [0, 1], agents=2, num_fragments=4) as running:
+            await_that(lambda: client.report().inserted > 0)
+            for module_id, batch in client.sample(16).items():
+                at, after = (at_of(batch[name]) for name in ("obs", "new_obs"))
+                assert set(at[:, 1].tolist()) == {0 if module_id == "nested" else 1}
+                assert torch.equal(after - at, torch.tensor([0, 0, 0, 1, 1]).expand(16, 5))
+                client.update_priorities(batch["ids"], torch.zeros(16), module_id)
+                assert client.report(module_id).sampled == 16
+            assert client.publish(weights_of_agents(1.0)) > 0
+            with pytest.raises(ReplayError, match="no steps of module 'nobody', expected one of"):
+                client.report("nobody")
+        made = running.rollout.num_steps
+    assert replay.report().inserted == made
+    assert [replay.report(each).inserted for each in ("nested", "plain")] == [made // 2, made // 2]
+
+
+def test_what_a_host_had_when_it_failed_is_sent_again_and_is_there_once(tmp_path: Path) -> None:
+    addresses = {"rollouts": f"unix:{tmp_path / 'rollouts'}", "trainers": f"unix:{tmp_path / 'trainers'}"}
+    options: dict[str, Any] = {"checkpoint": tmp_path / "saved", "limits": SHORT, **addresses}
+    first, second = (Replay(4096, sampler=Newest(), seed=0) for _ in range(2))
+    with ExitStack() as stack:
+        running = stack.enter_context(feeding(addresses["rollouts"], [0, 1], agents=2, num_fragments=6))
+        with pytest.raises(_HostFails), ReplayHost(first, every=3600.0, **options):
+            await_that(lambda: first.report().inserted > 0)
+            raise _HostFails
+        with ReplayHost(second, every=0.05, **options):
+            stack.close()  # the rollout ends once a checkpoint has all of it
+    batches = second.sample(4096)
+    for batch in batches.values():
+        counts = Counter(map(numbers, at_of(batch["obs"])))
+        assert set(counts.values()) == {1}
+    assert sum(len(batch["rewards"]) for batch in batches.values()) == running.rollout.num_steps == 6 * 8 * 4
+
+
+class _HostFails(Exception):
+    """An error in the block of a host."""
