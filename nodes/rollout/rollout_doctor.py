@@ -106,6 +106,11 @@ class RolloutDoctor:
             names = [(fragment.lane, fragment.sequence) for fragment in fragments]
             self._held = self._given, self._learner.busy_ns, names
 
+    @property
+    def reader_times(self) -> tuple[float, ...]:
+        """Seconds for which the reader had each of its last rounds, with the batches that were made of them."""
+        return tuple(self._times)
+
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""
         return self._watcher.diagnose()

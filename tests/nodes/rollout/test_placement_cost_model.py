@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from rollflow.nodes.rollout.placement_cost_model import (
     PlacementChoice,
     PlacementRequest,
-    StepCosts,
     close,
     expected,
     explanation,
     fastest,
     refusals,
 )
+from rollflow.nodes.rollout.step_costs import StepCosts
 
 
 def measured(slots: int, env: float, rest: float, per_row: float = 0.0, waits: float = 0.0) -> StepCosts:
