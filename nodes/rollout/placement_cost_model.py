@@ -1,19 +1,19 @@
 """Cost model: the place where a rollout goes fastest, by what its parts take and what its user asks for."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.rollout.options import JOINT_PASSES
-from rollflow.nodes.rollout.simulation import Machine, Setting, simulate
-from rollflow.nodes.rollout.step_costs import StepCosts
+from rollflow.nodes.rollout.simulation import Setting, simulate
+from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 PLACES = ("inline", "threads", "processes", "rollouts")  # the simplest first
 WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another place must be, and be seen to be
 _AS_GOOD = 0.97  # of the fastest: the simpler place is taken
 _CLOSE = 0.6  # of the fastest: too close to it for a choice without a try
-_STEPS = 256  # of lanes, in a round that is simulated: there are many candidates
+_STEPS = 64  # of lanes, in a round that is simulated: there are many candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,16 @@ def expected(
 
 
 def _simulated(setting: Setting, measured: StepCosts, cores: int, asked_lanes: int | None) -> PlacementChoice:
-    rate = simulate(measured, setting, Machine(cores), steps=_STEPS).steps_per_s
     lanes = asked_lanes if setting.where == "inline" and setting.lanes == 1 else setting.lanes
-    return PlacementChoice(setting.where, lanes, setting.workers if setting.has_workers else None, rate)
+    return PlacementChoice(
+        setting.where, lanes, setting.workers if setting.has_workers else None, rate_of(measured, setting, cores)
+    )
+
+
+def rate_of(measured: StepCosts, setting: Setting, cores: int) -> float:
+    """Steps per second of a setting, by a short simulation: fragments are short, and lanes may run ahead therefore."""
+    ahead = replace(setting, prefetch=max(1, setting.prefetch))
+    return simulate(measured, ahead, Machine(cores), steps=_STEPS).steps_per_s
 
 
 def close(choices: Sequence[PlacementChoice]) -> list[PlacementChoice]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, TypedDict, get_type_hints
+from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from rollflow.nodes.argument_checks import check_numbers
 from rollflow.nodes.env.env_source import count_of, is_ready
@@ -13,15 +13,14 @@ from rollflow.nodes.env.workers.worker_process import core_count
 from rollflow.nodes.launch.on_hosts import OnHosts
 from rollflow.nodes.offloaded.rollout_processes import RolloutProcesses
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions
-from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, refusals, settings
+from rollflow.nodes.rollout.placement_cost_model import PLACES, PlacementRequest, rate_of, refusals, settings
 from rollflow.nodes.rollout.placement_probe import ProbeResult, Trial, generators_kept, probe
-from rollflow.nodes.rollout.simulation import Machine, Setting, simulate
-from rollflow.nodes.rollout.step_costs import StepCosts
-from rollflow.stream.data.errors import RunError
+from rollflow.nodes.rollout.rollout_doctor import RolloutDoctor
+from rollflow.nodes.rollout.simulation import Setting, simulate
+from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 from rollflow.stream.graph.report import CALLER, Report
 
 _WORTH = 1.1  # how many times as fast a change must be to be named
-_SEARCH_STEPS = 256  # of lanes, in a round that is simulated, while the best of many settings is looked for
 _WORKER_BYTES = {"processes": 60 << 20, "rollouts": 220 << 20}  # that a worker process takes for itself
 _TIMES_SLOTS, _TIMES_CORES, _HOSTS = (1, 2, 4), (2, 4), (2, 4)  # of the table
 
@@ -120,22 +119,22 @@ class Changes(TypedDict, total=False):
     hosts: int
 
 
-class Running(Protocol):
-    """A rollout, as far as plans ask it for what it has measured.
+class Running(NamedTuple):
+    """What a rollout has measured itself.
 
-    environments    the node that steps them
+    report          counts of its stages; None: it does not run as a loop
+    reader_times    seconds for which its reader had each of its last rounds, batches made of them included
+    round_s         seconds from one of these rounds to the next; None: there were fewer than two
     """
 
-    environments: Any
+    report: Report | None
+    reader_times: Sequence[float]
+    round_s: float | None
 
-    @property
-    def num_steps(self) -> int:
-        """Transitions so far."""
-        ...
-
-    def report(self) -> Report:
-        """Counts of its stages. Raises RunError where it does not run as a loop."""
-        ...
+    @classmethod
+    def of(cls, drive: Any, doctor: RolloutDoctor) -> "Running":
+        """By the driver of a loop, where there is one, and the doctor that watches it."""
+        return cls(None if drive is None else drive.report(), doctor.reader_times, doctor.round_s)
 
 
 class Planner:
@@ -152,28 +151,27 @@ class Planner:
         self._make_trial = make_trial
         self._probed: ProbeResult | None = None
 
-    def plan(self, rollout: Running, reader_times: Sequence[float], changes: Changes) -> Plan:
+    def plan(self, environments: Any, running: Running, changes: Changes) -> Plan:
         """A plan for the setting that some changes lead to, or where there are none for many.
 
-        reader_times    seconds for which the reader had each of its last rounds, batches made of them included
+        environments    the rollout's node that steps them
 
         Raises ValueError for what can't be, and what making and stepping environments raises.
         """
         self._check_source()
-        now, cores = self._setting_of(rollout.environments), core_count()
+        now, cores = self._setting_of(environments), core_count()
         named = [changed(now, changes, cores)] if changes else []
         if self._probed is None:
             device = self._forward.device
             with generators_kept():
                 trial = self._make_trial()
                 self._probed = probe(self._env, self._envs.num_envs, trial, parts=now.lanes, device=device)
-        report = _report_of(rollout)
-        costs = calibrated(self._probed.measured, now, report, reader_times)
+        costs = calibrated(self._probed.measured, now, running)
         ruled_out = refusals(self._request) | self._probed.ruled_out
         here = predicted(costs, now, cores)
         first = first_change(costs, here, self._neighbours(now, ruled_out))
         rows = named or self._table(costs, now, ruled_out)
-        measured = rollout.num_steps / report.elapsed_s if report is not None and rollout.num_steps else None
+        measured = now.slots * now.fragment_length / running.round_s if running.round_s else None
         return Plan(here, measured, tuple(predicted(costs, *each) for each in rows), first, cores)
 
     @property
@@ -236,8 +234,7 @@ class Planner:
         allowed = [where for where in places if where not in ruled_out]
         found = [each for where in allowed for each in settings(slots, where, self._request, cores)]
         if found:
-            machine = Machine(cores)
-            yield max(found, key=lambda each: simulate(costs, each, machine, steps=_SEARCH_STEPS).steps_per_s), cores
+            yield max(found, key=lambda each: rate_of(costs, each, cores)), cores
 
     def _neighbours(self, now: Setting, ruled_out: Mapping[str, str]) -> list[Setting]:
         """Settings that one change leads to, on this machine, the simplest change first."""
@@ -251,7 +248,7 @@ class Planner:
         for where in PLACES:
             if where not in ruled_out and where != now.where:
                 found += settings(slots, where, replace(self._request, max_batch=now.max_batch), cores)
-        return found + [replace(now, slots=2 * slots)]
+        return [*found, replace(now, slots=2 * slots)]
 
 
 def predicted(costs: StepCosts, setting: Setting, cores: int) -> Prediction:
@@ -262,13 +259,11 @@ def predicted(costs: StepCosts, setting: Setting, cores: int) -> Prediction:
     return Prediction(setting, cores, found.steps_per_s, found.bottleneck, found.lag, int(fragments + workers))
 
 
-def calibrated(costs: StepCosts, now: Setting, report: Report | None, reader_times: Sequence[float]) -> StepCosts:
-    """The costs, with what a run has measured itself: the reader's times, and inline the means of its stages.
-
-    report    of the run; None: it has not run
-    """
-    if reader_times:
-        costs = replace(costs, updates=tuple(reader_times), update_rows=now.slots * now.fragment_length)
+def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
+    """The costs, with what a run has measured itself: the reader's times, and inline the means of its stages."""
+    report = running.report
+    if running.reader_times:
+        costs = replace(costs, updates=tuple(running.reader_times), update_rows=now.slots * now.fragment_length)
     if report is None or now.where != "inline":
         return costs
     slots = max(1, now.slots // now.lanes)
@@ -312,7 +307,7 @@ def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting
 
 
 def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:
-    """The setting that changes lead to, and its cores; elsewhere with the lanes and workers that a rollout takes itself.
+    """The setting that changes lead to, and its cores; elsewhere with the lanes and workers of a rollout's own choice.
 
     Raises ValueError for what a rollout does not take, either.
     """
@@ -352,14 +347,6 @@ def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:
 def _spread_out(slots: int, workers: int) -> dict[str, int]:
     """Slots and lanes for so many workers in all."""
     return {"slots": slots, "lanes": min(slots, workers), "workers": core_count()}
-
-
-def _report_of(rollout: Running) -> Report | None:
-    """The report of a rollout that runs as a loop; None: it does not."""
-    try:
-        return rollout.report()
-    except RunError:
-        return None
 
 
 def _scaled(line: Callable[[int], float], factor: float) -> Callable[[int], float]:

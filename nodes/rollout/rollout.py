@@ -25,7 +25,7 @@ from rollflow.nodes.rollout.launching import with_hosts
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
 from rollflow.nodes.rollout.placement_trials import trial_of
-from rollflow.nodes.rollout.planning import Changes, Plan, Planner
+from rollflow.nodes.rollout.planning import Changes, Plan, Planner, Running
 from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck
@@ -290,21 +290,21 @@ class Rollout(RolloutLoop[Fragment]):
     def what_if(self, **changes: Unpack[Changes]) -> Plan:
         """Predictions of the steps per second that another setting would give, and what to change first.
 
-        changes    `where`, `lanes`, `workers`, `slots`, `prefetch`, `max_batch`; `cores` and `hosts` of other machines:
-                   see `Changes`. None at all: a table of what is worth a look
+        changes    see `Changes`; none: a table of what is worth a look
 
-        Measures environments and module apart, when it is first called, for about a second. While the rollout runs,
-        its reader's times count as well. Raises ValueError for what can't be, and for environments that are made.
+        Its first call measures environments and module apart, for about a second; times of the run count as well.
+        Raises ValueError for what can't be, and for environments that are made already.
         """
-        return self._planner.plan(self, self._doctor.reader_times, changes)
+        running = Running.of(self._drive or self._async_drive, self._doctor)
+        with self._doctor.pausing():
+            return self._planner.plan(self.environments, running, changes)
 
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        version: int = self._execution.publish(weights)
-        return version
+        return int(self._execution.publish(weights))
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.
@@ -347,8 +347,7 @@ class Rollout(RolloutLoop[Fragment]):
 
         Raises PolicyError where such environments can't be made one by one.
         """
-        made = env_to_evaluate(env, self._env, may_be_id=True)
-        return self.policy().evaluate(made, episodes, **options)
+        return self.policy().evaluate(env_to_evaluate(env, self._env, may_be_id=True), episodes, **options)
 
     def digest_loaded(self) -> None:
         """Have workers and hosts that do whole rollouts digest the weights that they have loaded: see `loaded`.

@@ -5,19 +5,20 @@ rollout in one, and come by the ring's thread. Whoever works needs a core and th
 waits needs neither. A lock or core is passed on after `_SLICE_S`, as interpreters and kernels do.
 """
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from heapq import heappop, heappush
 from itertools import count, repeat
 from typing import Any
 
 import numpy as np
 
-from rollflow.nodes.rollout.step_costs import StepCosts
+from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 _SLICE_S = 5e-3  # for which a thread keeps the interpreter lock that others wait for
-_STEPS = 2048  # of lanes that a round has at most: longer fragments are cut short, with all that is done for each
+_STEPS = 1024  # of lanes that a round has at most: longer fragments are cut short, with all that is done for each
 _ROUNDS = 3  # that are measured, behind those that fill what runs ahead
 _DRAWS = 512  # times of a lane's steps, used again and again
 
@@ -77,21 +78,6 @@ class VirtualClock:
                 wanted.waiting.append(process)
                 return
             wanted.free -= 1
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Cores, and what handing over takes, in seconds of work.
-
-    hand_over    of a lane, to another thread or process and back, in the ring's thread
-    wake         from the hand-over to the beginning of what is to be done, and from its end, each
-    fragment     of a fragment that comes from another process
-    """
-
-    cores: int
-    hand_over: float = 60e-6
-    wake: float = 30e-6
-    fragment: float = 500e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +148,9 @@ class _Ring:
 
     def __init__(self, costs: StepCosts, setting: Setting, machine: Machine, steps: int, seed: int) -> None:
         self._costs, self._setting, self._machine = costs, setting, machine
+        self._parts = costs.parts
+        self._seconds = cache(lambda stage, rows: self._slower * self._parts[stage](rows))
+        self._slower = machine.beside if setting.where == "rollouts" and not setting.hosts else 1.0
         self._clock = clock = VirtualClock()
         lanes = setting.lanes
         self._length = min(setting.fragment_length, max(4, steps // lanes))
@@ -174,7 +163,7 @@ class _Ring:
         self._fragments, self._versions = Pool(clock, 0), deque[int]()
         self._parked: deque[_Lane] = deque()
         self._credits = lanes * (1 + setting.prefetch)
-        self._busy: Counter[str] = Counter()
+        self._busy: defaultdict[str, float] = defaultdict(float)
         self._env_s = self._turn_s = 0.0
         self._updates, self._rows, self._lag = 0, 0, 0.0
         rng = np.random.default_rng(seed)
@@ -205,7 +194,7 @@ class _Ring:
         """Stage -> share of the time in which it is at work: lanes' parts of all of them in the mean."""
         setting = self._setting
         if setting.where == "rollouts":  # each lane has its own stages, one after the other
-            turns = {stage: seconds for stage, seconds in self._busy.items() if stage in self._costs.parts}
+            turns = {stage: seconds for stage, seconds in self._busy.items() if stage in self._parts}
             total = max(sum(turns.values()) + self._env_s, 1e-12)
             shares = {stage: seconds / total for stage, seconds in (turns | {"env": self._env_s}).items()}
             at_work = self._turn_s / elapsed / setting.lanes
@@ -236,14 +225,14 @@ class _Ring:
     def _env_step(self, lane: _Lane, lock: Pool, cores: Pool) -> Process:
         began, costs = self._clock.now, self._costs
         seconds = next(lane.env_s)
-        yield from self._work(lock, cores, seconds * (1 - costs.waits), costs.env_releases)
+        yield from self._work(lock, cores, self._slower * seconds * (1 - costs.waits), costs.env_releases)
         if costs.waits:
             yield seconds * costs.waits
         self._env_s += self._clock.now - began
 
     def _stage(self, stage: str, rows: int, lock: Pool, cores: Pool) -> Process:
         began = self._clock.now
-        yield from self._work(lock, cores, self._costs.parts[stage](rows), self._costs.rest_releases)
+        yield from self._work(lock, cores, self._seconds(stage, rows), self._costs.rest_releases)
         self._busy[stage] += self._clock.now - began
 
     def _start_steps(self) -> None:
@@ -289,7 +278,7 @@ class _Ring:
                     lanes.append(lane)
             rows = sum(lane.slots for lane in lanes)
             for stage in ("module", "module_to_env") if lanes else ():
-                if stage in self._costs.parts:
+                if stage in self._parts:
                     yield from self._stage(stage, rows, lock, here)
             for lane in lanes:
                 lane.is_prepared = False
@@ -309,10 +298,11 @@ class _Ring:
         """What comes before the forward pass: inline also the environments' step; at its end a fragment may be full."""
         if self._setting.where == "inline":
             yield from self._env_step(lane, self._main_lock, self._here)
-        if "env_to_module" in self._costs.parts:
+        if "env_to_module" in self._parts:
             yield from self._stage("env_to_module", lane.slots, self._main_lock, self._here)
         lane.is_prepared = True
         lane.row += 1
+        self._rows += lane.slots
         if lane.row >= self._length:
             self._emit(lane)
 
@@ -320,7 +310,6 @@ class _Ring:
         lane.row = 0
         lane.may_begin = False
         self._versions.append(lane.version)
-        self._rows += lane.slots * self._length
         self._fragments.give()
 
     def _is_admitted(self, lane: _Lane) -> bool:
@@ -354,8 +343,9 @@ class _Ring:
             began = self._clock.now
             for _ in repeat(None, self._length):
                 yield from self._env_step(lane, lock, cores)
-                for stage in self._costs.parts:
+                for stage in self._parts:
                     yield from self._stage(stage, lane.slots, lock, cores)
+                self._rows += lane.slots
             self._turn_s += self._clock.now - began
             if setting.hosts:
                 yield self._link
@@ -378,7 +368,7 @@ class _Ring:
             if not self._setting.prefetch:
                 yield self._thread  # the ring stands still meanwhile
             seconds = updates[number % len(updates)] * self._scale
-            yield from self._work(self._main_lock, self._here, seconds)
+            yield from self._work(self._main_lock, self._here, seconds, self._costs.update_releases)
             if not self._setting.prefetch:
                 self._thread.give()
             self._busy["caller"] += self._clock.now - began

@@ -1,4 +1,4 @@
-"""StepCosts: measured seconds of the parts of a vector step, which placements and simulations are reckoned from."""
+"""Costs that placements and simulations are reckoned from: of the parts of a vector step, and of a machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ class StepCosts:
     env_releases    the share of the environments' work in which other threads of the process go on
     rest_releases   the same of `rest`
     updates         seconds for which the reader had its last rounds, of `update_rows` steps each; empty: no time
+    update_releases    the share of that in which other threads go on: torch and numpy let the interpreter go
     step_bytes      of one transition in a fragment's columns
     """
 
@@ -39,6 +40,7 @@ class StepCosts:
     rest_releases: float = 0.0
     updates: Sequence[float] = ()
     update_rows: int = 1
+    update_releases: float = 1.0
     step_bytes: float = 0.0
 
     @property
@@ -52,8 +54,26 @@ class StepCosts:
         if len(spread) == 1:
             return np.full(count, self.env(slots))
         drawn = rng.choice(spread, (count, slots if self.is_apart else 1)).mean(axis=1)
-        return self.env(slots) * drawn
+        times: NDArray[np.float64] = self.env(slots) * drawn
+        return times
 
     def update_draws(self, rows: int) -> list[float]:
         """Times of the reader's rounds of so many steps; it takes as long for each step as it did."""
         return [seconds * rows / self.update_rows for seconds in self.updates] or [0.0]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cores, and what handing over takes, in seconds of work.
+
+    hand_over    of a lane, to another thread or process and back, in the ring's thread
+    wake         from the hand-over to the beginning of what is to be done, and from its end, each
+    fragment     of a fragment that comes from another process
+    beside       times as long as whole rollouts take beside others and their reader, which share caches and memory
+    """
+
+    cores: int
+    hand_over: float = 60e-6
+    wake: float = 30e-6
+    fragment: float = 500e-6
+    beside: float = 1.14
