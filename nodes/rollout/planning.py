@@ -20,6 +20,7 @@ from rollflow.nodes.rollout.simulation import Setting, simulate
 from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 from rollflow.stream.graph.report import CALLER, Report
 
+_COMPARED_STEPS = 256  # of lanes, in a round that is simulated, where many settings are compared
 _WORTH = 1.1  # how many times as fast a change must be to be named
 _WORKER_BYTES = {"processes": 60 << 20, "rollouts": 220 << 20}  # that a worker process takes for itself
 _TIMES_SLOTS, _TIMES_CORES, _HOSTS = (1, 2, 4), (2, 4), (2, 4)  # of the table
@@ -283,27 +284,30 @@ def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting
 
     neighbours    settings that one change leads to, the simplest first
     """
-    made = [predicted(costs, each, now.cores) for each in neighbours]
-    same = [each for each in made if each.setting.slots == now.setting.slots]
-    for found in same, made:
-        most = max(found, key=lambda each: each.steps_per_s, default=now)
-        if most.steps_per_s >= _WORTH * now.steps_per_s:
-            best = next(each for each in found if each.steps_per_s >= 0.97 * most.steps_per_s)
-            before, after = _named(now.setting, now.cores), _named(best.setting, now.cores)
-            what = ", ".join(text for name, text in after.items() if before.get(name) != text)
+    rates = {each: _rate(costs, each, now.cores) for each in (now.setting, *neighbours)}
+    before = rates[now.setting]
+    same = [each for each in neighbours if each.slots == now.setting.slots]
+    for found in same, neighbours:
+        most = max((rates[each] for each in found), default=0.0)
+        if most >= _WORTH * before:
+            best = predicted(costs, next(each for each in found if rates[each] >= 0.97 * most), now.cores)
+            texts = _named(now.setting, now.cores)
+            what = ", ".join(text for name, text in _named(best.setting, now.cores).items() if texts.get(name) != text)
             return (
                 f"change first: {what}; {best.steps_per_s / now.steps_per_s:.1f} times the steps per second are "
                 f"predicted, {best.steps_per_s:,.0f}, held back by {best.bottleneck}"
             )
-    faster = {
-        stage: predicted(_halved(costs, stage), now.setting, now.cores) for stage in ("env", *costs.parts, CALLER)
-    }
-    stage, best = max(faster.items(), key=lambda each: each[1].steps_per_s)
+    faster = {stage: _rate(_halved(costs, stage), now.setting, now.cores) for stage in ("env", *costs.parts, CALLER)}
+    stage = max(faster, key=faster.__getitem__)
     name = "the reader of the batches" if stage == CALLER else f"the stage {stage} itself"
     return (
         f"change first: {name}, for no other numbers or place give much more here; if it took half the time, "
-        f"{best.steps_per_s / now.steps_per_s:.1f} times the steps per second are predicted"
+        f"{faster[stage] / before:.1f} times the steps per second are predicted"
     )
+
+
+def _rate(costs: StepCosts, setting: Setting, cores: int) -> float:
+    return simulate(costs, setting, Machine(cores), steps=_COMPARED_STEPS).steps_per_s
 
 
 def changed(now: Setting, changes: Changes, cores: int) -> tuple[Setting, int]:

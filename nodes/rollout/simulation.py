@@ -211,8 +211,11 @@ class _Ring:
         locked = seconds * (1 - releases)
         while locked > 0:
             part = min(locked, _SLICE_S)
-            yield lock
-            yield cores
+            for wanted in lock, cores:
+                if wanted.free:  # as the clock would do it, which takes longer
+                    wanted.free -= 1
+                else:
+                    yield wanted
             yield part
             cores.give()
             lock.give()
@@ -254,7 +257,7 @@ class _Ring:
             yield lane.asked
             yield self._machine.wake
             yield from self._env_step(lane, lock, self._here)
-            yield self._machine.wake
+            yield from self._work(lock, self._here, self._machine.hand_over / 2)
             self._arrive(lane)
 
     def _arrive(self, lane: _Lane) -> None:

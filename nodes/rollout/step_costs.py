@@ -66,8 +66,8 @@ class StepCosts:
 class Machine:
     """Cores, and what handing over takes, in seconds of work.
 
-    hand_over    of a lane, to another thread or process and back, in the ring's thread
-    wake         from the hand-over to the beginning of what is to be done, and from its end, each
+    hand_over    of a lane, to another thread or process and back, in the ring's thread; half as long in the other one
+    wake         from the hand-over to the beginning of what is to be done
     fragment     of a fragment that comes from another process
     beside       times as long as whole rollouts take beside others and their reader, which share caches and memory
     """
