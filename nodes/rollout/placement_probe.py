@@ -34,6 +34,7 @@ _SLOW_S = 5e-3  # a vector step that takes so long is measured by itself
 _ROWS = 16  # faster ones, so many at a time
 _KEPT_STEPS, _KEPT_S = 32, 0.1  # of an environment, to be played again
 _TIMES = 4096  # of steps, that are kept
+_UNEVEN_STEPS, _UNEVEN_S = 100, 0.3  # of an environment, whose times are kept at least
 
 
 class ProbeResult(NamedTuple):
@@ -97,6 +98,7 @@ def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, 
     trials = [_Trial(played(slots), trial, opened) for slots in sizes]
     alone = _OneEnv(env)
     of_env, *rest = _in_turns([alone, *trials])
+    alone.time_more()
     ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
     ruled_out = trials[0].ruled_out() | ruled_out
     seconds = [took.least for took in rest]
@@ -183,6 +185,12 @@ class _OneEnv:
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         self._env, self._actions = env, _actions(env.action_space)
         self.times: deque[float] = deque(maxlen=_TIMES)
+
+    def time_more(self) -> None:
+        """Step on where there were few steps: how uneven they are is seen in many."""
+        until = time.perf_counter() + _UNEVEN_S
+        while len(self.times) < _UNEVEN_STEPS and time.perf_counter() < until:
+            self()
 
     def __call__(self) -> None:
         began = time.perf_counter()

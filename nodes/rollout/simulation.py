@@ -235,7 +235,10 @@ class _Ring:
 
     def _stage(self, stage: str, rows: int, lock: Pool, cores: Pool) -> Process:
         began = self._clock.now
-        yield from self._work(lock, cores, self._seconds(stage, rows), self._costs.rest_releases)
+        seconds, releases = self._seconds(stage, rows), 0.0
+        if stage == "module":  # what a pass takes beyond that of one row is in kernels, which let the interpreter go
+            releases = max(0.0, 1 - self._seconds(stage, 1) / max(seconds, 1e-12))
+        yield from self._work(lock, cores, seconds, releases)
         self._busy[stage] += self._clock.now - began
 
     def _start_steps(self) -> None:

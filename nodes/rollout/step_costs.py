@@ -22,7 +22,6 @@ class StepCosts:
     spread          times of single steps, resets included, over their mean
     is_apart        whether slots step one after the other, each with a time of its own
     env_releases    the share of the environments' work in which other threads of the process go on
-    rest_releases   the same of `rest`
     updates         seconds for which the reader had its last rounds, of `update_rows` steps each; empty: no time
     update_releases    the share of that in which other threads go on: torch and numpy let the interpreter go
     step_bytes      of one transition in a fragment's columns
@@ -37,7 +36,6 @@ class StepCosts:
     spread: Sequence[float] = (1.0,)
     is_apart: bool = True
     env_releases: float = 0.0
-    rest_releases: float = 0.0
     updates: Sequence[float] = ()
     update_rows: int = 1
     update_releases: float = 1.0

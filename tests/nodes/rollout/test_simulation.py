@@ -71,6 +71,14 @@ def test_whole_rollouts_go_as_fast_as_there_are_cores_and_workers(cores: int, ra
     assert found.steps_per_s == pytest.approx(rate, rel=0.03)
 
 
+def test_what_a_pass_takes_beyond_that_of_one_row_does_not_hold_the_interpreter() -> None:
+    held = StepCosts(2, lambda slots: 1e-3 * slots, 0.0, lambda rows: 4e-3)
+    free = StepCosts(2, lambda slots: 1e-3 * slots, 0.0, lambda rows: 1e-3 if rows == 1 else 4e-3)
+    setting = {"where": "threads", "lanes": 2, "slots": 4}
+    assert simulated(held, **setting).steps_per_s == pytest.approx(4 / 12e-3, rel=0.02)  # 2 and 4 ms of the lock each
+    assert simulated(free, **setting).steps_per_s == pytest.approx(4 / 8e-3, rel=0.02)  # but for 3 ms of a pass
+
+
 def test_hosts_have_cores_of_their_own_and_share_a_link() -> None:
     two = Machine(2, 0.0, 0.0, 0.0, 1.0)
     setting = {"where": "rollouts", "lanes": 8, "workers": 2, "hosts": 4}
