@@ -11,7 +11,7 @@ from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
 PLACES = ("inline", "threads", "processes", "rollouts")  # the simplest first
 WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another place must be, and be seen to be
-_AS_GOOD = 0.97  # of the fastest: the simpler place is taken
+_AS_GOOD_EXPECTED, _AS_GOOD_MADE = 0.88, 0.97  # of the fastest: the simpler place is taken
 _CLOSE = 0.6  # of the fastest: too close to it for a choice without a try
 _STEPS = 64  # of lanes, in a round that is simulated: there are many candidates
 
@@ -85,10 +85,11 @@ def close(choices: Sequence[PlacementChoice]) -> list[PlacementChoice]:
 def fastest(choices: Sequence[PlacementChoice], worth: float = WORTH_EXPECTED) -> PlacementChoice:
     """The fastest of choices with the simplest place first, or a simpler one that is as good.
 
-    worth    how much faster than inline another place must be
+    worth    how much faster than inline another place must be: `WORTH_EXPECTED` or `WORTH_MADE`
     """
     most = max(choice.steps_per_s for choice in choices)
-    best = next(choice for choice in choices if choice.steps_per_s >= _AS_GOOD * most)
+    as_good = _AS_GOOD_EXPECTED if worth == WORTH_EXPECTED else _AS_GOOD_MADE
+    best = next(choice for choice in choices if choice.steps_per_s >= as_good * most)
     first = choices[0]
     return first if first.where == "inline" and best.steps_per_s < worth * first.steps_per_s else best
 
