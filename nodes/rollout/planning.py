@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from statistics import fmean
 from typing import Any, NamedTuple, TypedDict, get_type_hints
 
 from rollflow.nodes.argument_checks import check_numbers
@@ -162,18 +163,25 @@ class Planner:
         self._check_source()
         now, cores = self._setting_of(environments), core_count()
         named = [changed(now, changes, cores)] if changes else []
-        if self._probed is None:
-            device = self._forward.device
-            with generators_kept():
-                trial = self._make_trial()
-                self._probed = probe(self._env, self._envs.num_envs, trial, parts=now.lanes, device=device)
-        costs = calibrated(self._probed.measured, now, running)
-        ruled_out = refusals(self._request) | self._probed.ruled_out
+        most = max([now.slots, *(each.slots for each, _ in named)]) if named else now.slots * max(_TIMES_SLOTS)
+        probed = self._probe(most, now)
+        costs = calibrated(probed.measured, now, running)
+        ruled_out = refusals(self._request) | probed.ruled_out
         here = predicted(costs, now, cores)
         first = first_change(costs, here, self._neighbours(now, ruled_out))
         rows = named or self._table(costs, now, ruled_out)
         measured = now.slots * now.fragment_length / running.round_s if running.round_s else None
         return Plan(here, measured, tuple(predicted(costs, *each) for each in rows), first, cores)
+
+    def _probe(self, slots: int, now: Setting) -> ProbeResult:
+        """Costs up to so many slots, among them those of a lane as it is; measured once, and again for more slots."""
+        if isinstance(self._env, Sequence) and not isinstance(self._env, str):
+            slots = now.slots  # a list of callables has no more; beyond them, lines go on straight
+        if self._probed is None or self._probed.measured.slots < slots:
+            parts, device = slots * now.lanes // now.slots, self._forward.device
+            with generators_kept():
+                self._probed = probe(self._env, slots, self._make_trial(), parts=parts, device=device)
+        return self._probed
 
     @property
     def _request(self) -> PlacementRequest:
@@ -263,20 +271,21 @@ def predicted(costs: StepCosts, setting: Setting, cores: int) -> Prediction:
 def calibrated(costs: StepCosts, now: Setting, running: Running) -> StepCosts:
     """The costs, with what a run has measured itself: the reader's times, and inline the means of its stages."""
     report = running.report
-    if running.reader_times:
-        costs = replace(costs, updates=tuple(running.reader_times), update_rows=now.slots * now.fragment_length)
+    times = running.reader_times[1:] or running.reader_times  # the first one may have to set things up
+    if times:
+        costs = replace(costs, update_s=fmean(times), update_rows=now.slots * now.fragment_length)
     if report is None or now.where != "inline":
         return costs
     slots = max(1, now.slots // now.lanes)
-    times = {node.name: node.busy_s / node.items for node in report.nodes if node.items and node.name != CALLER}
+    busy = {node.name: node.busy_s / node.items for node in report.nodes if node.items and node.name != CALLER}
     if min(node.items for node in report.nodes if node.name in ("env", "module")) < now.fragment_length:
         return costs  # its first steps set things up
     stages = {
-        stage: _scaled(part, times[stage] / max(part(slots), 1e-9))
+        stage: _scaled(part, busy[stage] / max(part(slots), 1e-9))
         for stage, part in costs.parts.items()
-        if stage in times
+        if stage in busy
     }
-    return replace(costs, env=_scaled(costs.env, times["env"] / max(costs.env(slots), 1e-9)), stages=stages)
+    return replace(costs, env=_scaled(costs.env, busy["env"] / max(costs.env(slots), 1e-9)), stages=stages)
 
 
 def first_change(costs: StepCosts, now: Prediction, neighbours: Sequence[Setting]) -> str:
@@ -360,7 +369,7 @@ def _scaled(line: Callable[[int], float], factor: float) -> Callable[[int], floa
 def _halved(costs: StepCosts, stage: str) -> StepCosts:
     """The costs with one stage that takes half the time."""
     if stage == CALLER:
-        return replace(costs, updates=tuple(each / 2 for each in costs.updates))
+        return replace(costs, update_s=costs.update_s / 2)
     if stage == "env":
         return replace(costs, env=_scaled(costs.env, 0.5))
     return replace(costs, stages={**costs.parts, stage: _scaled(costs.parts[stage], 0.5)})

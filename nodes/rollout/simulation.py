@@ -365,15 +365,14 @@ class _Ring:
     def _reader(self) -> Process:
         """Takes a round of fragments, works on them, and gives their credits back."""
         lanes, rows = len(self._lanes), self._setting.slots * self._setting.fragment_length
-        updates = self._costs.update_draws(rows)
-        for number in count():
+        seconds = self._costs.update(rows) * self._scale
+        while True:
             for _ in range(lanes):
                 yield self._fragments
             self._lag += sum(self._updates - self._versions.popleft() for _ in range(lanes)) / lanes
             began = self._clock.now
             if not self._setting.prefetch:
                 yield self._thread  # the ring stands still meanwhile
-            seconds = updates[number % len(updates)] * self._scale
             yield from self._work(self._main_lock, self._here, seconds, self._costs.update_releases)
             if not self._setting.prefetch:
                 self._thread.give()

@@ -22,7 +22,7 @@ class StepCosts:
     spread          times of single steps, resets included, over their mean
     is_apart        whether slots step one after the other, each with a time of its own
     env_releases    the share of the environments' work in which other threads of the process go on
-    updates         seconds for which the reader had its last rounds, of `update_rows` steps each; empty: no time
+    update_s        float: seconds that the reader takes for a round of `update_rows` steps, in the mean
     update_releases    the share of that in which other threads go on: torch and numpy let the interpreter go
     step_bytes      of one transition in a fragment's columns
     """
@@ -36,7 +36,7 @@ class StepCosts:
     spread: Sequence[float] = (1.0,)
     is_apart: bool = True
     env_releases: float = 0.0
-    updates: Sequence[float] = ()
+    update_s: float = 0.0
     update_rows: int = 1
     update_releases: float = 1.0
     step_bytes: float = 0.0
@@ -55,9 +55,9 @@ class StepCosts:
         times: NDArray[np.float64] = self.env(slots) * drawn
         return times
 
-    def update_draws(self, rows: int) -> list[float]:
-        """Times of the reader's rounds of so many steps; it takes as long for each step as it did."""
-        return [seconds * rows / self.update_rows for seconds in self.updates] or [0.0]
+    def update(self, rows: int) -> float:
+        """Seconds of the reader's round of so many steps: it takes as long for each step as it did."""
+        return self.update_s * rows / self.update_rows
 
 
 @dataclass(frozen=True, slots=True)

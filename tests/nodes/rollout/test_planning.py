@@ -170,12 +170,12 @@ def test_times_of_the_run_replace_those_of_the_probe() -> None:
     now = Setting(where="inline", slots=8, fragment_length=16)
     busy = {"env": 8.0, "env_to_module": 1.0, "module": 4.0, "module_to_env": 1.0, "caller": 9.0}
     report = Report(23.0, tuple(NodeReport(name, 1000, busy_s, 0.0, 0.0) for name, busy_s in busy.items()), ())
-    of = planning.calibrated(costs(env=5e-4, module=1e-3), now, Running(report, (0.5, 0.7), 1.0))
+    of = planning.calibrated(costs(env=5e-4, module=1e-3), now, Running(report, (9.0, 0.5, 0.7), 1.0))
     assert of.env(8) == pytest.approx(8e-3)  # twice as long as the probe had it
     assert of.env(16) == pytest.approx(16e-3)
     assert of.parts["module"](8) == pytest.approx(4e-3)
-    assert of.update_draws(8 * 16) == [0.5, 0.7]
-    assert of.update_draws(16 * 16) == [1.0, 1.4]  # twice the rows
+    assert of.update(8 * 16) == pytest.approx(0.6)  # but for the first one
+    assert of.update(16 * 16) == pytest.approx(1.2)  # twice the rows
     assert predicted(of, now, 2).bottleneck == "caller"
 
 

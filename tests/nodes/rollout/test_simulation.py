@@ -101,7 +101,7 @@ def test_a_pass_over_all_lanes_that_are_there_takes_as_long_as_one() -> None:
 
 
 def test_the_ring_stands_still_while_its_reader_works_unless_it_may_run_ahead() -> None:
-    of = costs(3e-3, 1e-3, updates=(0.128,), update_rows=32)  # as long as a fragment
+    of = costs(3e-3, 1e-3, update_s=0.128, update_rows=32)  # as long as a fragment
     still = simulated(of, where="processes", lanes=1, workers=1, prefetch=0)
     ahead = simulated(of, where="processes", lanes=1, workers=1, prefetch=1)
     assert still.steps_per_s == pytest.approx(125, rel=0.02)
@@ -111,7 +111,7 @@ def test_the_ring_stands_still_while_its_reader_works_unless_it_may_run_ahead() 
 
 
 def test_a_reader_that_takes_longest_is_the_bottleneck() -> None:
-    of = costs(1e-4, 1e-4, updates=(1.0,), update_rows=32)
+    of = costs(1e-4, 1e-4, update_s=1.0, update_rows=32)
     assert simulated(of, where="inline", lanes=1, prefetch=0).bottleneck == "caller"
 
 
