@@ -24,6 +24,7 @@ PROGRAMS = (
     "two_cores",
     "stragglers",
     "placement",
+    "plan",
     "connector",
     "multi_agent",
     "serving",

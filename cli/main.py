@@ -13,6 +13,7 @@ from rollflow.cli import (
     dataset,
     doctor,
     hosts,
+    plan,
     policy,
     record,
     replay_host,
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add_to in (
         rollout.add_to,
+        plan.add_to,
         hosts.add_env_host,
         hosts.add_rollout_host,
         replay_host.add_to,

@@ -1,18 +1,19 @@
 """Cost model: the place where a rollout goes fastest, by what its parts take and what its user asks for."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollflow.nodes.metrics.metrics_logger import MetricsLogger
 from rollflow.nodes.rollout.options import JOINT_PASSES
+from rollflow.nodes.rollout.simulation import Setting, simulate
+from rollflow.nodes.rollout.step_costs import Machine, StepCosts
 
-# On a machine of today: what a lane takes to come back from a thread or process, what a fragment takes to come from
-# another process, and the part that is left to workers, beside the one who reads their fragments.
-_HAND_OVER_S, _FRAGMENT_S, _KEPT = 150e-6, 500e-6, 0.88
+PLACES = ("inline", "threads", "processes", "rollouts")  # the simplest first
 WORTH_EXPECTED, WORTH_MADE = 1.1, 1.05  # how much faster than inline another place must be, and be seen to be
-_AS_GOOD = 0.97  # of the fastest: the simpler place is taken
+_AS_GOOD_EXPECTED, _AS_GOOD_MADE = 0.88, 0.97  # of the fastest: the simpler place is taken
 _CLOSE = 0.6  # of the fastest: too close to it for a choice without a try
+_STEPS = 64  # of lanes, in a round that is simulated: there are many candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +29,6 @@ class PlacementRequest:
     fragment_length: int = 128
     metrics: Any = None
     device: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Costs of the parts of a vector step, in seconds.
-
-    slots    in all
-    env      a step of so many environments, in one thread: slots -> seconds
-    waits    the share of that in which the processor is free
-    rest     connectors, forward pass and recording, of so many slots: slots -> seconds
-    start_s  for one environment to be made and to be reset for the first time
-    """
-
-    slots: int
-    env: Callable[[int], float]
-    waits: float
-    rest: Callable[[int], float]
-    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +54,26 @@ def expected(
 
     ruled_out    place -> why it can't be
     """
-    places = {"inline": _inline, "threads": _threads, "processes": _processes, "rollouts": _rollouts}
     choices = []
-    for where, candidates in places.items():
-        made = list(candidates(measured, request, cores)) if where not in ruled_out else []
-        if made:
-            choices.append(max(made, key=lambda choice: choice.steps_per_s))
+    for where in PLACES:
+        if where not in ruled_out:
+            worth_a_try = settings(measured.slots, where, request, cores)
+            made = [_simulated(setting, measured, cores, request.lanes) for setting in worth_a_try]
+            choices += [max(made, key=lambda choice: choice.steps_per_s)] if made else []
     return choices
+
+
+def _simulated(setting: Setting, measured: StepCosts, cores: int, asked_lanes: int | None) -> PlacementChoice:
+    lanes = asked_lanes if setting.where == "inline" and setting.lanes == 1 else setting.lanes
+    return PlacementChoice(
+        setting.where, lanes, setting.workers if setting.has_workers else None, rate_of(measured, setting, cores)
+    )
+
+
+def rate_of(measured: StepCosts, setting: Setting, cores: int) -> float:
+    """Steps per second of a setting, by a short simulation: fragments are short, and lanes may run ahead therefore."""
+    ahead = replace(setting, prefetch=max(1, setting.prefetch))
+    return simulate(measured, ahead, Machine(cores), steps=_STEPS).steps_per_s
 
 
 def close(choices: Sequence[PlacementChoice]) -> list[PlacementChoice]:
@@ -89,10 +85,11 @@ def close(choices: Sequence[PlacementChoice]) -> list[PlacementChoice]:
 def fastest(choices: Sequence[PlacementChoice], worth: float = WORTH_EXPECTED) -> PlacementChoice:
     """The fastest of choices with the simplest place first, or a simpler one that is as good.
 
-    worth    how much faster than inline another place must be
+    worth    how much faster than inline another place must be: `WORTH_EXPECTED` or `WORTH_MADE`
     """
     most = max(choice.steps_per_s for choice in choices)
-    best = next(choice for choice in choices if choice.steps_per_s >= _AS_GOOD * most)
+    as_good = _AS_GOOD_EXPECTED if worth == WORTH_EXPECTED else _AS_GOOD_MADE
+    best = next(choice for choice in choices if choice.steps_per_s >= as_good * most)
     first = choices[0]
     return first if first.where == "inline" and best.steps_per_s < worth * first.steps_per_s else best
 
@@ -106,53 +103,25 @@ def refusals(request: PlacementRequest) -> dict[str, str]:
     return {}
 
 
-def _inline(measured: StepCosts, request: PlacementRequest, cores: int) -> Iterator[PlacementChoice]:
-    lanes = request.lanes
-    if lanes is None and request.max_batch is not None and request.max_batch < measured.slots:
-        lanes = _parts(measured.slots, request.max_batch)  # a lane's slots go together
-    each = _parts(measured.slots, lanes or 1)
-    yield PlacementChoice("inline", lanes, None, measured.slots / ((lanes or 1) * _turn(measured, each)))
+def settings(slots: int, where: str, request: PlacementRequest, cores: int) -> Iterator[Setting]:
+    """Settings of a place that are worth a try, and keep to the request."""
+    options: Any = {"where": where, "slots": slots, "prefetch": request.prefetch, "max_batch": request.max_batch}
+    options["fragment_length"] = request.fragment_length
+    if where == "inline":
+        lanes = request.lanes
+        if lanes is None and request.max_batch is not None and request.max_batch < slots:
+            lanes = _parts(slots, request.max_batch)  # a lane's slots go together
+        yield Setting(lanes=lanes or 1, **options)
+        return
+    workers = request.workers or (max(1, cores - 1) if where == "processes" else cores)
+    least = min(slots, request.lanes or slots, workers) if where == "rollouts" else 1
+    for lanes in sorted({*([least] if where == "rollouts" else []), *_lanes(slots, request)}):
+        if lanes >= least and request.lanes in (None, lanes):
+            yield Setting(lanes=lanes, workers=min(lanes, workers), **options)
 
 
-def _threads(measured: StepCosts, request: PlacementRequest, cores: int) -> Iterator[PlacementChoice]:
-    """A thread for each lane: as long as environments wait, others go on."""
-    for lanes in _lanes(measured, request):
-        each = _parts(measured.slots, lanes)
-        rest = measured.rest(each) + _HAND_OVER_S
-        working = lanes * (measured.env(each) * (1 - measured.waits) + rest)
-        yield PlacementChoice("threads", lanes, None, measured.slots / max(working, measured.env(each) + rest))
-
-
-def _processes(measured: StepCosts, request: PlacementRequest, cores: int) -> Iterator[PlacementChoice]:
-    """Environments on the other cores, all else on this one."""
-    for lanes in _lanes(measured, request):
-        each, workers = _parts(measured.slots, lanes), min(lanes, request.workers or max(1, cores - 1))
-        env, rest = measured.env(each), measured.rest(each) + _HAND_OVER_S
-        working = env * (1 - measured.waits)
-        busiest = max(_parts(lanes, workers) * working, lanes * rest, lanes * (working + rest) / cores)
-        yield PlacementChoice("processes", lanes, workers, measured.slots / max(busiest, env + rest))
-
-
-def _rollouts(measured: StepCosts, request: PlacementRequest, cores: int) -> Iterator[PlacementChoice]:
-    """Whole rollouts on every core, beside the reader; several lanes of one worker have a thread each."""
-    workers = min(measured.slots, request.lanes or measured.slots, request.workers or cores)
-    for lanes in [workers, *_lanes(measured, request)]:
-        if lanes < workers or request.lanes not in (None, lanes):
-            continue
-        each, together = _parts(measured.slots, lanes), _parts(lanes, workers)
-        turn = _turn(measured, each) + _FRAGMENT_S / request.fragment_length
-        working = together * (turn - measured.env(each) * measured.waits) * max(1.0, workers / cores)
-        yield PlacementChoice("rollouts", lanes, workers, _KEPT * measured.slots / max(working, turn))
-
-
-def _turn(measured: StepCosts, slots: int) -> float:
-    """Seconds of a vector step of one lane, one thing after the other."""
-    return measured.env(slots) + measured.rest(slots)
-
-
-def _lanes(measured: StepCosts, request: PlacementRequest) -> list[int]:
+def _lanes(slots: int, request: PlacementRequest) -> list[int]:
     """Numbers of lanes worth a try: lanes of one size, and none too large for a forward pass."""
-    slots = measured.slots
     if request.lanes is not None:
         return [request.lanes]
     even = [lanes for lanes in range(2, slots + 1) if slots % lanes == 0]

@@ -4,6 +4,7 @@ import copy
 import random
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import cycle
@@ -20,7 +21,7 @@ from rollflow.nodes.env.env_source import EnvSource, LaneMaker, count_of, lane_m
 from rollflow.nodes.env.multi_agent.agent_environments import agent_makers
 from rollflow.nodes.env.observation_check import Deviations
 from rollflow.nodes.env.stepping import LaneVectorEnv, Stepped, seeds_for
-from rollflow.nodes.rollout.placement_cost_model import StepCosts
+from rollflow.nodes.rollout.step_costs import Line, StepCosts
 from rollflow.nodes.stages.ring import STAGES
 from rollflow.stream.data.errors import EnvError, StateError
 from rollflow.stream.data.infos import SlotInfos
@@ -32,6 +33,8 @@ _ROUNDS, _ROUND_S = 4, 0.03  # of every part, in turn with the others
 _SLOW_S = 5e-3  # a vector step that takes so long is measured by itself
 _ROWS = 16  # faster ones, so many at a time
 _KEPT_STEPS, _KEPT_S = 32, 0.1  # of an environment, to be played again
+_TIMES = 4096  # of steps, that are kept
+_UNEVEN_STEPS, _UNEVEN_S = 100, 0.3  # of an environment, whose times are kept at least
 
 
 class ProbeResult(NamedTuple):
@@ -93,11 +96,22 @@ def _probe_plain(maker: LaneMaker, sizes: list[int], trial: Trial, device: Any, 
         return [lambda at=at: RecordedEnv(env, first, steps, at) for at in range(slots)]
 
     trials = [_Trial(played(slots), trial, opened) for slots in sizes]
-    of_env, *rest = _in_turns([_OneEnv(env), *trials])
+    alone = _OneEnv(env)
+    of_env, *rest = _in_turns([alone, *trials])
+    alone.time_more()
     ruled_out = _ruled_out(maker, [info for *_, info in steps], trial(played(1), fragment_length=1), device)
     ruled_out = trials[0].ruled_out() | ruled_out
-    line = _line(sizes, [took.least for took in rest])
-    measured = StepCosts(sizes[-1], lambda slots: slots * of_env.seconds, of_env.waits, line, start_s)
+    seconds = [took.least for took in rest]
+    measured = StepCosts(
+        sizes[-1],
+        lambda slots: slots * of_env.seconds,
+        of_env.waits,
+        line(sizes, seconds),
+        start_s,
+        stages=_stages(sizes, seconds, trials),
+        spread=_spread(alone.times),
+        step_bytes=trials[-1].step_bytes,
+    )
     return ProbeResult(measured, ruled_out)
 
 
@@ -107,12 +121,23 @@ def _probe_vectorized(maker: LaneMaker, sizes: list[int], trial: Trial, device: 
     envs = [opened.enter_context(closing(LaneMaker(slots, spec=maker.spec).make())) for slots in sizes]
     start_s = (time.perf_counter() - began) / sum(sizes)
     trials = [_Trial(env, trial, opened) for env in envs]
-    took = _in_turns([*map(_OneVectorEnv, envs), *trials])
+    alone = [_OneVectorEnv(env) for env in envs]
+    took = _in_turns([*alone, *trials])
     of_envs, whole = took[: len(sizes)], took[len(sizes) :]
-    rest = [max(0.0, both.least - alone.least) for alone, both in zip(of_envs, whole, strict=True)]
-    line = _line(sizes, [each.seconds for each in of_envs])
+    rest = [max(0.0, both.least - env.least) for env, both in zip(of_envs, whole, strict=True)]
     ruled_out = trials[0].ruled_out() | _ruled_out(maker, [], trial(envs[0], fragment_length=1), device)
-    return ProbeResult(StepCosts(sizes[-1], line, of_envs[-1].waits, _line(sizes, rest), start_s), ruled_out)
+    measured = StepCosts(
+        sizes[-1],
+        line(sizes, [each.seconds for each in of_envs]),
+        of_envs[-1].waits,
+        line(sizes, rest),
+        start_s,
+        stages=_stages(sizes, rest, trials),
+        spread=_spread(alone[-1].times),
+        is_apart=False,
+        step_bytes=trials[-1].step_bytes,
+    )
+    return ProbeResult(measured, ruled_out)
 
 
 def probe_agents(env: Any, num_envs: int | None, trial: Trial, *, parts: int, device: Any = None) -> ProbeResult:
@@ -133,8 +158,8 @@ def probe_agents(env: Any, num_envs: int | None, trial: Trial, *, parts: int, de
             )
         took = _in_turns(trials)
         shares = [each.share_of_envs() for each in trials]
-        envs = _line(sizes, [each.seconds * share for each, share in zip(took, shares, strict=True)])
-        rest = _line(sizes, [each.least * (1 - share) for each, share in zip(took, shares, strict=True)])
+        envs = line(sizes, [each.seconds * share for each, share in zip(took, shares, strict=True)])
+        rest = line(sizes, [each.least * (1 - share) for each, share in zip(took, shares, strict=True)])
         ruled_out = trials[0].ruled_out() | _ruled_out(makers, trials[-1].infos(), trials[0].rollout, device)
         waits = min(1.0, took[-1].waits / max(shares[-1], 1e-9))
         agents = sum(len(part.agents) for part in trials[0].rollout.environments.parts)
@@ -150,21 +175,33 @@ class _Part(Protocol):
 
 
 class _OneEnv:
-    """An environment that is stepped by random actions, and reset when an episode has ended."""
+    """An environment that is stepped by random actions, and reset when an episode has ended.
+
+    times    seconds of its last calls
+    """
 
     steps = 1
 
     def __init__(self, env: gym.Env[Any, Any]) -> None:
         self._env, self._actions = env, _actions(env.action_space)
+        self.times: deque[float] = deque(maxlen=_TIMES)
+
+    def time_more(self) -> None:
+        """Step on where there were few steps: how uneven they are is seen in many."""
+        until = time.perf_counter() + _UNEVEN_S
+        while len(self.times) < _UNEVEN_STEPS and time.perf_counter() < until:
+            self()
 
     def __call__(self) -> None:
+        began = time.perf_counter()
         _, _, terminated, truncated, _ = self._env.step(next(self._actions))
         if terminated or truncated:
             self._env.reset()
+        self.times.append(time.perf_counter() - began)
 
 
 class _OneVectorEnv:
-    """A vector environment that rollflow has not put together, stepped by random actions."""
+    """A vector environment that rollflow has not put together, stepped by random actions; `times` as of one."""
 
     steps = 1
 
@@ -172,9 +209,12 @@ class _OneVectorEnv:
         self._env = LaneVectorEnv(env, is_ours=False, deviations=Deviations(is_logged=False))
         self._actions = _actions(env.action_space)
         self._env.reset(seeds_for(0, 0, env.num_envs))
+        self.times: deque[float] = deque(maxlen=_TIMES)
 
     def __call__(self) -> None:
+        began = time.perf_counter()
         Stepped(*self._env.step(next(self._actions)))
+        self.times.append(time.perf_counter() - began)
 
 
 class _Trial:
@@ -195,8 +235,17 @@ class _Trial:
 
     def share_of_envs(self) -> float:
         """The share of the time that its environments have taken."""
-        busy = {node.name: node.busy_s for node in self.rollout.report().nodes}
-        return float(busy["env"] / sum(busy[name] for name in STAGES))
+        return self.shares(STAGES)["env"]
+
+    def shares(self, stages: Sequence[str]) -> dict[str, float]:
+        """Stage -> its share of the time that some stages have taken."""
+        busy = {node.name: node.busy_s for node in self.rollout.report().nodes if node.name in stages}
+        return {name: seconds / sum(busy.values()) for name, seconds in busy.items()}
+
+    @property
+    def step_bytes(self) -> float:
+        """Bytes of one transition of its newest fragment."""
+        return float(self._newest.nbytes / self.steps / self.rollout.environments.num_envs)
 
     def infos(self) -> list[Any]:
         """The infos of the newest fragment, of several agents."""
@@ -282,9 +331,27 @@ def _actions(space: gym.Space[Any]) -> Iterator[Any]:
     return cycle([space.sample() for _ in range(16)])
 
 
-def _line(slots: list[int], seconds: list[float]) -> Callable[[int], float]:
-    """Interpolation of seconds between numbers of slots."""
-    return lambda count: float(np.interp(count, slots, seconds))
+def line(slots: Sequence[int], seconds: Sequence[float]) -> Line:
+    """Interpolation of seconds between numbers of slots; beyond the largest one it goes on as before that."""
+    if len(slots) == 1:
+        return lambda count: seconds[0]
+    slope = max(0.0, (seconds[-1] - seconds[-2]) / (slots[-1] - slots[-2]))
+    return lambda count: float(np.interp(count, slots, seconds)) + slope * max(0, count - slots[-1])
+
+
+def _stages(sizes: Sequence[int], rest: Sequence[float], trials: Sequence[_Trial]) -> dict[str, Line]:
+    """Stage -> its part of the seconds that all but the environments' part of a vector step takes."""
+    shares = [each.shares(STAGES[1:]) for each in trials]
+    return {
+        stage: line(sizes, [of[stage] * seconds for of, seconds in zip(shares, rest, strict=True)])
+        for stage in STAGES[1:]
+    }
+
+
+def _spread(times: Sequence[float]) -> list[float]:
+    """Times over their mean."""
+    mean = sum(times) / len(times)
+    return [each / mean for each in times]
 
 
 def _ruled_out(maker: Any, infos: Sequence[Any], rollout: Any, device: Any) -> dict[str, str]:

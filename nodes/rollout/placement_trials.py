@@ -10,7 +10,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, PolicyOptions
-from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest, StepCosts
+from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
+from rollflow.nodes.rollout.step_costs import StepCosts
 from rollflow.nodes.stages.connector_builders import copied_module, copied_pieces
 
 logger = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import gymnasium as gym
 
@@ -25,6 +25,7 @@ from rollflow.nodes.rollout.launching import with_hosts
 from rollflow.nodes.rollout.options import EnvOptions, FlowOptions, ForwardOptions, Pieces, Place, PolicyOptions
 from rollflow.nodes.rollout.placement import ONE_AGENT, place
 from rollflow.nodes.rollout.placement_trials import trial_of
+from rollflow.nodes.rollout.planning import Changes, Plan, Planner, Running
 from rollflow.nodes.rollout.policy import OnePolicy, StageOptions
 from rollflow.nodes.rollout.rollout_loop import Batch, RolloutLoop
 from rollflow.nodes.rollout.silent_faults import PublishCheck, ReturnsCheck
@@ -138,8 +139,8 @@ class Rollout(RolloutLoop[Fragment]):
         is_running, policy_version, num_steps, lost, loaded
 
     Methods: `publish` new weights; loop over `batches()` or `fragments()`; `start`, `drain`, `close`; `report`,
-    `diagnose` and `explain`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a diagram; for sinks
-    `publish_as`, `watch`, `hold_back` and others.
+    `diagnose`, `explain` and `what_if`; `policy`, `save_policy` and `evaluate`; `graph`, whose `mermaid()` is a
+    diagram; for sinks `publish_as`, `watch`, `hold_back` and others.
 
     Either a plain loop, `with Rollout(...) as rollout: for batch in rollout.batches(): ...`, or the same with `async`,
     or between `rollout.start()` and `rollout.close()`, or a node of a `Graph`, with the port `fragments`. It runs once.
@@ -231,6 +232,7 @@ class Rollout(RolloutLoop[Fragment]):
             envs, forward, flow = envs.debugged(), forward.debugged(), flow.debugged()
         make_trial = partial(trial_of, Rollout, policy, envs, forward, flow)
         self._env = env
+        self._planner = Planner(env, envs, forward, flow, make_trial)
         hosted, envs, forward = with_hosts(env, envs, forward, flow, policy.module, policy.acting_connectors)
         self.environments, self.placement = place(
             hosted, envs, forward, flow, places=ONE_AGENT, metrics=metrics, make_trial=make_trial
@@ -285,13 +287,24 @@ class Rollout(RolloutLoop[Fragment]):
         text = self._execution.explain(self._ties.gate() or self._credits)
         return f"{text}\n{self.placement}" if self.placement else text
 
+    def what_if(self, **changes: Unpack[Changes]) -> Plan:
+        """Predictions of the steps per second that another setting would give, and what to change first.
+
+        changes    see `Changes`; none: a table of what is worth a look
+
+        Its first call measures environments and module apart, for about a second; times of the run count as well.
+        Raises ValueError for what can't be, and for environments that are made already.
+        """
+        running = Running.of(self._drive or self._async_drive, self._doctor)
+        with self._doctor.pausing():
+            return self._planner.plan(self.environments, running, changes)
+
     def publish(self, weights: Weights) -> int:
         """Have the next forward pass use these weights, a `state_dict()`, which is copied; the policy version they get.
 
         May be called from any thread. Raises ModuleError when they are not the module's.
         """
-        version: int = self._execution.publish(weights)
-        return version
+        return int(self._execution.publish(weights))
 
     def publish_as(self, version: int, weights: Weights) -> bool:
         """Publish weights under a version that a trainer has counted; False: they are not newer, and are passed over.
@@ -334,8 +347,7 @@ class Rollout(RolloutLoop[Fragment]):
 
         Raises PolicyError where such environments can't be made one by one.
         """
-        made = env_to_evaluate(env, self._env, may_be_id=True)
-        return self.policy().evaluate(made, episodes, **options)
+        return self.policy().evaluate(env_to_evaluate(env, self._env, may_be_id=True), episodes, **options)
 
     def digest_loaded(self) -> None:
         """Have workers and hosts that do whole rollouts digest the weights that they have loaded: see `loaded`.

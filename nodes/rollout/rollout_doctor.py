@@ -1,7 +1,8 @@
 """RolloutDoctor: the stall doctor of a rollout, with its reader and the learner pipeline in the reader's thread."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -71,7 +72,7 @@ class RolloutDoctor:
         self._tracing, self._trace_to = Tracing(self._traceable), trace_to
         self._socket = RunSocket(snapshot, self._tracing.serve)
         self._times: deque[float] = deque(maxlen=_KEPT)  # seconds for which the reader had each of its last rounds
-        self._given = 0  # time when it got the last one, in ns
+        self._gets: deque[int] = deque(maxlen=_KEPT)  # times when it got its last rounds, in ns
         self._reader = 0  # its thread
         self._held: tuple[int, int, list[FragmentName]] | None = None  # given, busy time of the learner then, what
 
@@ -93,18 +94,37 @@ class RolloutDoctor:
     def reader_asks(self) -> None:
         """Take note that the reader asks for the next round, in its thread."""
         self._reader = get_ident()
-        if self._given:
-            self._times.append((clock() - self._given) / 1e9)
+        if self._gets:
+            self._times.append((clock() - self._gets[-1]) / 1e9)
         if self._tracing.fragments is not None:
             self._trace_update()
             self._tracing.follow()  # in a thread or a task of its own, the ring has its meters by now
 
     def reader_gets(self, fragments: Iterable[Any]) -> None:
         """Take note that the reader gets a round of these fragments."""
-        self._given = clock()
+        self._gets.append(clock())
         if self._tracing.fragments is not None:
             names = [(fragment.lane, fragment.sequence) for fragment in fragments]
-            self._held = self._given, self._learner.busy_ns, names
+            self._held = self._gets[-1], self._learner.busy_ns, names
+
+    @property
+    def reader_times(self) -> tuple[float, ...]:
+        """Seconds for which the reader had each of its last rounds, with the batches that were made of them."""
+        return tuple(self._times)
+
+    @property
+    def round_s(self) -> float | None:
+        """Seconds from one of the reader's last rounds to the next, in the mean; None: it has had none or one."""
+        gets = self._gets
+        return (gets[-1] - gets[0]) / 1e9 / (len(gets) - 1) if len(gets) > 1 else None
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Block that the reader is in, and that does not count as its own work."""
+        try:
+            yield
+        finally:
+            self._gets.clear()
 
     def diagnose(self) -> Diagnosis:
         """What the rollout waits for right now."""
@@ -119,7 +139,7 @@ class RolloutDoctor:
         look = replace(look, noun="fragment", reader=tuple(self._times))
         since, reader = self._learner.works_since, look.waits[READER]
         if since is None:
-            age_s = (clock() - self._given) / 1e9 if self._given and reader.kind == "works" else 0.0
+            age_s = (clock() - self._gets[-1]) / 1e9 if self._gets and reader.kind == "works" else 0.0
             reader = replace(reader, age_s=age_s, stack=partial(stack_of_thread, self._reader))
             return replace(look, waits={**look.waits, READER: reader})
         learner = Wait(

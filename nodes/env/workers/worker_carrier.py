@@ -146,6 +146,11 @@ class WorkerCarrier:
         self._woken = call
         self._selector.register(wakeup, selectors.EVENT_READ, WorkerCarrier._wake)
 
+    @property
+    def num_workers(self) -> int:
+        """Worker processes."""
+        return len(self._workers)
+
     def describe(self) -> str:
         """Number of processes, for `explain()`."""
         return f"in {len(self._workers)} worker process{'es' if len(self._workers) > 1 else ''}"

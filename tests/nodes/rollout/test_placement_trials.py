@@ -13,8 +13,9 @@ from numbered_module import NumberedModule
 
 from rollflow.nodes import Rollout
 from rollflow.nodes.rollout import placement_trials
-from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest, StepCosts
+from rollflow.nodes.rollout.placement_cost_model import PlacementChoice, PlacementRequest
 from rollflow.nodes.rollout.placement_trials import is_worth_while
+from rollflow.nodes.rollout.step_costs import StepCosts
 
 THREADS, PROCESSES = PlacementChoice("threads", 2, None, 2_000.0), PlacementChoice("processes", 2, 1, 4_000.0)
 

@@ -1,0 +1,77 @@
+"""Costs that placements and simulations are reckoned from: of the parts of a vector step, and of a machine."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Line = Callable[[int], float]  # rows -> seconds
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Costs of the parts of a vector step, in seconds.
+
+    slots           in all
+    env             a step of so many environments, in one thread: slots -> seconds in the mean
+    waits           the share of that in which the processor is free
+    rest            connectors, forward pass and recording, of so many slots: slots -> seconds
+    start_s         for one environment to be made and to be reset for the first time
+    stages          parts of `rest` by the stages that do them; empty: the module does all of it
+    spread          times of single steps, resets included, over their mean
+    is_apart        whether slots step one after the other, each with a time of its own
+    env_releases    the share of the environments' work in which other threads of the process go on
+    update_s        float: seconds that the reader takes for a round of `update_rows` steps, in the mean
+    update_releases    the share of that in which other threads go on: torch and numpy let the interpreter go
+    step_bytes      of one transition in a fragment's columns
+    """
+
+    slots: int
+    env: Line
+    waits: float
+    rest: Line
+    start_s: float = 0.0
+    stages: Mapping[str, Line] = field(default_factory=dict)
+    spread: Sequence[float] = (1.0,)
+    is_apart: bool = True
+    env_releases: float = 0.0
+    update_s: float = 0.0
+    update_rows: int = 1
+    update_releases: float = 1.0
+    step_bytes: float = 0.0
+
+    @property
+    def parts(self) -> Mapping[str, Line]:
+        """Stages that `rest` is made of."""
+        return self.stages or {"module": self.rest}
+
+    def draws(self, slots: int, count: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        """Times of `count` steps of so many environments, drawn from those that were measured, f64[count]."""
+        spread = np.asarray(self.spread, np.float64)
+        if len(spread) == 1:
+            return np.full(count, self.env(slots))
+        drawn = rng.choice(spread, (count, slots if self.is_apart else 1)).mean(axis=1)
+        times: NDArray[np.float64] = self.env(slots) * drawn
+        return times
+
+    def update(self, rows: int) -> float:
+        """Seconds of the reader's round of so many steps: it takes as long for each step as it did."""
+        return self.update_s * rows / self.update_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cores, and what handing over takes, in seconds of work.
+
+    hand_over    of a lane, to another thread or process and back, in the ring's thread; half as long in the other one
+    wake         from the hand-over to the beginning of what is to be done
+    fragment     of a fragment that comes from another process
+    beside       times as long as whole rollouts take beside others and their reader, which share caches and memory
+    """
+
+    cores: int
+    hand_over: float = 60e-6
+    wake: float = 30e-6
+    fragment: float = 500e-6
+    beside: float = 1.14
