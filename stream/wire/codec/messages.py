@@ -391,9 +391,8 @@ Request = Reset | Step | Turn
 Answer = Rows | AgentRows | Failed | Fragment
 _News = Cut | Settings | Weights | States | Done | Finished | LaneJoined | LaneLeft | Receipt | Metrics
 _Memory = Block | Lent | Series | Forget | BlocksReleased | WeightsComing | WeightsShared | WeightsUnread
-_Acting = Act | Acted | Release | Query | Result
-_Sight = Inspect | Standing | Snapshots | TraceRequest | TraceSpans
-Running = Request | Answer | _News | _Memory | _Acting | _Sight | Credit | Ping | Pong | Goodbye | Refused
+_Asked = Act | Acted | Release | Query | Result | Inspect | Standing | Snapshots | TraceRequest | TraceSpans
+Running = Request | Answer | _News | _Memory | _Asked | Credit | Ping | Pong | Goodbye | Refused
 
 
 def _plain(value: str) -> str:
