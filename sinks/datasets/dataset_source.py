@@ -68,8 +68,8 @@ class DatasetSource(IterableDataset[Any]):
         columns              name -> what is stored of each step, in JSON's types
         description          what `dataset.json` says, with the record of each run
 
-    Of several agents, episodes are those of the environments, as `MultiAgentEpisode`s, steps are env steps, and a batch
-    has one for each module that has acted: module id -> column name -> tensor. The spaces, `columns` and
+    Of several agents, an episode is that of an environment, a `MultiAgentEpisode`; steps are env steps; and a batch has
+    one for each module that has acted: module id -> column name -> tensor. The spaces, `columns` and
     `learner_pipeline` are by module, too. An episode whose beginning is missing begins a fragment.
 
     What was committed when the source was made is read. An episode whose end is not in the dataset is truncated at
@@ -164,7 +164,7 @@ class DatasetSource(IterableDataset[Any]):
     def fragments(self) -> Iterator[Any]:
         """Fragments of `batch_size` steps each, of one slot in which chunks of episodes stand one behind the other.
 
-        Of several agents they are `MultiAgentFragment`s of one environment.
+        Of several agents each is a `MultiAgentFragment` of one environment.
         """
         yield from self._fragments(self.batch_size, whole=self.complete_episodes)
 
