@@ -147,7 +147,7 @@ def _signal_handlers() -> dict[signal.Signals, Any]:
 
 
 async def _run_graph(
-    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals], rules: StallRules, trace: str | None
+    graph: Graph, sink: TrainerSink, numbers: Sequence[signal.Signals], rules: StallRules, trace: str | None = None
 ) -> tuple[Report | None, signal.Signals | None]:
     """Run the graph until it ends, a signal or the trainer ends it; its report, and the last signal."""
     run: Run | None = None
