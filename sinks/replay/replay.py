@@ -1,11 +1,11 @@
 """Replay: keeps the steps of fragments, and gives batches of them at a controlled rate."""
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.common.tensors import as_array, tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.sinks.replay.checkpoint import read_state, write_state
-from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
+from rollflow.sinks.replay.checkpoint import CheckpointFolder
+from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert, StepCounts
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
-from rollflow.sinks.replay.row_columns import RowColumns, columns_of, items_of
+from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
 from rollflow.sinks.replay.row_index import RowIndex
-from rollflow.sinks.replay.sampled_steps import SampledSteps, check_size
+from rollflow.sinks.replay.sampled_steps import SampledSteps, check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
-from rollflow.sinks.replay.turns import Side, Turns
+from rollflow.sinks.replay.turns import Side, Turns, run_both
 from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import map_tree
@@ -28,21 +28,6 @@ from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a replay keeps steps.
-
-    path      file to map into memory, made anew: for more than fits into RAM; None: in RAM
-    frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
-              zeros before the episode's first. They are put together when sampled. 1: the observation itself
-    extra     names of the module's outputs to be kept; None: all
-    """
-
-    path: str | os.PathLike[str] | None = None
-    frames: int = 1
-    extra: tuple[str, ...] | None = None
 
 
 class Replay:
@@ -107,6 +92,8 @@ class Replay:
         self.remover.begin(self._rows)
         self.turns = Turns()
         self._lock = self.turns.lock
+        self._folder: CheckpointFolder | None = None  # that was saved to, or loaded from, last
+        self._saving = threading.Lock()
 
     # Taking and giving
 
@@ -152,14 +139,36 @@ class Replay:
         Raises ReplayError where the rate lets it through no sooner, and where nothing can be sampled, or the batch is
         larger; nothing is counted or removed then.
         """
+        return self.sample_of_shard(count, wait_s=wait_s, max_bytes=max_bytes)[0]
+
+    def sample_of_shard(
+        self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None
+    ) -> tuple[Batch, dict[str, float]]:
+        """A batch as of `sample`, and what its weights stand for beside other shards: `held`, `scale` and `beta`.
+
+        held    number of steps that might have been drawn; for `scale` and `beta` see `Draw`
+        """
         count = self.batch_size if count is None else checked_count("count", count, 1)
         steps = count * self.sampler.steps
         with self._lock:
             self._wait("sample", lambda: self._admits_sample(steps), wait_s)
-            batch = self._sample(count, max_bytes)
+            batch, facts = self._sample(count, max_bytes)
             self._rate.most_samples = max(self._rate.most_samples, steps)
             self.turns.notify()
-        return batch
+        return batch, facts
+
+    def holding(self, elsewhere: StepCounts) -> dict[str, float]:
+        """What this replay counts as one of several shards: `held` steps, `mass`, and its `batch_size` and `min_size`.
+
+        elsewhere    counts of the other shards, which the rate adds to its own from now on
+        """
+        with self._lock:
+            if elsewhere != self._rate.elsewhere:
+                self._rate.elsewhere = elsewhere
+                self.turns.notify()
+            rate, rows = self._rate.rate, self._rows
+            mass, least = self.sampler.mass(rows), 0 if rate is None else rate.min_size
+            return {"held": rows.num_live, "mass": mass, "batch_size": self.batch_size, "min_size": least}
 
     def may_sample(self, count: int | None = None) -> bool:
         """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
@@ -173,10 +182,8 @@ class Replay:
         Raises ReplayError without a rate, with which it would never end.
         """
         if self._rate.rate is None:
-            raise ReplayError(
-                "batches() ends when the rate lets no more be sampled, but the replay has no rate; expected "
-                "Replay(rate=SamplesPerInsert(...)), or sample()"
-            ).see("replay")
+            text = "batches() ends when the rate lets no more be sampled; expected Replay(rate=...), or sample()"
+            raise ReplayError(text).see("replay")
         while self.may_sample(count):
             yield self.sample(count)
 
@@ -239,33 +246,23 @@ class Replay:
                     return
                 await batches.send(self.sample())
 
-        raised: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-
-            async def work(part: Callable[[], Any]) -> None:
-                nonlocal raised
-                try:
-                    await part()
-                except Exception as error:
-                    raised = error  # as it is, not in a group
-                    tasks.cancel_scope.cancel()
-
-            tasks.start_soon(work, insert_all)
-            tasks.start_soon(work, send_all)
-        if raised is not None:
-            raise raised
+        await run_both(insert_all, send_all)
 
     # Checkpoints
 
-    def get_state(self) -> dict[str, Any]:
-        """All that the replay holds, as plain values and arrays: steps, priorities, counts, the generator."""
+    def get_state(self, since: int = 0) -> dict[str, Any]:
+        """All that the replay holds, as plain values and arrays: steps, priorities, counts, the generator.
+
+        since    position up to which rows may be left out, as a `CheckpointFolder` says
+        """
         with self._lock:
-            used = min(self._rows.end, self._rows.num_rows)
+            rows = self._rows
+            columns = None if self._columns is None else self._columns.get_state(since, rows.end, rows.spare_in_use)
             return {
                 "capacity": self.capacity,
                 "frames": self._storage.frames,
-                "rows": self._rows.get_state(),
-                "columns": None if self._columns is None else self._columns.get_state(used),
+                "rows": rows.get_state(),
+                "columns": columns,
                 "sampler": self.sampler.get_state(),
                 "remover": self.remover.get_state(),
                 "rate": self._rate.get_state(),
@@ -282,9 +279,9 @@ class Replay:
                 raise ReplayError(f"the state is of a replay with {name}={state[name]}, expected {own}").see("replay")
         with self._lock:
             self._rows.set_state(state["rows"])
+            self._folder = None
             if state["columns"] is not None:
-                items = {name: map_tree(lambda leaf: leaf[0], used) for name, (used, _) in state["columns"].items()}
-                self._columns = self._make_columns(items)
+                self._columns = self._make_columns(state["columns"]["items"])
                 self._columns.set_state(state["columns"])
             self.sampler.set_state(state["sampler"])
             self.remover.set_state(state["remover"])
@@ -293,12 +290,21 @@ class Replay:
             self.turns.notify()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state into a file, which takes the place of an older one only when it is whole."""
-        write_state(path, self.get_state())
+        """Write the state into a folder; what has not changed since it was saved or loaded there is not written again.
+
+        An older checkpoint there stands until the new one is whole. One replay at a time writes to a folder.
+        """
+        with self._saving:
+            if self._folder is None or self._folder.path != Path(path):
+                self._folder = CheckpointFolder(path)
+            self._folder.write(self.get_state(self._folder.since()))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take the state of a file that `save` has written. Raises ReplayError for another file."""
-        self.set_state(read_state(path))
+        """Take the state of a folder that `save` has written. Raises ReplayError where it is missing or altered."""
+        with self._saving:
+            folder = CheckpointFolder(path)
+            self.set_state(folder.read())
+            self._folder = folder
 
     # Inside
 
@@ -319,7 +325,7 @@ class Replay:
         self._remove(self.remover.after_insert(rows, self.sampler, placement.inserted))
         self._check_min_size()
 
-    def _sample(self, count: int, max_bytes: int | None) -> Batch:
+    def _sample(self, count: int, max_bytes: int | None) -> tuple[Batch, dict[str, float]]:
         rows = self._rows
         if not rows.num_live:
             raise ReplayError("the replay has no steps, expected an insert before the first sample").see("replay")
@@ -335,9 +341,10 @@ class Replay:
         for name, data in batch.items():
             batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
         check_size(batch, max_bytes)
+        facts = {"held": rows.num_live, "scale": draw.scale, "beta": draw.beta}
         self._rate.sampled += draw.num_steps
         self._remove(self.remover.after_sample(rows, draw))
-        return batch
+        return batch, facts
 
     def _remove(self, positions: NDArray[np.int64]) -> None:
         if len(positions):
@@ -388,11 +395,6 @@ class Replay:
             f"the rate holds this {side} back: {self._rows.inserted} steps are inserted, {self._rows.num_live} there, "
             f"{self._rate.sampled} sampled, at {self._rate.rate}; {other}, or give wait_s where another thread does"
         ).see("replay")
-
-
-def detached(values: Any) -> NDArray[Any]:
-    """A tensor's values, or an array's or a list's, as an array any[...]."""
-    return np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))
 
 
 def _tensor(leaf: Any) -> Any:
