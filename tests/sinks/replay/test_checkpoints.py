@@ -19,7 +19,7 @@ from rollflow.sinks.replay import row_columns
 from rollflow.sinks.replay.checkpoint import MANIFEST
 from rollflow.stream import ReplayError
 
-BLOCK = 512  # bytes: some rows of numbered environments
+BLOCK = 2048  # bytes: some rows of numbered environments
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -96,7 +96,7 @@ def test_nothing_but_the_index_is_written_for_priorities_alone(tmp_path: Path, p
     assert [name[:5] for name in sizes(tmp_path / "replay").keys() - before.keys()] == ["index"]
 
 
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     capacity=st.integers(40, 130),
     parts=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6)), min_size=1, max_size=6),
@@ -149,6 +149,7 @@ def _save_until(path: str, fragments: Any, moment: int) -> None:
     replay.save(path)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, played: Played) -> None:
     older, newer = prioritized(), prioritized()
     for fragment in played.fragments[:6]:
