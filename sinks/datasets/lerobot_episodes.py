@@ -78,11 +78,21 @@ def write_lerobot(episodes: Iterable[SingleAgentEpisode], folder: Path, *, task:
     partial = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        counts = _write(episodes, partial, task, fps)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return counts
+
+
+def _write(episodes: Iterable[SingleAgentEpisode], folder: Path, task: str, fps: float) -> tuple[int, int]:
+    """Write all files into a folder; the numbers of episodes and steps."""
     totals: dict[str, FeatureStats] = {}
     features: dict[str, Any] = {}
     records: list[dict[str, Any]] = []
     steps = 0
-    with _StepFiles(partial) as files:
+    with _StepFiles(folder) as files:
         for number, episode in enumerate(episodes):
             columns = _columns_of(episode, number, steps, fps)
             features = features or {name: _feature_of(name, values) for name, values in columns.items()}
@@ -108,10 +118,9 @@ def write_lerobot(episodes: Iterable[SingleAgentEpisode], folder: Path, *, task:
             )
     if not records:
         raise DatasetError("there is no episode to be written, expected one or more").see("dataset")
-    _write_tables(partial / "meta", records, task)
-    _write_json(partial / "meta/stats.json", {name: each.entries() for name, each in totals.items()})
-    _write_json(partial / "meta/info.json", _info(features, len(records), steps, fps))
-    partial.rename(folder)
+    _write_tables(folder / "meta", records, task)
+    _write_json(folder / "meta/stats.json", {name: each.entries() for name, each in totals.items()})
+    _write_json(folder / "meta/info.json", _info(features, len(records), steps, fps))
     return len(records), steps
 
 
@@ -134,7 +143,7 @@ class _StepFiles:
         """Write the steps of an episode as one row group; the numbers of the chunk and of the file in it."""
         pa, pq = import_pyarrow()
         table = pa.table({name: _arrow_of(values) for name, values in columns.items()})
-        if self._bytes >= _FILE_MB << 20:
+        if self._writer is not None and self._bytes >= _FILE_MB << 20:
             self._writer.close()
             self._writer, self._bytes, self._number = None, 0, self._number + 1
         chunk, file = divmod(self._number, _FILES_OF_A_CHUNK)
