@@ -39,11 +39,13 @@ class HostLink:
 
     address    of the host
     known      what its last report said, by name: the fields of a `ReplayReport`, and those of `Replay.holding`
+    known_at   when it said so, on the clock `monotonic`
     """
 
     def __init__(self, target: LinkTarget) -> None:
         self.address, self._timeout = target.address, target.timeout
         self.known: Mapping[str, Any] = {}
+        self.known_at = 0.0
         self._link = RequestLink(target)
 
     @property
@@ -95,8 +97,12 @@ class HostLink:
         elsewhere    counts of the other hosts, which its rate adds to its own; None: it is asked as the only one
         """
         values = {} if elsewhere is None else {"elsewhere": asdict(elsewhere)}
-        self.known = self.asked("report", values, until=until).values
+        self.note(self.asked("report", values, until=until).values)
         return ReplayReport(**{each.name: self.known[each.name] for each in fields(ReplayReport)})
+
+    def note(self, report: Mapping[str, Any]) -> None:
+        """Take a report, which the answer to a sample has as well."""
+        self.known, self.known_at = report, monotonic()
 
     def close(self) -> None:
         """Say goodbye; calls under way raise ReplayError."""

@@ -136,10 +136,13 @@ class SampleServer:
     async def _called(self, client: RequestClient, query: wire.Query) -> tuple[Batch, dict[str, Any]]:
         """Columns and other values of the answer to a query."""
         if query.name == "sample":
+            elsewhere = query.values.get("elsewhere")
+            if elsewhere is not None:
+                self._replay.holding(_counts_of(elsewhere))
             batch, facts = await self._sample(client, query.values)
             columns = arrays_of(batch)
             columns[IDS] = columns[IDS] + self._first_id
-            return columns, facts
+            return columns, facts if elsewhere is None else self._report_beside(elsewhere) | facts
         if query.name == "update_priorities":
             self._update_priorities(_array_of(query, "ids"), _array_of(query, "values"))
             return {}, {}
@@ -147,10 +150,14 @@ class SampleServer:
             dtypes, others = query.values.get("dtypes", {}), query.values.get("others", {})
             weights = from_arrays(Arrays(dict(query.arrays), dict(dtypes), dict(others)))
             return {}, {"version": self._publish(weights)}
-        report = asdict(self._replay.report())
         if (elsewhere := query.values.get("elsewhere")) is not None:
-            report |= self._replay.holding(_counts_of(elsewhere)) | {"first_id": self._first_id}
-        return {}, report
+            return {}, self._report_beside(elsewhere)
+        return {}, asdict(self._replay.report())
+
+    def _report_beside(self, elsewhere: Any) -> dict[str, Any]:
+        """The report of one of several shards, which takes the counts of the others."""
+        holding = self._replay.holding(_counts_of(elsewhere))
+        return asdict(self._replay.report()) | holding | {"first_id": self._first_id}
 
     async def _sample(self, client: RequestClient, values: Mapping[str, Any]) -> tuple[Batch, dict[str, float]]:
         """A batch, as soon as the rate lets it through; a sampler that is away gets none."""

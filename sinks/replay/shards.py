@@ -13,7 +13,7 @@ where a host has changed since q was made of what it said.
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from rollflow.stream.net.request_link import LinkLostError
 logger = logging.getLogger(__name__)
 
 _TURN_S = 0.2  # for which a host holds a sample back, before it is told again what the others have counted
+_FRESH_S = 0.05  # for which a report is taken as it was; a sample renews those of the hosts that it comes from
 _THREADS = 4  # for each host: calls of so many threads go side by side
 T = TypeVar("T")
 
@@ -64,7 +65,7 @@ class ReplayShards:
         parts: list[_Part] = []
         left, problem = count, None
         while left is None or left > 0:
-            hosts = self._told(answered)
+            hosts = self._told(answered, _FRESH_S)
             left = int(hosts[0].known["batch_size"]) if left is None else left
             got, problem = self._drawn(hosts, left, max(0.0, min(_TURN_S, until - monotonic())), answered)
             parts += got
@@ -88,6 +89,7 @@ class ReplayShards:
             is_its = ids >> POSITION_BITS == host.known["first_id"] >> POSITION_BITS
             if is_its.any():
                 host.asked("update_priorities", {}, {"ids": ids[is_its], "values": values[is_its]}, until=until)
+                host.known_at = 0.0  # its mass is another one now
 
         self._asked_all([each for each in self._there(until) if each.known], update)
 
@@ -123,11 +125,12 @@ class ReplayShards:
 
     # Inside
 
-    def _told(self, until: float) -> list[HostLink]:
-        """The hosts that are there, with fresh reports, which know each other's counts. Raises ReplayError: none is."""
+    def _told(self, until: float, fresh_s: float = 0.0) -> list[HostLink]:
+        """The hosts that are there, with reports of the last `fresh_s` seconds. Raises ReplayError where none is."""
 
         def report(host: HostLink) -> None:
-            host.report(self._counts(but=host), until)
+            if monotonic() - host.known_at >= fresh_s:
+                host.report(self._counts(but=host), until)
 
         there = list(self._asked_all(self._there(until), report))
         if not there:
@@ -143,7 +146,10 @@ class ReplayShards:
         counts = dict(zip(hosts, self._generator.multinomial(count, shares).tolist(), strict=True))
 
         def draw(host: HostLink) -> wire.Result:
-            return host.asked("sample", {"count": counts[host], "wait_s": wait_s}, until=until)
+            values = {"count": counts[host], "wait_s": wait_s, "elsewhere": asdict(self._counts(but=host))}
+            answer = host.asked("sample", values, until=until)
+            host.known_at = 0.0  # where the rate has held it back
+            return answer
 
         answers = self._asked_all([each for each in hosts if counts[each]], draw)
         num_held = sum(each.known["held"] for each in hosts)
@@ -154,6 +160,7 @@ class ReplayShards:
                 problem = f"{answer.problem}, at {host.address}"
             elif answer is not None:
                 facts = answer.values
+                host.note(facts)
                 beside = (num_held * share / facts["held"]) ** -facts["beta"]
                 parts.append(_Part(answer.columns, facts["scale"] * beside))
         return parts, problem
