@@ -177,6 +177,23 @@ def test_the_rate_holds_over_all_hosts_also_where_only_one_is_fed(tmp_path: Path
     assert abs(report.ratio - 2.0) < 1.0
 
 
+def test_several_agents_are_sampled_by_a_client_for_each_host(tmp_path: Path) -> None:
+    with shards([Replay(4096, sampler=Prioritized(), seed=seed) for seed in range(2)], tmp_path) as (hosts, client):
+        for number, host in enumerate(hosts):
+            with feeding(host.rollouts, [number], agents=2, num_fragments=2, seed=number):
+                pass
+        refused = "a replay of several agents can't be drawn from several hosts, expected a client for each host"
+        for call in (client.sample, client.report):
+            with pytest.raises(ReplayError, match=f"{refused}, at unix:.*trainers"):
+                call()
+        for call in (lambda: client.report("plain"), lambda: client.update_priorities([1], [1.0], "plain")):
+            with pytest.raises(ReplayError, match="module_id is 'plain', but several hosts are of one agent"):
+                call()
+        for host in hosts:
+            with ReplayClient(str(host.trainers), timeout=30.0) as alone:
+                assert alone.sample(8).keys() == {"nested", "plain"}
+
+
 # Hosts that are killed
 
 
