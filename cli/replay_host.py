@@ -47,7 +47,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--checkpoint",
         type=Path,
-        metavar="FILE",
+        metavar="FOLDER",
         help="where the state is written; read at the start",
     )
     parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between two checkpoints (30)")

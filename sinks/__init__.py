@@ -15,7 +15,8 @@ from rollflow.sinks.replay.pieces import HindsightGoals, SampledNStepReturns
 from rollflow.sinks.replay.prioritized import Prioritized
 from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert
 from rollflow.sinks.replay.removers import AfterSamples, LowestPriority, Oldest, Remover
-from rollflow.sinks.replay.replay import Replay, Storage
+from rollflow.sinks.replay.replay import Replay
+from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.sinks.replay.samplers import Draw, Episodes, Mixture, Newest, Sampler, Sequences, Uniform
 from rollflow.sinks.trainer.feed import feed

@@ -272,6 +272,14 @@ def test_cartpole_without_velocities_is_learnt_from_sequences() -> None:
 
 
 @pytest.mark.slow
+def test_breakout_of_minatar_is_learnt_by_prioritized_dqn(capsys: pytest.CaptureFixture[str]) -> None:
+    main = example("minatar_dqn")["main"]
+    main.__globals__.update(MAX_STEPS=20_000, EPISODES=50)
+    assert main() >= 1.5  # by chance about 0.4; the whole run gets to about 5
+    assert "8 asked for" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_half_offline_data_help_to_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
     assert example("fine_tune")["main"]() >= 475

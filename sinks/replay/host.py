@@ -14,7 +14,7 @@ from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 
 from rollflow.nodes.env.remote.remote_envs import Secret, secret_bytes
-from rollflow.sinks.replay.checkpoint import read_state, write_state
+from rollflow.sinks.replay.checkpoint import CheckpointFolder
 from rollflow.sinks.replay.replay import Replay
 from rollflow.sinks.replay.sample_server import SampleServer
 from rollflow.sinks.trainer.stream import TrainerStream
@@ -35,7 +35,7 @@ class ReplayHost:
                        'unix:/path', or 'shm:/path'
         trainers       where a `ReplayClient` samples: 'tcp://host:port' or 'unix:/path'
         secret, tls    as for `RemoteEnvs.listen`, of both
-        checkpoint     file of the replay's state; where it is there, the host goes on from it. None: there is none
+        checkpoint     folder of the replay's state; where it has one, the host goes on from it. None: there is none
         every          seconds between two checkpoints
         limits         of frames, times and bytes under way
 
@@ -45,8 +45,8 @@ class ReplayHost:
     still; a sample that it holds back is answered later.
 
     With a checkpoint, a rollout keeps each fragment until a checkpoint has it. After a kill the next host gets what the
-    newest checkpoint lacks, each fragment once. Samples and priorities since that checkpoint are not counted. To write
-    one takes twice the memory, also where `Storage` names a file; while the replay is copied, nothing is inserted and
+    newest checkpoint lacks, each fragment once. Samples and priorities since that checkpoint are not counted. What has
+    changed since the last one is copied and written, at first all of it; while it is copied, nothing is inserted and
     nobody is answered. Leaving the block writes one; the rollouts wait for the next host.
 
     Without a checkpoint, fragments are acknowledged when they are inserted, and the rollouts are told goodbye: what the
@@ -78,7 +78,7 @@ class ReplayHost:
         self.trainers = wire.parse_address(trainers) if isinstance(trainers, str) else trainers
         self._secret, self._tls, self._limits = secret_bytes(secret), tls, limits or wire.Limits()
         wire.check_secret(self.trainers, self._secret)
-        self._checkpoint, self._every = None if checkpoint is None else Path(checkpoint), every
+        self._checkpoint, self._every = None if checkpoint is None else CheckpointFolder(checkpoint), every
         self._stream = TrainerStream(
             rollouts,
             secret=secret,
@@ -184,18 +184,16 @@ class ReplayHost:
 
     # Checkpoints
 
-    def _go_on_from(self, path: Path) -> None:
-        for half in path.parent.glob(f"{path.name}.*.part"):  # of a host that was killed
-            half.unlink(missing_ok=True)
-        if not path.exists():
-            if not path.parent.is_dir():
-                raise ValueError(f"checkpoint is {path}, expected a file in a folder that is there")
+    def _go_on_from(self, folder: CheckpointFolder) -> None:
+        if not folder.is_there:
+            if not folder.path.parent.is_dir():
+                raise ValueError(f"checkpoint is {folder.path}, expected a path in a folder that is there")
             return
-        state = read_state(path)
+        state = folder.read()
         self.replay.set_state(state)
         self._handed = state.get("stream", self._handed)
         self._stream.load_state_dict(self._handed)
-        logger.info("going on from %s: %s", path, self.replay.report())
+        logger.info("going on from %s: %s", folder.path, self.replay.report())
 
     async def _save_again_and_again(self) -> None:
         while self._checkpoint is not None:
@@ -208,13 +206,13 @@ class ReplayHost:
         news = report.inserted, report.sampled, self._handed
         if self._checkpoint is None or news == self._saved:
             return
-        handed = self._handed
+        handed, folder = self._handed, self._checkpoint
         try:
-            state = self.replay.get_state() | {"stream": handed}
-            await anyio.to_thread.run_sync(write_state, self._checkpoint, state)
+            state = self.replay.get_state(folder.since()) | {"stream": handed}
+            await anyio.to_thread.run_sync(folder.write, state)
         except (OSError, MemoryError) as error:
             text = error_text(error)
-            logger.warning("%s can't be written: %s; until it can, nothing is acknowledged", self._checkpoint, text)
+            logger.warning("%s can't be written: %s; until it can, nothing is acknowledged", folder.path, text)
             return
         self._saved = news
         self._stream.ack(handed)

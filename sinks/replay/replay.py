@@ -2,28 +2,29 @@
 
 import copy
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import anyio
 import numpy as np
-from numpy.typing import NDArray
 
 from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
-from rollflow.sinks.replay.checkpoint import read_state, write_state
-from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert
+from rollflow.sinks.replay.checkpoint import CheckpointFolder
+from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert, StepCounts
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch
 from rollflow.sinks.replay.replay_table import ReplayTable
-from rollflow.sinks.replay.replay_table import Storage as Storage
-from rollflow.sinks.replay.sampled_steps import check_size
+from rollflow.sinks.replay.row_columns import Storage
+from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
-from rollflow.sinks.replay.turns import Side, Turns
+from rollflow.sinks.replay.turns import Side, Turns, run_both
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment import Fragment
 from rollflow.stream.graph.channel import Inlet, Outlet
@@ -85,16 +86,16 @@ class Replay:
         if num_rows >= 2**31 - 1:
             raise ValueError(f"capacity is {capacity}, expected fewer than 2**31 rows")
         if rate is not None and rate.min_size > capacity:
-            raise ReplayError(
-                f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; expected "
-                "a min_size below the capacity"
-            ).see("replay")
+            text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
+            raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
         self._rate, self._seed = rate, seed
         self._unused = copy.deepcopy((self.sampler, self.remover))  # of which each module gets copies
         self._tables: dict[Any, ReplayTable] = {None: self._table(self.sampler, self.remover)}  # None: of one agent
         self.turns = Turns()
         self._lock = self.turns.lock
+        self._folder: CheckpointFolder | None = None  # that was saved to, or loaded from, last
+        self._saving = threading.Lock()
 
     # Taking and giving
 
@@ -150,6 +151,15 @@ class Replay:
         Raises ReplayError where the rate lets it through no sooner, and where nothing can be sampled, or the batch is
         larger; nothing is counted or removed then.
         """
+        return self.sample_of_shard(count, wait_s=wait_s, max_bytes=max_bytes)[0]
+
+    def sample_of_shard(
+        self, count: int | None = None, *, wait_s: float | None = 0.0, max_bytes: int | None = None
+    ) -> tuple[Batch, dict[str, float]]:
+        """A batch as of `sample`, and what its weights stand for beside other shards: `held`, `scale` and `beta`.
+
+        held    number of steps that might have been drawn; for `scale` and `beta` see `Draw`. Of several agents, none
+        """
         count = self.batch_size if count is None else checked_count("count", count, 1)
         with self._lock:
             self._wait("sample", lambda: self._admits_sample(count), wait_s)
@@ -157,10 +167,28 @@ class Replay:
             drawn = {each: table.drawn(count, self.pieces) for each, table in tables.items()}
             batches = {each: batch for each, (batch, _) in drawn.items()}
             check_size(batches, max_bytes)
+            facts = {each: table.facts(drawn[each][1]) for each, table in tables.items()}
             for each, table in tables.items():
                 table.count(drawn[each][1], count)
             self.turns.notify()
-        return batches[None] if None in batches else batches
+        return (batches[None], facts[None]) if None in batches else (batches, {})
+
+    def holding(self, elsewhere: StepCounts) -> dict[str, float]:
+        """What this replay counts as one of several shards: `held` steps, `mass`, and its `batch_size` and `min_size`.
+
+        elsewhere    counts of the other shards, which the rate adds to its own from now on
+
+        Raises ReplayError for a replay of several agents.
+        """
+        with self._lock:
+            if (table := self._tables.get(None)) is None:
+                text = "a replay of several agents can't be drawn from several hosts, expected a client for each host"
+                raise ReplayError(text).see("replay")
+            if elsewhere != table.rate.elsewhere:
+                table.rate.elsewhere = elsewhere
+                self.turns.notify()
+            mass, least = table.sampler.mass(table.rows), 0 if self._rate is None else self._rate.min_size
+            return {"held": len(self), "mass": mass, "batch_size": self.batch_size, "min_size": least}
 
     def may_sample(self, count: int | None = None) -> bool:
         """True if the rate lets `count` rows be sampled now; None: `batch_size`. Raises ReplayError: it never can."""
@@ -173,10 +201,8 @@ class Replay:
         Raises ReplayError without a rate, with which it would never end.
         """
         if self._rate is None:
-            raise ReplayError(
-                "batches() ends when the rate lets no more be sampled, but the replay has no rate; expected "
-                "Replay(rate=SamplesPerInsert(...)), or sample()"
-            ).see("replay")
+            text = "batches() ends when the rate lets no more be sampled; expected Replay(rate=...), or sample()"
+            raise ReplayError(text).see("replay")
         while self.may_sample(count):
             yield self.sample(count)
 
@@ -189,10 +215,8 @@ class Replay:
         """
         numbers, magnitudes = as_array(ids).astype(np.int64), detached(values)
         if numbers.shape != magnitudes.shape or numbers.ndim != 1:
-            raise ReplayError(
-                f"update_priorities: ids are {list(numbers.shape)} and values {list(magnitudes.shape)}, expected one "
-                "value for each row of a batch"
-            )
+            shapes = f"ids are {list(numbers.shape)} and values {list(magnitudes.shape)}"
+            raise ReplayError(f"update_priorities: {shapes}, expected one value for each row of a batch")
         with self._lock:
             table = self._table_of(module_id)
             table.sampler.update_priorities(table.rows, numbers, magnitudes)
@@ -206,11 +230,12 @@ class Replay:
             tables = list(self._tables.values()) if module_id is None else [self._table_of(module_id)]
             beyond = sum(table.rate.beyond(table.rows.inserted) for table in tables)
             sampled = sum(table.rate.sampled for table in tables)
+            of_all = sampled + sum(table.rate.elsewhere.sampled for table in tables)
             return ReplayReport(
                 inserted=sum(table.rows.inserted for table in tables),
                 removed=sum(table.rows.removed for table in tables),
                 sampled=sampled,
-                ratio=sampled / beyond if beyond else 0.0,
+                ratio=of_all / beyond if beyond else 0.0,
                 wanted=None if self._rate is None else self._rate.ratio,
                 waiting=self.turns.waiting,
                 insert_wait_s=self.turns.waited_s("insert"),
@@ -247,31 +272,19 @@ class Replay:
                     return
                 await batches.send(self.sample())
 
-        raised: Exception | None = None
-        async with anyio.create_task_group() as tasks:
-
-            async def work(part: Callable[[], Any]) -> None:
-                nonlocal raised
-                try:
-                    await part()
-                except Exception as error:
-                    raised = error  # as it is, not in a group
-                    tasks.cancel_scope.cancel()
-
-            tasks.start_soon(work, insert_all)
-            tasks.start_soon(work, send_all)
-        if raised is not None:
-            raise raised
+        await run_both(insert_all, send_all)
 
     # Checkpoints
 
-    def get_state(self) -> dict[str, Any]:
-        """All that the replay holds, as plain values and arrays: steps, priorities, counts, the generator."""
+    def get_state(self, since: Sequence[int] = ()) -> dict[str, Any]:
+        """All that the replay holds, as plain values and arrays: steps, priorities, counts, the generator.
+
+        since    for each table, the position up to which rows may be left out, as a `CheckpointFolder` says
+        """
         with self._lock:
-            state: dict[str, Any] = {"capacity": self.capacity, "frames": self._storage.frames}
-            if None in self._tables:
-                return state | self._tables[None].get_state()
-            return state | {"modules": [[each, table.get_state()] for each, table in self._tables.items()]}
+            begins = zip(self._tables.items(), chain(since, repeat(0)), strict=False)
+            states = [[each, table.get_state(begin)] for (each, table), begin in begins]
+            return {"capacity": self.capacity, "frames": self._storage.frames, "tables": states}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
@@ -282,21 +295,32 @@ class Replay:
             if state[name] != own:
                 raise ReplayError(f"the state is of a replay with {name}={state[name]}, expected {own}").see("replay")
         with self._lock:
-            if "modules" in state:
-                self._tables = {each: self._table_for(each) for each, _ in state["modules"]}
-                for each, of_table in state["modules"]:
-                    self._tables[each].set_state(of_table)
-            else:
-                self._tables[None].set_state(state)
+            module_ids = [each for each, _ in state["tables"]]
+            if module_ids != [None]:
+                self._tables = {each: self._table_for(each) for each in module_ids}
+            elif None not in self._tables:
+                raise ReplayError("the replay has steps of several agents, got the state of one").see("replay")
+            for each, of_table in state["tables"]:
+                self._tables[each].set_state(of_table)
+            self._folder = None
             self.turns.notify()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state into a file, which takes the place of an older one only when it is whole."""
-        write_state(path, self.get_state())
+        """Write the state into a folder; what has not changed since it was saved or loaded there is not written again.
+
+        An older checkpoint there stands until the new one is whole. One replay at a time writes to a folder.
+        """
+        with self._saving:
+            if self._folder is None or self._folder.path != Path(path):
+                self._folder = CheckpointFolder(path)
+            self._folder.write(self.get_state(self._folder.since()))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take the state of a file that `save` has written. Raises ReplayError for another file."""
-        self.set_state(read_state(path))
+        """Take the state of a folder that `save` has written. Raises ReplayError where it is missing or altered."""
+        with self._saving:
+            folder = CheckpointFolder(path)
+            self.set_state(folder.read())
+            self._folder = folder
 
     # Inside
 
@@ -321,11 +345,9 @@ class Replay:
         return self._table(*copy.deepcopy(self._unused), module_id)
 
     def _table_of(self, module_id: Any) -> ReplayTable:
-        table = self._tables.get(module_id)
-        if table is None:
-            raise ReplayError(f"there are no steps of module {module_id!r}, expected one of {self.module_ids}").see(
-                "replay"
-            )
+        if (table := self._tables.get(module_id)) is None:
+            text = f"there are no steps of module {module_id!r}, expected one of {self.module_ids}"
+            raise ReplayError(text).see("replay")
         return table
 
     def _announced(self, fragment: AnyFragment) -> Parts:
@@ -369,15 +391,8 @@ class Replay:
             + (f" of module {module_id!r}" if module_id is not None else "")
             for module_id, table in self._tables.items()
         ]
-        raise ReplayError(
-            f"the rate holds this {side} back: {'; '.join(held)}, at {self._rate}; {other}, or give wait_s where "
-            "another thread does"
-        ).see("replay")
-
-
-def detached(values: Any) -> NDArray[Any]:
-    """A tensor's values, or an array's or a list's, as an array any[...]."""
-    return np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))
+        text = f"the rate holds this {side} back: {'; '.join(held)}, at {self._rate}; {other}"
+        raise ReplayError(f"{text}, or give wait_s where another thread does").see("replay")
 
 
 def _admit(parts: Parts) -> bool:

@@ -1,8 +1,6 @@
 """Replay table: the steps of one agent, or of the agents of one module, in rows, with the sampler that draws them."""
 
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,7 @@ from rollflow.nodes.connectors.common.tensors import tensor_of
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.rate import RateLimiter
 from rollflow.sinks.replay.removers import Remover
-from rollflow.sinks.replay.row_columns import RowColumns, columns_of, items_of
+from rollflow.sinks.replay.row_columns import RowColumns, Storage, columns_of, items_of
 from rollflow.sinks.replay.row_index import RowIndex
 from rollflow.sinks.replay.sampled_steps import SampledSteps
 from rollflow.sinks.replay.samplers import Draw, Sampler
@@ -23,22 +21,6 @@ from rollflow.stream.data.tree import map_tree
 from rollflow.stream.fragments.fragment import Fragment
 
 Batch = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Storage:
-    """How a replay keeps steps.
-
-    path      file to map into memory, made anew: for more than fits into RAM; None: in RAM. Of several agents each
-              module has a file of its own, with its id behind the name
-    frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
-              zeros before the episode's first. They are put together when sampled. 1: the observation itself
-    extra     names of the module's outputs to be kept; None: all
-    """
-
-    path: str | os.PathLike[str] | None = None
-    frames: int = 1
-    extra: tuple[str, ...] | None = None
 
 
 class ReplayTable:
@@ -127,6 +109,10 @@ class ReplayTable:
             batch[name] = convert(data) if type(data) is np.ndarray else map_tree(_tensor, data)
         return batch, draw
 
+    def facts(self, draw: Draw) -> dict[str, float]:
+        """What a draw that is not counted yet stands for beside other shards: see `Replay.sample_of_shard`."""
+        return {"held": self.rows.num_live, "scale": draw.scale, "beta": draw.beta}
+
     def count(self, draw: Draw, count: int) -> None:
         """Count a draw of `count` rows, and remove what the remover wants gone after it."""
         self.rate.sampled += draw.num_steps
@@ -154,12 +140,15 @@ class ReplayTable:
 
     # Checkpoints
 
-    def get_state(self) -> dict[str, Any]:
-        """All that the table holds, as plain values and arrays: steps, priorities, counts, the generator."""
-        used = min(self.rows.end, self.rows.num_rows)
+    def get_state(self, since: int) -> dict[str, Any]:
+        """All that the table holds, as plain values and arrays: steps, priorities, counts, the generator.
+
+        since    position up to which rows may be left out
+        """
+        rows = self.rows
         return {
-            "rows": self.rows.get_state(),
-            "columns": None if self._columns is None else self._columns.get_state(used),
+            "rows": rows.get_state(),
+            "columns": self._columns and self._columns.get_state(since, rows.end, rows.spare_in_use),
             "sampler": self.sampler.get_state(),
             "remover": self.remover.get_state(),
             "rate": self.rate.get_state(),
@@ -167,11 +156,10 @@ class ReplayTable:
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take what `get_state` gave."""
+        """Take what `get_state` gave with all rows."""
         self.rows.set_state(state["rows"])
         if state["columns"] is not None:
-            items = {name: map_tree(lambda leaf: leaf[0], used) for name, (used, _) in state["columns"].items()}
-            self._columns = self._make_columns(items)
+            self._columns = self._make_columns(state["columns"]["items"])
             self._columns.set_state(state["columns"])
         self.sampler.set_state(state["sampler"])
         self.remover.set_state(state["remover"])

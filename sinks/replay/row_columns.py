@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,24 @@ from rollflow.stream.data.columns import Columns
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.data.tree import Tree, kind_of, leaves_of, map_tree
 from rollflow.stream.fragments.fragment import Fragment
+
+_BLOCK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How a replay keeps steps.
+
+    path      file to map into memory, made anew: for more than fits into RAM; None: in RAM. Of several agents each
+              module has a file of its own, with its id behind the name
+    frames    newest observations that stand in each item of `obs` and `new_obs`, any[B, frames, ...], oldest first;
+              zeros before the episode's first. They are put together when sampled. 1: the observation itself
+    extra     names of the module's outputs to be kept; None: all
+    """
+
+    path: str | os.PathLike[str] | None = None
+    frames: int = 1
+    extra: tuple[str, ...] | None = None
 
 
 class RowColumns:
@@ -75,20 +94,42 @@ class RowColumns:
             return tree.take(rows, axis=0, mode="clip")
         return map_tree(lambda leaf: leaf.take(rows, axis=0, mode="clip"), tree)
 
-    def get_state(self, used: int) -> dict[str, Any]:
-        """The first `used` rows of each column, and all spare ones: name -> [tree, tree of spare rows]."""
-        rows = self.num_rows
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block, which is what a checkpoint writes anew when one of its rows has changed."""
+        return max(1, _BLOCK_BYTES * self.num_rows // max(self.nbytes, 1))
+
+    def get_state(self, since: int, end: int, spare: Ints) -> dict[str, Any]:
+        """The rows with positions from `since` to `end`, with all others in their blocks; as plain values and arrays.
+
+        spare    i64[S]  the spare rows that are in use
+        """
+        size, used = self.block_rows, min(end, self.num_rows)
+        changed = np.zeros(-(-used // size), np.bool_)
+        changed[np.arange(max(since, end - used), end) % self.num_rows // size] = True
         return {
-            name: [map_tree(lambda leaf: leaf[:used].copy(), tree), map_tree(lambda leaf: leaf[rows:].copy(), tree)]
-            for name, tree in self.trees.items()
+            "items": {name: map_tree(lambda leaf: leaf[0].copy(), tree) for name, tree in self.trees.items()},
+            "block_rows": size,
+            "num_blocks": len(changed),
+            "blocks": {
+                int(number): self._block(slice(number * size, min((number + 1) * size, used)))
+                for number in np.flatnonzero(changed)
+            },
+            "spare": [spare, self.read(Columns.OBS, spare)],
         }
 
-    def set_state(self, state: Mapping[str, Sequence[Tree]]) -> None:
-        """Take what `get_state` gave."""
-        for name, (used, spare) in state.items():
-            for leaf, first, last in zip(self._leaves[name], leaves_of(used), leaves_of(spare), strict=True):
-                leaf[: len(first)] = first
-                leaf[self.num_rows :] = last
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `get_state` gave with all rows."""
+        for number, block in state["blocks"].items():
+            begin = number * state["block_rows"]
+            for name, tree in block.items():
+                for leaf, rows in zip(self._leaves[name], leaves_of(tree), strict=True):
+                    leaf[begin : begin + len(rows)] = rows
+        self.put(Columns.OBS, *state["spare"])
+
+    def _block(self, rows: slice) -> dict[str, Tree]:
+        """A copy of rows, with all columns."""
+        return {name: map_tree(lambda leaf: leaf[rows].copy(), tree) for name, tree in self.trees.items()}
 
 
 def columns_of(fragment: Fragment, extra: Sequence[str] | None) -> dict[str, Tree]:

@@ -170,6 +170,13 @@ class RowIndex:
         steps: Ints = self.chunks.read("t_started", chunk) + positions - self.chunks.read("first", chunk)
         return steps
 
+    @property
+    def spare_in_use(self) -> Ints:
+        """The spare rows i64[S] with an observation, ascending."""
+        is_free = np.zeros(self.num_spare, np.bool_)
+        is_free[np.array(self._free, np.int64) - self.num_rows] = True
+        return self.num_rows + np.flatnonzero(~is_free)
+
     # Writing
 
     def place(self, lane: str, layout: FragmentLayout, chunks: ChunkIndex) -> Placement:

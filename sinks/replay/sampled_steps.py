@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.sinks.replay.chunk_table import Ints
 from rollflow.sinks.replay.row_columns import RowColumns
 from rollflow.sinks.replay.row_index import RowIndex
@@ -131,3 +132,8 @@ def check_size(batch: Mapping[str, Tree], max_bytes: int | None) -> None:
     if size > max_bytes:
         text = f"the batch has {size:,} bytes, expected at most {max_bytes:,}: ask for fewer rows"
         raise ReplayError(text).see("replay")
+
+
+def detached(values: Any) -> NDArray[Any]:
+    """A tensor's values, or an array's or a list's, as an array any[...]."""
+    return np.asarray(as_array(values.detach() if hasattr(values, "detach") else values))

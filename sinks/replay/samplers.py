@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,16 @@ class Draw:
     ids          i64[B]  the step that each row was drawn for, whose priority may be updated
     weights      f32[B]  importance weights; None: all rows count alike
     trained      bool[B, L]  the steps to be trained on; None: all of them
+    scale        the weights times this are (number of steps · probability)**-beta
+    beta         exponent of the weights
     """
 
     positions: Ints
     ids: Ints
     weights: NDArray[np.float32] | None = None
     trained: Bools | None = None
+    scale: float = 1.0
+    beta: float = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -47,6 +51,13 @@ class Sampler(abc.ABC):
     def has_priorities(self) -> bool:
         """True if steps have priorities, which may be updated."""
         return False
+
+    def mass(self, rows: RowIndex) -> float:
+        """What a replay counts beside others, when a batch is drawn from several shards: the number of its steps.
+
+        Raises ReplayError for a sampler that can't draw from several.
+        """
+        return float(rows.num_live)
 
     @abc.abstractmethod
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
@@ -124,6 +135,11 @@ class Mixture(Sampler):
     def has_priorities(self) -> bool:
         return any(sampler.has_priorities for sampler, _ in self.parts)
 
+    def mass(self, rows: RowIndex) -> float:
+        if self.has_priorities:
+            raise ReplayError("a Mixture with priorities can't be drawn from several hosts, expected Prioritized()")
+        return super().mass(rows)
+
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         draws = [
             sampler.draw(rows, size, generator)
@@ -197,6 +213,9 @@ class Sequences(Sampler):
     def has_priorities(self) -> bool:
         return self.of.has_priorities
 
+    def mass(self, rows: RowIndex) -> float:
+        return self.of.mass(rows)
+
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         drawn = self.of.draw(rows, count, generator)
         if drawn.positions.ndim != 1:
@@ -206,7 +225,7 @@ class Sequences(Sampler):
         place = np.arange(self.burn_in + self.length)
         there = (positions >= 0) & (place < before[:, None] + self.length)
         positions = np.where(there, positions, -1)
-        return Draw(positions, drawn.ids, drawn.weights, there & (place >= before[:, None]))
+        return replace(drawn, positions=positions, trained=there & (place >= before[:, None]))
 
     def begin(self, rows: RowIndex) -> None:
         self.of.begin(rows)
@@ -232,6 +251,9 @@ class Sequences(Sampler):
 
 class Episodes(Sampler):
     """Draws whole episodes that have ended, each with the same probability, padded behind to the longest drawn."""
+
+    def mass(self, rows: RowIndex) -> float:
+        raise ReplayError("Episodes can't be drawn from several hosts, expected Sequences()")
 
     def draw(self, rows: RowIndex, count: int, generator: np.random.Generator) -> Draw:
         chunks, last = rows.chunks, rows.chunks.numbers()

@@ -1,7 +1,7 @@
 """Turns of a replay's two sides, inserts and samples: who waits for the other, and for how long."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Literal
@@ -78,3 +78,22 @@ class Turns:
         finally:
             self._waiting.remove(wait)
             self._waited[side] += monotonic() - wait[1]
+
+
+async def run_both(*parts: Callable[[], Awaitable[None]]) -> None:
+    """Run the parts side by side. What one of them raises ends the others, and is raised as it is, in no group."""
+    raised: Exception | None = None
+    async with anyio.create_task_group() as tasks:
+
+        async def work(part: Callable[[], Awaitable[None]]) -> None:
+            nonlocal raised
+            try:
+                await part()
+            except Exception as error:
+                raised = error
+                tasks.cancel_scope.cancel()
+
+        for part in parts:
+            tasks.start_soon(work, part)
+    if raised is not None:
+        raise raised

@@ -21,7 +21,7 @@ def _command(arguments: list[str]) -> None:
 def test_a_host_writes_a_checkpoint_when_it_is_told_to_end_and_goes_on_from_it(tmp_path: Path) -> None:
     where = ["--rollouts", f"unix:{tmp_path}/rollouts", "--trainers", f"unix:{tmp_path}/trainers"]
     kept = ["--capacity", "512", "--ratio", "2", "--min-size", "16", "--batch-size", "8", "--prioritized"]
-    saved = ["--checkpoint", f"{tmp_path}/replay.npz", "--every", "0.1"]
+    saved = ["--checkpoint", f"{tmp_path}/replay", "--every", "0.1"]
     made = 0
     for times in (1, 2):
         host = forked().Process(target=_command, args=(["replay-host", *where, *kept, *saved],))
@@ -39,7 +39,7 @@ def test_a_host_writes_a_checkpoint_when_it_is_told_to_end_and_goes_on_from_it(t
         made += running.rollout.num_steps
         assert (report.inserted, report.sampled) == (made, 8 * times)
     again = Replay(512, sampler=Prioritized(), rate=SamplesPerInsert(2.0, 16), batch_size=8)
-    again.load(tmp_path / "replay.npz")
+    again.load(tmp_path / "replay")
     assert len(again) == made
 
 
@@ -72,7 +72,7 @@ def test_a_replay_of_ones_own_is_served_until_the_command_is_told_to_end(tmp_pat
         (["--ratio", "1", "--min-size", "200000"], "nothing could ever be sampled"),
         (["--replay", "collections:OrderedDict"], "has made a OrderedDict, expected a Replay"),
         (["--replay", "nowhere:made"], "No module named 'nowhere'"),
-        (["--checkpoint", "/nowhere/replay.npz"], "expected a file in a folder that is there"),
+        (["--checkpoint", "/nowhere/replay"], "expected a path in a folder that is there"),
         (["--checkpoint", __file__], "expected a replay's checkpoint"),
         (["--every", "0"], "every is 0.0, expected seconds"),
         (["--trainers", "tcp://0.0.0.0:1"], "secret"),

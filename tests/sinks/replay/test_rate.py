@@ -146,12 +146,12 @@ def test_without_a_buffer_one_side_goes_on_whatever_sizes_come(
 def test_to_ask_changes_nothing(buffer: float | None) -> None:
     replay = Replay(4096, rate=SamplesPerInsert(1.0, min_size=500, error_buffer=buffer), batch_size=8, seed=0)
     replay.insert(Played(2, 1, fragment_length=16).fragments[0])
-    before = replay.get_state()["rate"]
+    before = replay.get_state()["tables"][0][1]["rate"]
     assert not replay.may_sample(700)
     with pytest.raises(ReplayError, match="holds this sample back"):
         replay.sample(700)
     assert replay.may_insert(300)
-    assert replay.get_state()["rate"] == before
+    assert replay.get_state()["tables"][0][1]["rate"] == before
 
 
 def test_a_buffer_that_is_too_small_would_stand_still() -> None:

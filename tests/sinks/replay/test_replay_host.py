@@ -7,7 +7,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_a_batch_that_is_too_large_for_the_sampler_is_not_drawn(tmp_path: Path) 
 
 
 def test_priorities_and_weights_come_from_the_trainer(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "replay.npz"
+    checkpoint = tmp_path / "replay"
     options: dict[str, Any] = {"checkpoint": checkpoint, "every": 0.05}
 
     def prioritized() -> Replay:
@@ -220,7 +220,9 @@ def test_a_host_that_is_gone_is_named_once_the_time_is_over(tmp_path: Path) -> N
         assert client.report().inserted == 0
     with (
         client,
-        pytest.raises(ReplayError, match=r"host at unix:.* has not answered within 0\.3 s: .*is closing"),
+        pytest.raises(
+            ReplayError, match=r"host at unix:.* has not answered within 0\.3 s: .*(is closing|No such file)"
+        ),
     ):
         client.report()
 
@@ -229,7 +231,7 @@ def test_a_host_that_is_gone_is_named_once_the_time_is_over(tmp_path: Path) -> N
     ("options", "error"),
     [
         ({"every": 0.0}, "every is 0.0, expected seconds, above 0"),
-        ({"checkpoint": "/nowhere/replay.npz"}, "expected a file in a folder that is there"),
+        ({"checkpoint": "/nowhere/replay"}, "expected a path in a folder that is there"),
         ({"trainers": "udp:1"}, "udp"),
         ({"rollouts": "tcp://0.0.0.0:0"}, "secret"),
         ({"trainers": "tcp://0.0.0.0:0"}, "secret"),
@@ -264,7 +266,7 @@ def test_an_error_inside_a_host_comes_out_as_it_is(tmp_path: Path, monkeypatch: 
 def test_a_checkpoint_that_can_not_be_written_acknowledges_nothing(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
-    with serving(Replay(512), tmp_path, checkpoint=folder / "replay.npz", every=0.05) as host:
+    with serving(Replay(512), tmp_path, checkpoint=folder / "replay", every=0.05) as host:
         folder.rename(tmp_path / "away")
         with client_of(host) as client, feeding(host.rollouts, [0], num_fragments=2) as running:
             await_that(lambda: running.sink._session.done == 2)
@@ -273,7 +275,7 @@ def test_a_checkpoint_that_can_not_be_written_acknowledges_nothing(tmp_path: Pat
             (tmp_path / "away").rename(folder)
         assert running.sink._session.kept == running.sink.given  # it has waited for that
     again = Replay(512, sampler=Newest())
-    again.load(folder / "replay.npz")
+    again.load(folder / "replay")
     assert len(again) == running.rollout.num_steps
 
 
@@ -281,10 +283,10 @@ def test_a_replay_that_there_is_no_memory_to_copy_goes_on_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     class NoMemory(Replay):
-        def get_state(self) -> dict[str, Any]:
+        def get_state(self, since: Sequence[int] = ()) -> dict[str, Any]:
             raise MemoryError("unable to allocate 8 GiB")
 
-    checkpoint = tmp_path / "replay.npz"
+    checkpoint = tmp_path / "replay"
     with (
         serving(NoMemory(512), tmp_path, checkpoint=checkpoint, every=0.01) as host,
         client_of(host) as client,
@@ -303,7 +305,7 @@ def _host(folder: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     torch.set_num_threads(1)
     replay = Replay(1 << 14, rate=SamplesPerInsert(1.0, min_size=32), batch_size=16, seed=0)
-    checkpoint = Path(folder) / "replay.npz"
+    checkpoint = Path(folder) / "replay"
     with serving(replay, Path(folder), checkpoint=checkpoint, every=0.1) as host:
         host.wait()
 
@@ -384,7 +386,7 @@ def test_whoever_is_killed_each_acknowledged_step_is_there_once(tmp_path: Path) 
         for context in started:
             context.__exit__(None, None, None)
     replay = Replay(1 << 14, sampler=Newest())
-    replay.load(tmp_path / "replay.npz")
+    replay.load(tmp_path / "replay")
     batch = replay.sample(len(replay))
     check_rows(batch)
     by_slot = steps_by_slot(batch)

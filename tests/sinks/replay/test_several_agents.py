@@ -196,6 +196,8 @@ def test_one_agent_and_several_are_kept_apart() -> None:
     replay(fragment)
     with pytest.raises(ReplayError, match="has steps of several agents, got a fragment of one"):
         replay(single)
+    with pytest.raises(ReplayError, match="has steps of several agents, got the state of one"):
+        replay.set_state(Replay(400).get_state())
     with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected one of \["):
         replay.update_priorities(np.zeros(1, np.int64), np.zeros(1), "nobody")
 

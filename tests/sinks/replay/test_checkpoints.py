@@ -1,0 +1,253 @@
+"""Checkpoints of a replay: little is written for a little change, and a kill or an altered file costs nothing else."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from drawn_agents import Drawn, made, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from property_examples import examples
+from replayed import Played, rows_of
+
+from rollflow.sinks import AfterSamples, Newest, Prioritized, Replay, Storage
+from rollflow.sinks.replay import row_columns
+from rollflow.sinks.replay.checkpoint import MANIFEST
+from rollflow.stream import ReplayError
+
+BLOCK = 2048  # bytes: some rows of numbered environments
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_columns, "_BLOCK_BYTES", BLOCK)
+        yield
+
+
+@pytest.fixture(scope="module")
+def played() -> Played:
+    return Played(3, 40, lengths=(5, 12), nested=True)
+
+
+def prioritized(capacity: int = 400) -> Replay:
+    return Replay(capacity, sampler=Prioritized(), storage=Storage(frames=2), seed=0)
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """File -> its bytes."""
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+def check_same(ours: Any, theirs: Any) -> None:
+    """Hold two states against each other, down to dtypes."""
+    if isinstance(ours, dict):
+        assert ours.keys() == theirs.keys()
+        for name in ours:
+            check_same(ours[name], theirs[name])
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            check_same(one, other)
+    elif isinstance(ours, np.ndarray):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def test_a_small_change_writes_the_blocks_it_is_in_and_no_others(tmp_path: Path, played: Played) -> None:
+    replay = prioritized()
+    for fragment in played.fragments[:20]:
+        replay.insert(fragment)
+    replay.save(tmp_path / "replay")
+    before = sizes(tmp_path / "replay")
+    rows = sum(size for name, size in before.items() if name.startswith("rows"))
+    replay.insert(played.fragments[20])  # 12 steps
+    replay.update_priorities(replay.sample(8)["ids"], np.arange(8.0))
+    replay.save(tmp_path / "replay")
+    after = sizes(tmp_path / "replay")
+    new = {name: size for name, size in after.items() if name not in before}
+    changed = [name for name in new if name.startswith("rows")]
+    fits = row_columns._BLOCK_BYTES // (replay.nbytes // 400)  # rows of a block
+    assert 1 <= len(changed) <= 2 + 16 // fits
+    assert sum(new[name] for name in changed) < rows / 4
+    assert sorted(new.keys() - set(changed)) == [next(name for name in after if name.startswith("index"))]
+    assert len(after.keys() - before.keys()) >= len(before.keys() - after.keys())  # what was replaced is gone
+    again = prioritized()
+    again.load(tmp_path / "replay")
+    check_same(again.get_state(), replay.get_state())
+    again.insert(played.fragments[21])
+    again.save(tmp_path / "replay")  # a replay that was restored goes on with the files that are there
+    assert len(after.keys() & sizes(tmp_path / "replay").keys()) > len(after) / 2
+
+
+def test_nothing_but_the_index_is_written_for_priorities_alone(tmp_path: Path, played: Played) -> None:
+    replay = prioritized()
+    replay.insert(played.fragments[0])
+    replay.save(tmp_path / "replay")
+    before = sizes(tmp_path / "replay")
+    replay.update_priorities(replay.sample(8)["ids"], np.arange(8.0))
+    replay.save(tmp_path / "replay")
+    assert [name[:5] for name in sizes(tmp_path / "replay").keys() - before.keys()] == ["index"]
+
+
+def test_of_several_agents_only_the_modules_with_new_steps_write_blocks(tmp_path: Path) -> None:
+    drawn = Drawn(
+        envs=1, lanes=1, agents=4, nested=1, length=12, at_once=False,
+        fragment_length=4, lookback=1, by_episode=True, seed=3,
+    )  # fmt: skip
+    folder, written = tmp_path / "replay", []
+
+    def new() -> Replay:
+        return Replay(20, sampler=Prioritized(), storage=Storage(frames=2), seed=0)
+
+    replay = new()
+    replay.save(folder)  # of no module yet
+    for number, fragment in enumerate(run(made(drawn)[1], 20)):
+        before = sizes(folder).keys()
+        replay.insert(fragment)
+        for module_id, batch in (replay.sample(4) if len(replay) else {}).items():
+            replay.update_priorities(batch["ids"], np.arange(4.0), module_id)
+        replay.save(folder)
+        new_rows = [name for name in sizes(folder).keys() - before if name.startswith("rows")]
+        written.append({replay.module_ids[int(name.split("-")[2])] for name in new_rows})
+        assert written[-1] <= {each for each in fragment.module_ids if len(fragment.of_module(each).chunks.slot)}
+        again = new()
+        again.load(folder)
+        check_same(again.get_state(), replay.get_state())
+        if number % 3 == 2:
+            replay = again  # a replay that was restored goes on with the files that are there
+    assert replay.report().removed > 0  # round the end of a ring
+    assert set.union(*written) == set(replay.module_ids)
+    assert written[0] < set(replay.module_ids)  # the others came later
+    assert any(each < set(replay.module_ids) for each in written[10:])
+
+
+@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    capacity=st.integers(40, 130),
+    parts=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6)), min_size=1, max_size=6),
+    make=st.sampled_from([Newest, Prioritized]),
+)
+def test_what_is_restored_is_what_was_saved_whoever_has_saved_before(
+    tmp_path_factory: pytest.TempPathFactory,
+    played: Played,
+    capacity: int,
+    parts: list[tuple[str, int]],
+    make: Callable[[], Any],
+) -> None:
+    folder = tmp_path_factory.mktemp("any") / "replay"
+    replays = {name: Replay(capacity, sampler=make(), remover=AfterSamples(2), seed=0) for name in "ab"}
+    given_to = dict.fromkeys("ab", 0)
+    for name, count in parts:  # two replays in turn: neither may trust what the other has written
+        replay = replays[name]
+        for fragment in played.fragments[given_to[name] : given_to[name] + count]:
+            replay.insert(fragment)
+        given_to[name] += count
+        if len(replay):
+            replay.sample(8)
+        replay.save(folder)
+        again = Replay(capacity, sampler=make(), remover=AfterSamples(2))
+        again.load(folder)
+        check_same(again.get_state(), replay.get_state())
+        if count % 2:
+            replays[name] = again
+
+
+def _save_until(path: str, fragments: Any, moment: int) -> None:
+    """Save a replay with some fragments more, and die at one of the moments at which files change."""
+    replay = prioritized()
+    replay.load(path)
+    for fragment in fragments:
+        replay.insert(fragment)
+    calls = {"left": moment}
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*arguments: Any, **options: Any) -> Any:
+            if calls["left"] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            calls["left"] -= 1
+            return call(*arguments, **options)
+
+        return made
+
+    for name in ("fsync", "replace", "unlink"):
+        setattr(os, name, dying(getattr(os, name)))
+    replay.save(path)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_the_last_whole_checkpoint(tmp_path: Path, played: Played) -> None:
+    older, newer = prioritized(), prioritized()
+    for fragment in played.fragments[:6]:
+        older.insert(fragment)
+    older.save(tmp_path / "replay")
+    newer.load(tmp_path / "replay")
+    for fragment in played.fragments[6:9]:
+        newer.insert(fragment)
+    states = [older.get_state(), newer.get_state()]
+    moment, found = 0, [0]
+    while True:
+        arguments = str(tmp_path / "replay"), played.fragments[6:9], moment
+        process = multiprocessing.get_context("fork").Process(target=_save_until, args=arguments)
+        process.start()
+        process.join(60)
+        again = prioritized()
+        again.load(tmp_path / "replay")
+        found.append(int(len(again) > len(older)))
+        check_same(again.get_state(), states[found[-1]])
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        if found[-1]:
+            older.save(tmp_path / "replay")  # the next one begins as this one has
+        moment += 1
+    assert found == sorted(found)
+    assert moment > 10
+    assert found.count(1) > 1  # also while older files were removed
+    assert len(list((tmp_path / "replay").glob("index-*"))) == 1  # and nothing that is half done stays
+    assert not list((tmp_path / "replay").glob(".*"))
+
+
+def test_an_altered_file_is_refused_by_its_name(tmp_path: Path, played: Played) -> None:
+    replay = prioritized()
+    for fragment in played.fragments[:6]:
+        replay.insert(fragment)
+    replay.save(tmp_path / "replay")
+    assert len(sizes(tmp_path / "replay")) > 4
+    for path in (tmp_path / "replay").iterdir():
+        data = path.read_bytes()
+        middle = len(data) // 2
+        for altered in (None, data[:middle], data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]):
+            path.unlink() if altered is None else path.write_bytes(altered)
+            again = prioritized()
+            with pytest.raises(ReplayError, match=rf"{path.name}: expected a replay's checkpoint"):
+                again.load(tmp_path / "replay")
+            assert len(again) == 0
+        path.write_bytes(data)
+    with pytest.raises(ReplayError, match=rf"nothing/{MANIFEST}: expected a replay's checkpoint"):
+        prioritized().load(tmp_path / "nothing")
+    prioritized().load(tmp_path / "replay")
+
+
+def test_a_folder_that_was_damaged_meanwhile_is_written_anew(tmp_path: Path, played: Played) -> None:
+    replay = prioritized()
+    replay.insert(played.fragments[0])
+    replay.save(tmp_path / "replay")
+    (tmp_path / "replay" / MANIFEST).write_text("{}")
+    (tmp_path / "replay" / "notes").write_text("somebody else's")
+    replay.save(tmp_path / "replay")
+    again = prioritized()
+    again.load(tmp_path / "replay")
+    for row in rows_of(again.sample(8)):
+        played.check_row(row, frames=2)
+    assert (tmp_path / "replay" / "notes").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReplayError, match="file is a file, expected a replay's checkpoint, which is a folder"):
+        replay.save(tmp_path / "file")
