@@ -202,7 +202,8 @@ def test_different_states_are_merged_by_a_piece_that_says_how_alone() -> None:
 
 
 def test_a_state_without_its_set_state_is_not_taken_over() -> None:
-    with pytest.raises(ConnectorError, match=r"Saves has no state, .*: expected a set_state\(state\) beside its get_s"):
+    told = r"Saves is given a state with .*, and has a get_state but no set_state; expected both"
+    with pytest.raises(ConnectorError, match=told):
         Saves().set_state({"count": 1})
 
 
