@@ -118,4 +118,6 @@ def looked_at(address: str | None) -> list[dict[str, Any]]:
     try:
         return [snapshot_at(Path(address.removeprefix("unix:")))]
     except OSError as error:
-        raise ValueError(f"{address}: {error}, expected a process id, or unix:/path of a run's socket") from error
+        raise ValueError(
+            f"{address}: {error}, expected a process id, unix:/path of a run's socket, or tcp://host:port"
+        ) from error

@@ -1,14 +1,15 @@
 """Live episodes: the ongoing episodes of a lane, as views of its columns that move on with it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import gymnasium as gym
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.data.column import Column
 from rollflow.stream.data.columns import Columns
-from rollflow.stream.data.errors import EpisodeError
+from rollflow.stream.data.errors import ColumnError, EpisodeError
 from rollflow.stream.data.infos import info_of
 from rollflow.stream.data.tree import Tree, map_tree, stack_trees
 from rollflow.stream.episodes.buffer import Indices, LookbackBuffer
@@ -128,7 +129,7 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
         return map_tree(_read_only, self.newest())
 
     def newest(self) -> Tree:
-        """The same, not read-only: torch shares its memory then. For pieces that don't write to it."""
+        """As `observations`, not read-only: torch shares its memory then. For pieces that don't write to it."""
         return self.lane.observations()
 
     def set_observations(self, observations: Tree) -> None:
@@ -166,14 +167,24 @@ class LaneEpisodes(Sequence[SingleAgentEpisode]):
     def previous(self, name: str) -> Tree | None:
         """A column's values at the step before: a tree of read-only arrays `any[N, ...]`.
 
-        Meaningless for slots that have just begun an episode. None if the column has no value yet.
+        Meaningless for slots that have just begun an episode: see `just_begun`. None if there is no step before, and
+        for outputs of the module at the first step. Raises ColumnError where there is no column of this name.
         """
-        values = self._values_before(name)
-        return None if values is None else map_tree(_read_only, values)
+        values = self.values_before(name)
+        if values is not None:
+            return map_tree(_read_only, values)
+        if name not in self._columns and not self.just_begun().all():  # a step before has made all columns
+            raise ColumnError(f"there is no column '{name}', expected one of {', '.join(self._columns)}").see("piece")
+        return None
 
-    def _values_before(self, name: str) -> Tree | None:
-        column = self.lane.fragment.columns.get(name)
+    def values_before(self, name: str) -> Tree | None:
+        """As `previous`, not read-only, and None for a column that there is not: for the engine's own pieces."""
+        column = self._columns.get(name)
         return None if column is None or not self.lane.row else column.row(self.lane.row - 1)
+
+    @property
+    def _columns(self) -> Mapping[str, Column]:
+        return self.lane.fragment.columns
 
     def just_begun(self) -> NDArray[np.bool_]:
         """bool[N]: whether the slot's latest observation is its episode's first."""
@@ -214,8 +225,8 @@ class EndedEpisodes(LaneEpisodes):
         for i, slot in enumerate(self.slots):
             self.lane.set_observation(slot, map_tree(lambda leaf, i=i: leaf[i], observations))
 
-    def _values_before(self, name: str) -> Tree | None:
-        every = super()._values_before(name)
+    def values_before(self, name: str) -> Tree | None:
+        every = super().values_before(name)
         return None if every is None else map_tree(lambda leaf: leaf[self.slots], every)
 
     def just_begun(self) -> NDArray[np.bool_]:

@@ -97,7 +97,7 @@ class AgentEpisodes(LaneEpisodes):
         # Before the first step the column may have another type than the observations after the pieces.
         return map_tree(after_zeros, self.newest())
 
-    def _values_before(self, name: str) -> Tree | None:
+    def values_before(self, name: str) -> Tree | None:
         column = self._columns.get(name)
         return None if column is None else column.items(np.maximum(self._rows - 1, 0), self.slots)
 

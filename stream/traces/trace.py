@@ -233,7 +233,9 @@ def check_trace(path: Any) -> None:
     """Raise ValueError for what is neither None nor a file's path in a folder that is there."""
     if path is None:
         return
-    if not isinstance(path, str) or not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
+    if not isinstance(path, str):
+        raise ValueError(f"trace is {path!r}, expected text such as 'run.trace'")
+    if not path or Path(path).is_dir() or not Path(path).absolute().parent.is_dir():
         raise ValueError(f"trace is {path!r}, expected a file in a folder that is there, such as 'run.trace'")
 
 

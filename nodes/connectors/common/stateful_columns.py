@@ -202,7 +202,7 @@ class AddStatesFromEpisodesToBatch(ActingOrLearning):
 
 
 def _of_lane(episodes: LaneEpisodes, initial: Tree, rl_module: Any) -> Tree:
-    begun, previous = episodes.just_begun(), episodes.previous(Columns.STATE_OUT)
+    begun, previous = episodes.just_begun(), episodes.values_before(Columns.STATE_OUT)
     if previous is None and not begun.all():
         raise _without_state_out(rl_module)
     if previous is not None:

@@ -233,7 +233,7 @@ class OrnsteinUhlenbeckNoise(GaussianNoise):
 def _noise_before(episodes: Episodes, shape: tuple[int, ...]) -> NDArray[Any]:
     """The noise of the step before, any[N, ...], of this shape; zeros where an episode begins."""
     if isinstance(episodes, LaneEpisodes):
-        before: Any = episodes.previous(ACTION_NOISE)
+        before: Any = episodes.values_before(ACTION_NOISE)
         begins = episodes.just_begun().reshape(-1, *[1] * (len(shape) - 1))
         return np.zeros(shape) if before is None else np.where(begins, 0.0, before)
     alone = single_agent_episodes(episodes, stepped_only=True)

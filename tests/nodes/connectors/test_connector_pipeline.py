@@ -1,5 +1,6 @@
 import math
 import pickle
+from functools import partial
 from time import perf_counter_ns
 from typing import Any
 
@@ -26,7 +27,7 @@ from rollflow.nodes import (
     NormalizeAndClipActions,
     Rollout,
 )
-from rollflow.stream import ConnectorError, SingleAgentEpisode
+from rollflow.stream import ColumnError, ConnectorError, SingleAgentEpisode
 from rollflow.stream.fragments.live_episode import LaneEpisodes
 
 
@@ -533,7 +534,7 @@ class Halves(ConnectorV2):
 def test_columns_that_are_written_to_in_place_are_refused(kind: str, *, agents: bool) -> None:
     options: Any = {"env_to_module_connector": lambda env: Halves(kind=kind), "fragment_length": 4, "num_fragments": 1}
     made = (
-        MultiAgentRollout(lambda: NumberedAgents(0, nested=0), **options)
+        MultiAgentRollout(partial(NumberedAgents, 0, nested=0), **options)
         if agents
         else Rollout("CartPole-v1", **options)
     )
@@ -552,3 +553,25 @@ def test_a_piece_that_reads_columns_without_saying_so_is_told_how_to_say_it() ->
     with pytest.raises(AttributeError) as raised, rollout:
         list(rollout.fragments())
     assert any("sets columnar = True in its own class" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("agents", [False, True])
+def test_a_name_of_no_column_is_refused_with_those_that_there_are(*, agents: bool) -> None:
+    class Asks(ConnectorV2):
+        columnar = True
+
+        def __call__(self, *, batch: Any, episodes: Any, **kwargs: Any) -> Any:
+            episodes.previous("rewards"), episodes.previous("action_logp"), episodes.previous("reward")
+            return batch
+
+    options: Any = {"env_to_module_connector": lambda env: Asks(), "fragment_length": 4, "num_fragments": 1}
+    made = (
+        MultiAgentRollout(partial(NumberedAgents, 0, nested=0), **options)
+        if agents
+        else Rollout("CartPole-v1", **options)
+    )
+    with (
+        pytest.raises(ColumnError, match=r"there is no column 'reward', expected one of obs, .*rewards"),
+        made as rollout,
+    ):
+        list(rollout.fragments())
