@@ -1,6 +1,7 @@
 """Entry point of the command `rollflow`."""
 
 import argparse
+import importlib
 import logging
 import signal
 import sys
@@ -8,24 +9,29 @@ import threading
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from rollflow.cli import (
-    check_host,
-    dataset,
-    doctor,
-    hosts,
-    plan,
-    policy,
-    record,
-    replay_host,
-    rollout,
-    serve,
-    top,
-    trace,
-    up,
-    view,
-)
 from rollflow.stream.data.errors import RollflowError
 
+# Command -> the module of `rollflow.cli` that has it, and the function there that adds it. A command imports its own
+# module alone: most others need torch, which takes seconds.
+_COMMANDS = {
+    "rollout": ("rollout", "add_to"),
+    "plan": ("plan", "add_to"),
+    "env-host": ("hosts", "add_env_host"),
+    "rollout-host": ("hosts", "add_rollout_host"),
+    "replay-host": ("replay_host", "add_to"),
+    "check-host": ("check_host", "add_to"),
+    "policy": ("policy", "add_to"),
+    "serve": ("serve", "add_to"),
+    "dataset": ("dataset", "add_to"),
+    "record": ("record", "add_to"),
+    "up": ("up", "add_to"),
+    "status": ("up", "add_to"),
+    "down": ("up", "add_to"),
+    "doctor": ("doctor", "add_to"),
+    "top": ("top", "add_to"),
+    "trace": ("trace", "add_to"),
+    "view": ("view", "add_to"),
+}
 LOG_FORMAT = "%(asctime)s %(message)s"  # lines tell when something was lost, and for how long it is awaited
 
 
@@ -40,24 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"rollflow {version('rollflow')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add_to in (
-        rollout.add_to,
-        plan.add_to,
-        hosts.add_env_host,
-        hosts.add_rollout_host,
-        replay_host.add_to,
-        check_host.add_to,
-        policy.add_to,
-        serve.add_to,
-        dataset.add_to,
-        record.add_to,
-        up.add_to,
-        doctor.add_to,
-        top.add_to,
-        trace.add_to,
-        view.add_to,
-    ):
-        add_to(commands)
+    for module, function in _places(sys.argv[1:] if arguments is None else arguments):
+        getattr(importlib.import_module(f"rollflow.cli.{module}"), function)(commands)
     args = parser.parse_args(arguments)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _terminate)  # so that it says goodbye
@@ -73,6 +63,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rollflow: {error}", *pages, sep="\n", file=sys.stderr)
         return 1
     return status
+
+
+def _places(arguments: Sequence[str]) -> Sequence[tuple[str, str]]:
+    """Places of the commands that are needed: the one that is named, none for the version, or else all, for help."""
+    first = arguments[0] if arguments else ""
+    if first == "--version":
+        return []
+    return [_COMMANDS[first]] if first in _COMMANDS else list(dict.fromkeys(_COMMANDS.values()))
 
 
 def _terminate(*_: object) -> None:

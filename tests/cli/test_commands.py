@@ -161,6 +161,18 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("command", ["--version", "top --help", "doctor --help", "status --help"])
+def test_commands_that_only_look_do_not_wait_for_torch(command: str) -> None:
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}; import atexit; from rollflow.cli.main import main; "
+        "atexit.register(lambda: print('torch' in sys.modules)); main()"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program, *command.split()], stdout=subprocess.PIPE, text=True, check=True
+    )
+    assert run.stdout.endswith("False\n")
+
+
 def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:
     rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
     with command("rollout-host", "--env", "CartPole-v1", "--connect", f"unix:{tmp_path}/learner") as process:
