@@ -1,6 +1,7 @@
 """Messages of traces: a gateway asks a host what its lanes were at, a source asks its trainer for its updates."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -76,3 +77,18 @@ class TraceSpans:
             raise WireError(f"spans.item_spans goes to {self.item_spans.max()}, expected places of {count} spans")
         if not (self.begins <= self.ends).all():
             raise WireError("spans: one ends before it begins, expected it to begin first")
+
+    def of_lanes(self, lanes: Collection[int]) -> "TraceSpans":
+        """The spans of these lanes; the others count as dropped."""
+        is_kept = np.isin(self.lanes, list(lanes))
+        if is_kept.all():
+            return self
+        has_item = is_kept[self.item_spans]
+        columns = {name: getattr(self, name)[is_kept] for name in ("lanes", "kinds", "begins", "ends")}
+        return replace(
+            self,
+            **columns,
+            items=self.items[has_item],
+            item_spans=(np.cumsum(is_kept) - 1)[self.item_spans[has_item]],
+            dropped=self.dropped + int(np.count_nonzero(~is_kept)),
+        )

@@ -57,6 +57,7 @@ def test_spans_come_in_parts_in_their_order_and_once() -> None:
 
 def test_the_oldest_are_dropped_and_counted_where_nobody_asks() -> None:
     answers = SpanAnswers(most=4)
+    answers.answer(asked(), 0)
     for number in range(10):
         answers.record(0, "step", number, number)
     first, second = answers.answer(asked(), 0), answers.answer(asked(), 0)
@@ -66,6 +67,7 @@ def test_the_oldest_are_dropped_and_counted_where_nobody_asks() -> None:
 
 def test_a_full_answer_is_no_larger_than_the_smallest_frame_that_an_end_may_take() -> None:
     answers = SpanAnswers()
+    answers.answer(asked(), 0)
     for number in range(2 * MOST_SPANS):
         answers.record(0, f"{number % 80}".rjust(64), number, number, [number, number])
     spans = answers.answer(asked(), 0)
@@ -77,6 +79,7 @@ def test_a_full_answer_is_no_larger_than_the_smallest_frame_that_an_end_may_take
 
 def test_an_end_that_does_not_read_gets_no_spans_but_its_clock() -> None:
     answers = SpanAnswers()
+    answers.answer(asked(), 0)
     answers.record(0, "step", 1, 2)
     busy, then = answers.answer(asked(), 1 << 30), answers.answer(asked(), 0)
     assert (len(busy.begins), busy.has_more, len(then.begins)) == (0, True, 1)
@@ -94,6 +97,30 @@ def test_what_is_left_is_said_once_and_nothing_where_there_is_none() -> None:
     answers.record(2, "update", 1, 2)
     answers.forget()
     assert answers.rest() is None
+
+
+def test_what_is_under_way_when_the_other_end_goes_is_not_told_the_next_one() -> None:
+    answers = SpanAnswers(most=4)
+    answers.answer(asked(), 0)
+    recorder_of = answers.recorder_of(1)
+    assert recorder_of is not None
+    record = recorder_of("module")
+    answers.forget()
+    answers.answer(asked(), 0)
+    for _ in range(5):
+        record(1, 2)
+    found = answers.answer(asked(2), 0)
+    assert (len(found.lanes), found.dropped) == (0, 0)
+
+
+def test_a_trace_gets_nothing_of_the_one_before() -> None:
+    answers = SpanAnswers()
+    answers.answer(asked(), 0)
+    answers.answer(asked(2, goes_on=False), 0)
+    answers.record(0, "late", 1, 2)
+    answers.answer(asked(3), 0)
+    answers.record(0, "step", 3, 4)
+    assert answers.answer(asked(4), 0).names == ("step",)
 
 
 def round_trip(ends: Ends, traces: PeerTraces, answers: SpanAnswers, by: int) -> int:
@@ -117,6 +144,7 @@ def test_times_are_those_of_the_clock_here_however_far_the_other_one_is(by: int)
     traces.begin(taken)
     traces.ask(ends.gateway, "host sim", [4, 7])
     assert taken.lanes == [4, 7]
+    answers.answer(asked(), 0)
     begin = clock()
     answers.record(0, "step", begin, end := clock())
     assert round_trip(ends, traces, answers, by) == 8  # at once, until the clocks are aligned
