@@ -15,6 +15,7 @@ MOST_SPANS = 1024  # in one message: with its items it fits the smallest frame t
 MOST_ITEMS = 1024
 MOST_NAMES = 64
 MOST_NAME = 64  # characters
+LATEST_NS = 1 << 62  # of a time: 146 years
 
 Times = Annotated[NDArray[np.int64], field.numbers("<i8")]
 
@@ -67,6 +68,12 @@ class TraceSpans:
         count, of_items = len(self.lanes), len(self.items)
         if len(self.clock) != 2 or self.clock[0] > self.clock[1]:
             raise WireError(f"spans.clock is {self.clock.tolist()[:4]}, expected [came, sent], in this order")
+        for name in ("clock", "begins", "ends"):  # so that the sum of a time and an offset is an i64 as well
+            times = getattr(self, name)
+            if len(times) and not (0 <= times.min() and times.max() <= LATEST_NS):
+                raise WireError(
+                    f"spans.{name} goes from {times.min()} to {times.max()}, expected times from 0 to {LATEST_NS} ns"
+                )
         if not len(self.kinds) == len(self.begins) == len(self.ends) == count <= MOST_SPANS:
             raise WireError(f"spans: columns of {count} spans are of other lengths, or of more than {MOST_SPANS}")
         if not len(self.item_spans) == of_items <= MOST_ITEMS:

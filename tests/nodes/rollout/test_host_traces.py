@@ -14,7 +14,7 @@ from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, Rollout
 from rollflow.nodes.env.remote.lane_work import LaneWork
 from rollflow.stream.wire import Step, TraceRequest, Turn
 
-AHEAD_S = 300
+AHEAD_S, BEHIND_S = 300, 30  # the clock of a machine may have begun just now
 LANES, FRAGMENTS, LENGTH = 2, 3, 8
 STAGES = ("env", "env_to_module", "module", "module_to_env")
 
@@ -40,7 +40,7 @@ def clock_of(events: list[Event], process: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shift_s", [AHEAD_S, -AHEAD_S])
+@pytest.mark.parametrize("shift_s", [AHEAD_S, -BEHIND_S])
 def test_a_host_of_environments_steps_within_the_steps_that_were_asked_for(tmp_path: Path, shift_s: int) -> None:
     events = traced(tmp_path / "run.trace", EnvHost, shift_s)
     assert_valid(events)

@@ -24,7 +24,7 @@ def test_arrows_lead_from_a_host_over_the_rollout_to_the_update_of_a_trainer(tmp
     remote: Any = listening(RemoteRollouts)
     path = tmp_path / "run.trace"
     count = 2 if sends == "fragments" else None
-    with shifted_trainer(-420, count) as (address, process), shifted_host(remote.addresses[0], RolloutHost, 300):
+    with shifted_trainer(420, count) as (address, process), shifted_host(remote.addresses[0], RolloutHost, 300):
         feed(Rollout(remote, module=NumberedModule(), **OPTIONS), address, sends=sends, trace=str(path))
         assert process.stdout is not None
         assert process.stdout.read().strip() == "3"

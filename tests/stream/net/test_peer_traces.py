@@ -12,8 +12,9 @@ from rollflow.stream.net.peer_traces import PeerTraces
 from rollflow.stream.net.span_answers import SpanAnswers, clock
 from rollflow.stream.traces.peer_spans import PeerSpans
 from rollflow.stream.wire import MOST_ITEMS, MOST_SPANS, TraceRequest, TraceSpans, encode
+from rollflow.stream.wire.codec.tracing import LATEST_NS
 
-SHIFT_NS = -600 * 10**9
+AHEAD_NS, BEHIND_NS = 600 * 10**9, -(clock() // 2)
 
 
 class Taken:
@@ -138,7 +139,7 @@ def round_trip(ends: Ends, traces: PeerTraces, answers: SpanAnswers, by: int) ->
     raise AssertionError("it is asked again and again")
 
 
-@pytest.mark.parametrize("by", [0, SHIFT_NS])
+@pytest.mark.parametrize("by", [0, AHEAD_NS, BEHIND_NS], ids=["equal", "ahead", "behind"])
 def test_times_are_those_of_the_clock_here_however_far_the_other_one_is(by: int) -> None:
     ends, traces, answers, taken = running(said=hello(answers_trace=True)), PeerTraces(), SpanAnswers(), Taken()
     traces.begin(taken)
@@ -155,6 +156,27 @@ def test_times_are_those_of_the_clock_here_however_far_the_other_one_is(by: int)
     assert abs(found.offset_ns + by) <= found.uncertainty_ns
     traces.ask(ends.gateway, "host sim")
     assert not ends.to_host()  # not before its time
+
+
+@pytest.mark.parametrize("other_ns", [0, LATEST_NS])
+def test_the_times_of_a_clock_that_is_years_away_are_times_here(other_ns: int) -> None:
+    ends, traces, taken = running(said=hello(answers_trace=True)), PeerTraces(), Taken()
+    traces.begin(taken)
+    traces.ask(ends.gateway, "host sim", [0])
+    ends.to_host()
+    clocks = np.full(2, other_ns)
+    span = {"lanes": np.zeros(1, np.int64), "kinds": np.zeros(1, np.int64)}
+    span |= {"begins": np.array([LATEST_NS - other_ns]), "ends": np.array([LATEST_NS])}
+    spans = dataclasses.replace(SpanAnswers().answer(asked(), 0), clock=clocks, names=("step",), **span)
+    ends.host.tell(spans)
+    (answer,) = ends.to_gateway()
+    assert isinstance(answer, TraceSpans)
+    traces.take(ends.gateway, answer)
+    traces.end()
+    (found,) = taken.spans
+    (written,) = found.spans
+    assert written.end == LATEST_NS + found.offset_ns
+    assert written.begin == LATEST_NS - other_ns + found.offset_ns
 
 
 def test_the_last_request_gets_what_is_left_and_ends_it() -> None:

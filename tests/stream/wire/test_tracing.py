@@ -94,13 +94,19 @@ def test_a_trainer_is_asked_as_well() -> None:
     [
         ({"clock": np.array([2, 1])}, r"spans.clock is \[2, 1\]"),
         ({"clock": np.array([1])}, r"spans.clock is \[1\]"),
+        (
+            {"clock": np.array([-1, 5])},
+            "spans.clock goes from -1 to 5, expected times from 0 to 4611686018427387904 ns",
+        ),
+        ({"begins": np.array([-(2**63), 2, 3])}, "spans.begins goes from -9223372036854775808 to 3, expected times"),
+        ({"ends": np.array([2**62 + 1] * 3)}, "spans.ends goes from .* expected times from 0 to 4611686018427387904"),
         ({"kinds": np.array([0, 0, 2])}, "spans.kinds goes to 2, expected places of 2 names"),
         ({"kinds": np.array([0, 0])}, "columns of 3 spans are of other lengths"),
         ({"items": np.array([1])}, "columns of 1 items are of other lengths"),
         ({"items": np.array([1]), "item_spans": np.array([3])}, "spans.item_spans goes to 3, expected places of 3"),
         ({"ends": np.array([1, 2, 3])}, "one ends before it begins"),
     ],
-    ids=["clock", "one time", "kind", "kinds", "items", "item", "ends"],
+    ids=["clock", "one time", "early", "far too early", "late", "kind", "kinds", "items", "item", "ends"],
 )
 def test_spans_that_make_no_sense_are_refused(fields: dict[str, Any], told: str) -> None:
     ends = tracing()
