@@ -90,15 +90,23 @@ class SpanAnswers:
         """The oldest spans, as many as one message takes."""
         taken: list[_Span] = []
         names: set[str] = set()
+        items = 0
         while self.kept.spans and len(taken) < MOST_SPANS and len(names) < MOST_NAMES:
-            taken.append(self.kept.spans.popleft())
-            names.add(taken[-1][1])
+            lane, name, begin, end, used = span = self.kept.spans.popleft()
+            if taken and items + len(used) > MOST_ITEMS:
+                self.kept.spans.appendleft(span)  # for the next message
+                break
+            if len(used) > MOST_ITEMS:  # no message takes it as it is
+                self.kept.dropped += 1
+            taken.append((lane, name, begin, end, used[:MOST_ITEMS]))
+            items += len(used)
+            names.add(name)
         return taken
 
     def _message(self, number: int, came: int, taken: Sequence[_Span]) -> TraceSpans:
         names: dict[str, int] = {}
         kinds = [names.setdefault(name[:MOST_NAME], len(names)) for _, name, *_ in taken]
-        items = [(item, place) for place, span in enumerate(taken) for item in span[4]][:MOST_ITEMS]
+        items = [(item, place) for place, span in enumerate(taken) for item in span[4]]
         dropped, self.kept.dropped = self.kept.dropped, 0
         return TraceSpans(
             number=number,

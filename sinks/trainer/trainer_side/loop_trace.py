@@ -24,7 +24,6 @@ class LoopTrace:
         self._records: dict[str, Record] = {}
         self._lock = Lock()  # of what follows: items arrive in another thread than they are used in
         self._arrived: dict[tuple[bytes, int], tuple[str, int]] = {}  # session and number -> track, and when
-        self._rollouts: dict[bytes, int] = {}  # numbers of rollouts in arrows, by their sessions
         self._ends: dict[str, int] = {}  # of the last span of each rollout's track
         self._updates = 0
 
@@ -39,12 +38,10 @@ class LoopTrace:
         self._trace.span(_LOOP, f"{UPDATE} {self._updates}", begin, end, {"items": items})
         self._updates += 1
         for item in used:
-            token = item.source.session.token
             with self._lock:
-                came = self._arrived.pop((token, item.number), None)
+                came = self._arrived.pop((item.source.session.token, item.number), None)
             if came is not None:
-                rollout = self._rollouts.setdefault(token, len(self._rollouts))
-                number = rollout << 40 | item.number & (1 << 40) - 1  # below 2**53, as JavaScript has it
+                number = next(self._trace.arrows)
                 self._trace.flow("s", came[0], number, came[1])
                 self._trace.flow("f", _LOOP, number, min(begin + 1, end))  # at its begin the wait may not have ended
 

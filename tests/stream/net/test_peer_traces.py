@@ -78,6 +78,21 @@ def test_a_full_answer_is_no_larger_than_the_smallest_frame_that_an_end_may_take
     assert len(b"".join(encode(spans))) <= 1 << 16
 
 
+def test_items_beyond_those_of_a_message_come_with_the_next_one() -> None:
+    answers = SpanAnswers()
+    answers.answer(asked(), 0)
+    for number in range(3):
+        answers.record(0, "update", number, number, range(number * 600, (number + 1) * 600))
+    answers.record(0, "update", 3, 3, range(MOST_ITEMS + 1))
+    found = [answers.answer(asked(number), 0) for number in range(2, 6)]
+    for spans in found:
+        spans.check()
+    assert [spans.begins.tolist() for spans in found] == [[0], [1], [2], [3]]
+    assert np.concatenate([spans.items for spans in found[:3]]).tolist() == list(range(1800))
+    assert (len(found[3].items), found[3].dropped) == (MOST_ITEMS, 1)  # one that fits no message is cut, and counted
+    assert [spans.has_more for spans in found] == [True, True, True, False]
+
+
 def test_an_end_that_does_not_read_gets_no_spans_but_its_clock() -> None:
     answers = SpanAnswers()
     answers.answer(asked(), 0)
