@@ -22,7 +22,10 @@ class Destination(Protocol):
         ...
 
     def write(self, row: Row) -> None:
-        """Write one row, to the end: what was written is there when the program is killed."""
+        """Write one row, to the end: what was written is there when the program is killed.
+
+        Raises RowLost where the next row is to come all the same, and anything else where none is.
+        """
         ...
 
     def close(self) -> None:

@@ -3,17 +3,20 @@
 import importlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from threading import get_ident
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollflow.nodes.logs.figures import FIGURES, OWN, Figure, Row, figure_of
+from rollflow.nodes.logs.figures import FIGURES, OWN, Figure, Row, RowLost, figure_of
 from rollflow.stream.data.errors import MetricsError
 
 logger = logging.getLogger(__name__)
 
 _PATH = "/v1/metrics"  # of a collector's metrics, where an address names none
-_TIMEOUT_S = 5.0  # for a row, tries again included
+_TIMEOUT_S, _AWAY_S = 5.0, 0.5  # for a row; for one while the collector is away
 _SERVICE = "OTEL_SERVICE_NAME"  # variable that names the run; it is rollflow where there is none
 
 
@@ -22,8 +25,8 @@ class Otlp:
 
     target    http://HOST:PORT of the collector, or https://, maybe with the path of its metrics
 
-    Headers, certificates and attributes of the run are those of the variables `OTEL_…`, as everywhere. A row that the
-    collector does not take is lost, and those after it are sent all the same.
+    Headers, certificates and attributes of the run are those of the variables `OTEL_…`, as everywhere. A row is sent
+    once. One that the collector does not take is lost, which is logged, and those after it are sent all the same.
 
     Raises MetricsError for what is no such address.
     """
@@ -40,17 +43,22 @@ class Otlp:
         self._endpoint = target if parts.path.strip("/") else f"{target.rstrip('/')}{_PATH}"
         self._exporter: Any = None
         self._began_ns = 0
+        self._thread = 0  # that sends the rows
         self._is_away = False  # whether the last row was not taken
 
     def open(self) -> None:
         """Make the exporter, which connects with the first row."""
         exporters = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
         resources = importlib.import_module("opentelemetry.sdk.resources")
-        self._exporter = exporters.OTLPMetricExporter(endpoint=self._endpoint, timeout=_TIMEOUT_S)
+        session = importlib.import_module("requests").Session()
+        session.send = partial(self._send_once, session.send)
+        self._exporter = exporters.OTLPMetricExporter(endpoint=self._endpoint, timeout=_TIMEOUT_S, session=session)
+        self._its_logger = logging.getLogger(exporters.__name__)
+        self._its_logger.addFilter(self._is_of_others)
         self._resource = resources.Resource.create({} if _SERVICE in os.environ else {"service.name": "rollflow"})
 
     def write(self, row: Row) -> None:
-        """Send this row."""
+        """Send this row. Raises RowLost where it is not taken."""
         sdk = importlib.import_module("opentelemetry.sdk.metrics.export")
         scopes = importlib.import_module("opentelemetry.sdk.util.instrumentation")
         now_ns = int(row.time * 1e9)
@@ -64,15 +72,37 @@ class Otlp:
         metrics = [self._metric(sdk, figure, points[figure]) for figure in (*FIGURES, OWN) if figure in points]
         scope = sdk.ScopeMetrics(scopes.InstrumentationScope("rollflow"), metrics, "")
         data = sdk.MetricsData([sdk.ResourceMetrics(self._resource, [scope], "")])
-        is_taken = self._exporter.export(data, timeout_millis=_TIMEOUT_S * 1e3) is sdk.MetricExportResult.SUCCESS
+        self._thread = get_ident()
+        is_taken = False
+        with suppress(RowLost):  # which some of its versions catch
+            result = self._exporter.export(data, timeout_millis=_TIMEOUT_S * 1e3)
+            is_taken = result is sdk.MetricExportResult.SUCCESS
         if self._is_away == is_taken:
             self._is_away = not is_taken
             how = "takes rows again" if is_taken else "does not take a row; the next ones are sent all the same"
             logger.warning("log='otlp:%s': the collector %s", self._target, how)
+        if not is_taken:
+            raise RowLost(f"{self._endpoint} has not taken a row")
 
     def close(self) -> None:
         """End the exporter."""
         self._exporter.shutdown()
+        self._its_logger.removeFilter(self._is_of_others)
+
+    def _send_once(self, send: Callable[..., Any], request: Any, **options: Any) -> Any:
+        """Send a request; what fails is no error of the kinds for which the exporter would try again, and wait."""
+        options["timeout"] = _AWAY_S if self._is_away else _TIMEOUT_S
+        try:
+            response = send(request, **options)
+        except OSError as error:  # of any kind that the package has
+            raise RowLost(str(error)) from error
+        if not response.ok:
+            raise RowLost(f"{response.status_code} {response.reason}")
+        return response
+
+    def _is_of_others(self, record: logging.LogRecord) -> bool:
+        """Whether another exporter of this process says it: of this one's rows it is said here, and once."""
+        return record.thread != self._thread
 
     def _metric(self, sdk: Any, figure: Figure, points: Sequence[Any]) -> Any:
         """A figure with the values of all of its labels."""

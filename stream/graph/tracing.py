@@ -122,7 +122,7 @@ class Tracing:
 
     def _of(self, prefix: str) -> FragmentTrace:
         assert self._trace is not None
-        return self._rollouts.setdefault(prefix, FragmentTrace(self._trace, prefix, len(self._rollouts)))
+        return self._rollouts.setdefault(prefix, FragmentTrace(self._trace, prefix))
 
 
 def _ended(end: Callable[[BinaryIO], object] | None, file: BinaryIO, asker: socket.socket | None) -> None:

@@ -5,22 +5,24 @@ import logging
 import secrets
 import ssl
 import threading
-from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from rollflow.stream import wire
-from rollflow.stream.data.errors import WireError
+from rollflow.stream.data.errors import WireError, error_field
 from rollflow.stream.net.dial import problem_of, reach
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.snapshots.run_socket import snapshots_here
+from rollflow.stream.wire.codec.standing import MOST_JSON
 
 logger = logging.getLogger(__name__)
 
 LOOKER = "looker"  # role in a hello
 _ANSWER_S = 10.0  # that the other end has for an answer
+MOST_LOOKERS = 16  # at once
 _END_S = 2.0  # that an answer has which is under way at the end
 
 
@@ -35,7 +37,9 @@ class Lookers:
         self._answering: dict[wire.Acceptor, threading.Thread] = {}
 
     def welcome(self, connection: wire.Acceptor, name: str) -> None:
-        """Welcome a looker, which has proved itself. Its name is for the log."""
+        """Welcome a looker, which has proved itself. Its name is for the log. Raises WireError for one too many."""
+        if sum(peer.connection.is_looked_at for peer in self._loop.peers) >= MOST_LOOKERS:
+            raise WireError(f"{MOST_LOOKERS} others look at the runs of this process, expected fewer", "busy")
         connection.welcome_looker()
         logger.info("%s looks at the runs of this process", name)
 
@@ -53,15 +57,30 @@ class Lookers:
             thread.join(max(0.0, until - monotonic()))
 
     def _answer(self, connection: wire.Acceptor) -> None:
-        found = wire.Snapshots(json.dumps(snapshots_here()))
-        with self._loop.lock:
-            peer = self._loop.peers.of(connection)
-            if peer is not None:
-                with suppress(WireError):  # it is gone
-                    connection.show(found)
-                self._loop.peers.write(peer)
-        self._answering.pop(connection, None)
-        self._loop.wakeup.ring()
+        try:
+            tell = partial(connection.show, _shown())
+        except Exception as error:  # a run can't say what it is at, or says too much
+            tell = partial(connection.refuse, "message", error_field(error))
+        try:
+            with self._loop.lock:
+                peer = self._loop.peers.of(connection)
+                if peer is not None:
+                    try:
+                        tell()
+                    except WireError as error:  # it takes no frame as large, or is gone
+                        connection.refuse(error.code, str(error))
+                    self._loop.peers.write(peer)
+        finally:
+            self._answering.pop(connection, None)
+            self._loop.wakeup.ring()
+
+
+def _shown() -> wire.Snapshots:
+    """Snapshots of the runs of this process. Raises WireError where they are too much for a message."""
+    found = wire.Snapshots(json.dumps(snapshots_here()))
+    if len(found.json) > MOST_JSON:
+        raise WireError(f"snapshots of {len(found.json)} characters, expected {MOST_JSON} at most")
+    return found
 
 
 class _Look:

@@ -20,38 +20,60 @@ _MUCH = 1 << 20  # bytes that wait for the other end: it gets no spans beside th
 _Span = tuple[int, str, int, int, Sequence[int]]  # lane, name, begin, end, items
 
 
+class KeptSpans:
+    """Spans that are kept to be asked for. From any thread.
+
+    Whoever records here may still do so when the other end is gone, and another one asks: that one gets other spans.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.spans: deque[_Span] = deque(maxlen=most)
+        self.dropped = 0
+
+    def record(self, lane: int, name: str, begin: int, end: int, items: Sequence[int] = ()) -> None:
+        """Keep a span: see `SpanAnswers.record`."""
+        if len(self.spans) == self.spans.maxlen:
+            self.dropped += 1
+        self.spans.append((lane, name, begin, end, items))
+
+
 class SpanAnswers:
     """Spans of this end, from the first request for them until it is said that no more are wanted.
 
     most     spans that are kept; where more come, the oldest are dropped, and counted
 
     is_on    whether spans are to be recorded; `record` itself does not ask
+    kept     spans for the other end that there is: others after each `forget`
     """
 
     def __init__(self, most: int = MOST_KEPT) -> None:
         self.is_on = False
-        self._spans: deque[_Span] = deque(maxlen=most)
-        self._dropped = 0
+        self.kept = KeptSpans(most)
 
     def record(self, lane: int, name: str, begin: int, end: int, items: Sequence[int] = ()) -> None:
         """Keep a span of a lane, with times in ns on the clock `perf_counter_ns`. From any thread.
 
         items    numbers of the stream's items that it used
         """
-        if len(self._spans) == self._spans.maxlen:
-            self._dropped += 1
-        self._spans.append((lane, name, begin, end, items))
+        self.kept.record(lane, name, begin, end, items)
 
     def recorder_of(self, lane: int) -> Callable[[str], Record] | None:
-        """Gives a function that records spans of a lane, by their name; None: none are to be recorded."""
-        return (lambda name: partial(self.record, lane, name)) if self.is_on else None
+        """Gives a function that records spans of a lane, by their name; None: none are to be recorded.
+
+        What it records after the next `forget` is nobody's.
+        """
+        record = self.kept.record
+        return (lambda name: partial(record, lane, name)) if self.is_on else None
 
     def answer(self, request: TraceRequest, undelivered: int) -> TraceSpans:
         """The answer to a request, which has just come: the oldest spans that there are.
 
         undelivered    bytes that wait for the other end; where they are many, spans are kept for another request
         """
-        came, self.is_on = clock(), request.goes_on
+        came = clock()
+        if request.goes_on and not self.is_on:
+            self.kept.spans.clear()  # of a trace that has ended
+        self.is_on = request.goes_on
         return self._message(request.number, came, [] if undelivered > _MUCH else self._taken())
 
     def rest(self) -> TraceSpans | None:
@@ -62,23 +84,30 @@ class SpanAnswers:
 
     def forget(self) -> None:
         """Keep no more, and forget what is kept: the other end is gone."""
-        self.is_on, self._dropped = False, 0
-        self._spans.clear()
+        self.is_on, self.kept = False, KeptSpans(self.kept.spans.maxlen or 0)
 
     def _taken(self) -> list[_Span]:
         """The oldest spans, as many as one message takes."""
         taken: list[_Span] = []
         names: set[str] = set()
-        while self._spans and len(taken) < MOST_SPANS and len(names) < MOST_NAMES:
-            taken.append(self._spans.popleft())
-            names.add(taken[-1][1])
+        items = 0
+        while self.kept.spans and len(taken) < MOST_SPANS and len(names) < MOST_NAMES:
+            lane, name, begin, end, used = span = self.kept.spans.popleft()
+            if taken and items + len(used) > MOST_ITEMS:
+                self.kept.spans.appendleft(span)  # for the next message
+                break
+            if len(used) > MOST_ITEMS:  # no message takes it as it is
+                self.kept.dropped += 1
+            taken.append((lane, name, begin, end, used[:MOST_ITEMS]))
+            items += len(used)
+            names.add(name)
         return taken
 
     def _message(self, number: int, came: int, taken: Sequence[_Span]) -> TraceSpans:
         names: dict[str, int] = {}
         kinds = [names.setdefault(name[:MOST_NAME], len(names)) for _, name, *_ in taken]
-        items = [(item, place) for place, span in enumerate(taken) for item in span[4]][:MOST_ITEMS]
-        dropped, self._dropped = self._dropped, 0
+        items = [(item, place) for place, span in enumerate(taken) for item in span[4]]
+        dropped, self.kept.dropped = self.kept.dropped, 0
         return TraceSpans(
             number=number,
             clock=_column([came, clock()]),
@@ -90,7 +119,7 @@ class SpanAnswers:
             items=_column([item for item, _ in items]),
             item_spans=_column([place for _, place in items]),
             dropped=dropped,
-            has_more=bool(self._spans),
+            has_more=bool(self.kept.spans),
         )
 
 

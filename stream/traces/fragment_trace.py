@@ -16,7 +16,6 @@ FragmentsOf = Callable[[int], Iterable[FragmentName]]
 
 _MOST_FRAGMENTS = 4096  # whose arrows may still begin or end
 _MOST_BEGINS = 1 << 14  # of a lane's spans elsewhere, that fragments may have begun with
-_TRAINED = 1 << 52  # in the numbers of arrows to a trainer: those within this process have others
 
 
 class _Place(NamedTuple):
@@ -31,6 +30,7 @@ class _Place(NamedTuple):
 class _Cut:
     """A fragment that was cut.
 
+    number   of its arrows, in the trace
     began    its first step here: where that was asked for, if it is made elsewhere
     end      when it was cut
     first    its first step elsewhere; None: it is not known yet, or there is none
@@ -38,6 +38,7 @@ class _Cut:
     begun    whether arrows within this process, and to a trainer, have begun
     """
 
+    number: int
     began: int
     end: int
     first: _Place | None = None
@@ -61,11 +62,10 @@ class FragmentTrace:
 
     trace     is written to
     prefix    of the rollout's nodes, and of its tracks, in a graph with several
-    number    of the rollout among those
     """
 
-    def __init__(self, trace: Trace, prefix: str = "", number: int = 0) -> None:
-        self._trace, self._prefix, self._number = trace, prefix, number
+    def __init__(self, trace: Trace, prefix: str = "") -> None:
+        self._trace, self._prefix = trace, prefix
         self._tracks = PeerTracks(trace)
         self._begun: dict[int, int] = {}  # lane -> when its fragment began, as far as the trace saw it
         self._cuts: dict[FragmentName, _Cut] = {}
@@ -97,7 +97,7 @@ class FragmentTrace:
         end = perf_counter_ns()
         self._trace.span(self._track(lane), f"fragment {sequence}", began - 1, end, args)
         with self._lock:
-            cut = self._cuts[name] = _Cut(began, end)
+            cut = self._cuts[name] = _Cut(next(self._trace.arrows), began, end)
             while len(self._cuts) > _MOST_FRAGMENTS:
                 del self._cuts[next(iter(self._cuts))]
             if (there := self._there.get(lane)) is not None:
@@ -184,13 +184,13 @@ class FragmentTrace:
         ends, cut.ends = cut.ends, []
         for end, to_trainer in ends:
             self._begin_arrow(name, cut, to_trainer=to_trainer)
-            self._trace.flow("f", end.track, self._id(name, to_trainer=to_trainer), end.at, end.process)
+            self._trace.flow("f", end.track, _id(cut, to_trainer=to_trainer), end.at, end.process)
 
     def _begin_arrow(self, name: FragmentName, cut: _Cut, *, to_trainer: bool) -> None:
         if to_trainer in cut.begun:
             return
         cut.begun.add(to_trainer)
-        number, track = self._id(name, to_trainer=to_trainer), self._track(name[0])
+        number, track = _id(cut, to_trainer=to_trainer), self._track(name[0])
         if cut.first is None:
             self._trace.flow("s", track, number, cut.began)
             return
@@ -200,9 +200,10 @@ class FragmentTrace:
     def _track(self, lane: int) -> str:
         return f"{self._prefix}lane {lane}"
 
-    def _id(self, name: FragmentName, *, to_trainer: bool) -> int:
-        """Number of a fragment's arrow, below 2**53, as JavaScript has it."""
-        return self._number << 48 | name[0] << 32 | name[1] | to_trainer * _TRAINED
+
+def _id(cut: _Cut, *, to_trainer: bool) -> int:
+    """Number of a fragment's arrow: another one for that to a trainer."""
+    return 2 * cut.number + to_trainer
 
 
 def _track_of_trainer(span: PeerSpan) -> str:

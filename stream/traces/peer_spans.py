@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from rollflow.stream.traces.trace import Record, Trace
 
+_MOST_NAMES, _OTHER = 64, "other"  # of the spans of a process, which may say whatever it likes
+
 
 class PeerSpan(NamedTuple):
     """A span of another process.
@@ -51,22 +53,26 @@ class PeerTracks:
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
         self._records: dict[tuple[str, str, str], Record] = {}
+        self._names: dict[str, set[str]] = {}  # of each process' spans
         self._ends: dict[tuple[str, str], int] = {}  # of what was written to a track last
 
     def write(self, found: PeerSpans, track_of: Callable[[PeerSpan], str]) -> Iterable[tuple[str, PeerSpan]]:
         """Write spans; the tracks that they are on, and the spans as they are there.
 
         Where clocks were aligned a little better meanwhile, spans might overlap that did not: the later one is cut.
+        Where a process has more names than there is room for, its other spans are called "other".
         """
         self._trace.align(found.peer, found.offset_ns, found.uncertainty_ns, found.dropped)
-        written = []
+        written, names = [], self._names.setdefault(found.peer, set())
         for span in found.spans:
             track = track_of(span)
             begin = max(span.begin, self._ends.get((found.peer, track), span.begin))
             end = self._ends[found.peer, track] = max(span.end, begin)
-            key = found.peer, track, span.name
+            name = span.name if span.name in names or len(names) < _MOST_NAMES else _OTHER
+            names.add(name)
+            key = found.peer, track, name
             if key not in self._records:
-                self._records[key] = self._trace.recorder(track, span.name, process=found.peer)
+                self._records[key] = self._trace.recorder(track, name, process=found.peer)
             self._records[key](begin, end)
             written.append((track, span._replace(begin=begin, end=end)))
         return written

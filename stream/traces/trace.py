@@ -9,6 +9,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from threading import Event, Lock, Thread, current_thread
 from time import perf_counter_ns
@@ -48,6 +49,8 @@ class Trace:
     goes_on    is asked again and again whether somebody still wants more; None: until `close`
     most       spans that are kept until they are written: where more come, the oldest are dropped, and counted
     size       bytes after which it ends by itself, which is logged
+
+    arrows     numbers for arrows: each is given once
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Trace:
         self._size, self._written = size, 0
         self._pid = os.getpid()
         self.began = perf_counter_ns()
+        self.arrows = count()
         self._spans: list[int] = []  # kind, begin and end of each: numbers alone cost a run half of what records would
         self._events: list[dict[str, Any]] = []
         self._names: list[dict[str, Any]] = []  # of tracks, which are never dropped

@@ -209,10 +209,11 @@ class GatewayConnection(Acceptor):
                 raise WireError("metrics without a credit, expected to wait for more", "credit")
             self.credits -= 1
             return [message]
-        if isinstance(message, Standing | TraceSpans):
-            for lane in () if isinstance(message, Standing) else set(message.lanes.tolist()):
-                self._session.slots_of(lane)
+        if isinstance(message, Standing):
             return self._take_answered(message)
+        if isinstance(message, TraceSpans):
+            self._take_spans(message)
+            return [message.of_lanes(self._session.lanes)]
         if isinstance(message, WeightsShared | WeightsUnread):
             return self._take_shared(message)
         raise WireError(f"{message.kind} from a host, expected an answer or metrics", "order")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,14 @@ import pytest
 from command_errors import assert_one_line
 from feeding_rollouts import fed, trainer
 from numbered_module import NumberedEnv, NumberedModule
+from raw_looker import RawLooker
 from remote_hosts import hosting
 
 from rollflow.cli.main import main
 from rollflow.nodes import RemoteEnvs, Rollout
-from rollflow.stream.data.errors import WireError
-from rollflow.stream.net.lookers import look_at
+from rollflow.stream.data.errors import RunError, WireError
+from rollflow.stream.net.lookers import MOST_LOOKERS, look_at
+from rollflow.stream.wire import Limits
 
 SECRET = "correct horse battery staple"
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
@@ -104,6 +106,48 @@ def test_who_sends_more_than_questions_is_refused(address: str, monkeypatch: pyt
     monkeypatch.setattr("rollflow.stream.wire.Inspect", partial(_credit))
     with pytest.raises(WireError, match="credit from a looker, expected inspect"):
         look_at(address, secret=SECRET.encode(), tls=None, software="test")
+
+
+@contextmanager
+def open_trainer() -> Iterator[str]:
+    """A trainer that takes in whoever comes, with no rollout yet."""
+    with trainer(join_timeout=0.0) as stream:
+        with pytest.raises(RunError, match="0 of 1 rollouts came"):
+            next(iter(stream))
+        yield str(stream.address)
+
+
+def _raise() -> Any:
+    raise TypeError("it broke")
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "limits", "told"),
+    [
+        (_raise, Limits(), "TypeError: it broke"),
+        (lambda: [{"name": "x" * (1 << 21)}], Limits(), "expected 2097152 at most"),
+        (lambda: [{"name": "x" * (1 << 17)}], Limits(max_frame=1 << 16), "frame"),
+    ],
+    ids=["it raises", "too much", "too large a frame"],
+)
+def test_what_can_not_be_shown_is_refused_in_words(
+    snapshots: Any, limits: Limits, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_trainer() as address:
+        with monkeypatch.context() as patched, closing(RawLooker(address, limits)) as looker:
+            patched.setattr("rollflow.stream.net.lookers.snapshots_here", snapshots)
+            with pytest.raises(WireError, match=told):
+                looker.look()
+        with closing(RawLooker(address)) as looker:  # and others are answered
+            assert looker.look()
+
+
+def test_only_so_many_look_at_once() -> None:
+    with open_trainer() as address, ExitStack() as lookers:
+        for _ in range(MOST_LOOKERS):
+            lookers.enter_context(closing(RawLooker(address))).welcome()
+        with closing(RawLooker(address)) as another, pytest.raises(WireError, match="16 others look at the runs"):
+            another.welcome()
 
 
 def _credit(lane: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from rollflow.nodes.env.remote.host_lane import ServedLane, end_lanes, standing_in
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import ColumnError, WireError
-from rollflow.stream.net.span_answers import SpanAnswers, clock
+from rollflow.stream.net.span_answers import KeptSpans, SpanAnswers, clock
 from rollflow.stream.wire import (
     SESSION_BYTES,
     Answer,
@@ -79,7 +79,8 @@ class LaneWork:
         place = self._place_of[request.lane]
         self._begun[place] += 1
         work = work_on(self.lanes[place], request)
-        self._threads.put(place, partial(self._do, place, connection, request, work), _DOING[type(request)])
+        do = partial(self._do, place, connection, request, work, self.spans.kept)
+        self._threads.put(place, do, _DOING[type(request)])
 
     def answer(self, question: Inspect | TraceRequest, undelivered: int) -> Standing | TraceSpans:
         """What a lane is at, or what all were at, for the gateway, for which so many bytes are on their way."""
@@ -113,7 +114,14 @@ class LaneWork:
         patience = [min(patience_s, left_s) if place in busy else patience_s for place in range(len(self.lanes))]
         end_lanes(self._threads, self.lanes, patience)
 
-    def _do(self, place: int, connection: HostConnection, request: Request, work: Callable[[], Answer | None]) -> None:
+    def _do(
+        self,
+        place: int,
+        connection: HostConnection,
+        request: Request,
+        work: Callable[[], Answer | None],
+        spans: KeptSpans,
+    ) -> None:
         answer: Answer | None
         began = clock()
         try:
@@ -122,7 +130,7 @@ class LaneWork:
             logger.warning("lane %d: %r", request.lane, error, exc_info=error)
             answer = self._failed(request, error)  # type: ignore[arg-type]
         if self.spans.is_on and (name := _SPANS.get(type(request))) is not None:
-            self.spans.record(request.lane, name, began, clock())
+            spans.record(request.lane, name, began, clock())
         with self._lock:
             if answer is not None:
                 self._give(connection, request, answer)

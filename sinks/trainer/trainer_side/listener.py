@@ -388,12 +388,13 @@ class TrainerListener:
     def _say_goodbye(self, reason: str) -> None:
         """Tell what there is to tell, and wait for the other ends to close, so that nothing of it is lost."""
         self._loop.stop_listening()  # who comes now would wait for nothing
-        with self.lock:
-            for peer in self._loop.peers:
-                self._tell(peer)
-                self.reader.tell_rest(peer.source, peer.connection)
-                peer.connection.goodbye(reason)
-                self._loop.peers.write(peer)
+
+        def part_with(peer: RolloutConnection) -> None:
+            self._tell(peer)
+            self.reader.tell_rest(peer.source, peer.connection)
+            peer.connection.goodbye(reason)
+
+        self._loop.send(part_with)
         until = monotonic() + _GOODBYE_S
         while (left := until - monotonic()) > 0 and any(peer.source is not None for peer in self._loop.peers):
             self._turn(left)

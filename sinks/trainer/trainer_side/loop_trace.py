@@ -1,5 +1,6 @@
 """LoopTrace: the trace of a trainer's loop: its waits and updates, and the items that came from rollouts."""
 
+from threading import Lock
 from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.stream_reader import UPDATE, UsedItem
@@ -21,8 +22,8 @@ class LoopTrace:
     def __init__(self, path: str, title: str) -> None:
         self._trace = Trace(open_trace(path), title, lambda: None)
         self._records: dict[str, Record] = {}
-        self._arrived: dict[tuple[int, int], tuple[str, int]] = {}  # rollout and number -> track, and when
-        self._rollouts: dict[int, int] = {}  # numbers of rollouts in arrows
+        self._lock = Lock()  # of what follows: items arrive in another thread than they are used in
+        self._arrived: dict[tuple[bytes, int], tuple[str, int]] = {}  # session and number -> track, and when
         self._ends: dict[str, int] = {}  # of the last span of each rollout's track
         self._updates = 0
 
@@ -37,23 +38,24 @@ class LoopTrace:
         self._trace.span(_LOOP, f"{UPDATE} {self._updates}", begin, end, {"items": items})
         self._updates += 1
         for item in used:
-            came = self._arrived.pop((id(item.source), item.number), None)
+            with self._lock:
+                came = self._arrived.pop((item.source.session.token, item.number), None)
             if came is not None:
-                rollout = self._rollouts.setdefault(id(item.source), len(self._rollouts))
-                number = rollout << 40 | item.number & (1 << 40) - 1  # below 2**53, as JavaScript has it
+                number = next(self._trace.arrows)
                 self._trace.flow("s", came[0], number, came[1])
                 self._trace.flow("f", _LOOP, number, min(begin + 1, end))  # at its begin the wait may not have ended
 
     def arrives(self, item: Any, began: int, end: int) -> None:
         """Record that an item has come from a rollout, and was read in this time, in ns."""
         track = f"from {item.source.name}"
-        began = max(began, self._ends.get(track, began))
-        end = self._ends[track] = max(began, end)
+        with self._lock:
+            began = max(began, self._ends.get(track, began))
+            end = self._ends[track] = max(began, end)
+            self._arrived[item.source.session.token, item.number] = track, began
+            while len(self._arrived) > _MOST_ITEMS:
+                del self._arrived[next(iter(self._arrived))]
         name = f"item {item.number}, of lane {item.lane}"
         self._trace.span(track, name, began, end, {"steps": item.num_steps})
-        self._arrived[id(item.source), item.number] = track, began
-        while len(self._arrived) > _MOST_ITEMS:
-            del self._arrived[next(iter(self._arrived))]
 
     def end(self) -> None:
         """Write what is left, and close the file."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rollflow.nodes.closing import closing_on_error
 from rollflow.nodes.logs.figures import Counts
 from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.run_log import RunLog
@@ -33,18 +34,22 @@ class StreamLog(RunLog):
 
     def begin(self) -> None:
         """Open the destinations, the trace, and the socket through which the stream is looked at."""
-        super().begin()
-        if self._trace_to is not None:
+        if self._trace_to is not None:  # first: where it can't be opened, there is nothing to be ended
             self._trace = LoopTrace(self._trace_to, f"rollflow {type(self._stream).__name__} {self._stream.address}")
             self._reader.takers.append(self._trace)
+        with closing_on_error(self._end_trace):
+            super().begin()
         self._socket.start()
 
     def end(self) -> None:
         """Close the socket, the trace, and the destinations after their last row."""
         self._socket.stop()
+        self._end_trace()
+        super().end()
+
+    def _end_trace(self) -> None:
         if self._trace is not None:
             self._trace.end()
-        super().end()
 
     def snapshot(self) -> dict[str, Any]:
         """What `rollflow top` shows of the stream, as plain values."""

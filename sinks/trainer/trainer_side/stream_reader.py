@@ -104,8 +104,11 @@ class StreamReader:
         return standing_of(question.lane, self._doing + usual, elapsed_s, stack_of_thread(self._thread))
 
     def tell_rest(self, source: Any, connection: TrainerConnection) -> None:
-        """Tell a rollout that traces the loop what it has not asked for yet, before a goodbye."""
-        spans = self._spans.get(source)
+        """Tell a rollout that traces the loop what it has not asked for yet, before a goodbye.
+
+        source    None: the connection is no rollout's, and is told nothing
+        """
+        spans = None if source is None else self._spans.get(source)
         while spans is not None and connection.phase is ConnectionPhase.RUNNING:
             if (rest := spans.rest()) is None:
                 return

@@ -1,6 +1,7 @@
 """Messages of traces: a gateway asks a host what its lanes were at, a source asks its trainer for its updates."""
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ MOST_SPANS = 1024  # in one message: with its items it fits the smallest frame t
 MOST_ITEMS = 1024
 MOST_NAMES = 64
 MOST_NAME = 64  # characters
+LATEST_NS = 1 << 62  # of a time: 146 years
 
 Times = Annotated[NDArray[np.int64], field.numbers("<i8")]
 
@@ -66,6 +68,12 @@ class TraceSpans:
         count, of_items = len(self.lanes), len(self.items)
         if len(self.clock) != 2 or self.clock[0] > self.clock[1]:
             raise WireError(f"spans.clock is {self.clock.tolist()[:4]}, expected [came, sent], in this order")
+        for name in ("clock", "begins", "ends"):  # so that the sum of a time and an offset is an i64 as well
+            times = getattr(self, name)
+            if len(times) and not (0 <= times.min() and times.max() <= LATEST_NS):
+                raise WireError(
+                    f"spans.{name} goes from {times.min()} to {times.max()}, expected times from 0 to {LATEST_NS} ns"
+                )
         if not len(self.kinds) == len(self.begins) == len(self.ends) == count <= MOST_SPANS:
             raise WireError(f"spans: columns of {count} spans are of other lengths, or of more than {MOST_SPANS}")
         if not len(self.item_spans) == of_items <= MOST_ITEMS:
@@ -76,3 +84,18 @@ class TraceSpans:
             raise WireError(f"spans.item_spans goes to {self.item_spans.max()}, expected places of {count} spans")
         if not (self.begins <= self.ends).all():
             raise WireError("spans: one ends before it begins, expected it to begin first")
+
+    def of_lanes(self, lanes: Collection[int]) -> "TraceSpans":
+        """The spans of these lanes; the others count as dropped."""
+        is_kept = np.isin(self.lanes, list(lanes))
+        if is_kept.all():
+            return self
+        has_item = is_kept[self.item_spans]
+        columns = {name: getattr(self, name)[is_kept] for name in ("lanes", "kinds", "begins", "ends")}
+        return replace(
+            self,
+            **columns,
+            items=self.items[has_item],
+            item_spans=(np.cumsum(is_kept) - 1)[self.item_spans[has_item]],
+            dropped=self.dropped + int(np.count_nonzero(~is_kept)),
+        )

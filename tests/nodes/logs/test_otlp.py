@@ -2,19 +2,23 @@
 
 import importlib.util
 import logging
+import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from time import monotonic
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+from requests.adapters import HTTPAdapter
 
 from rollflow.nodes import Rollout
-from rollflow.nodes.logs.figures import Row
+from rollflow.nodes.logs.figures import Row, RowLost
 from rollflow.nodes.logs.log_options import LogOptions
 from rollflow.nodes.logs.otlp import Otlp
+from rollflow.nodes.logs.run_log import RowWriter
 from rollflow.stream.data.errors import MetricsError
 
 
@@ -113,9 +117,10 @@ def test_a_collector_that_is_away_is_told_once_and_gets_the_next_row(caplog: pyt
     with collecting() as collector:
         sender = Otlp(collector.address)
         sender.open()
-        for status in (400, 400, 200, 200):
+        for status in (400, 503, 200, 200):
             collector.status = status
-            sender.write(Row(20, 2, 1000.5, 3.0, {"time/fps": 7.0}))
+            with nullcontext() if status == 200 else pytest.raises(RowLost):
+                sender.write(Row(20, 2, 1000.5, 3.0, {"time/fps": 7.0}))
         sender.close()
     said = [record.getMessage() for record in caplog.records if record.name.startswith("rollflow")]
     where = f"log='otlp:{collector.address}': the collector"
@@ -124,6 +129,34 @@ def test_a_collector_that_is_away_is_told_once_and_gets_the_next_row(caplog: pyt
         f"{where} takes rows again",
     ]
     assert len(collector.requests) == 4
+
+
+def test_while_a_collector_is_away_each_row_is_tried_once_and_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Any] = []
+    send = HTTPAdapter.send
+
+    def counted(adapter: HTTPAdapter, request: Any, **options: Any) -> Any:
+        tries.append(options["timeout"])
+        return send(adapter, request, **options)
+
+    monkeypatch.setattr(HTTPAdapter, "send", counted)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    writer = RowWriter("otlp", Otlp(f"http://127.0.0.1:{port}"))
+    writer.destination.open()
+    writer.start()
+    for _ in range(4):
+        writer.put(Row(20, 2, 1000.5, 3.0, {"time/fps": 7.0}))
+    writer.stop()
+    writer.wait(monotonic() + 60.0)
+    assert tries == [5.0, 0.5, 0.5, 0.5]
+    assert writer.dropped == 4
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        f"log='otlp:http://127.0.0.1:{port}': the collector does not take a row; the next ones are sent all the same",
+        "the log otlp was too slow, or had failed: 4 rows are lost",
+    ]
 
 
 def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """Hosts in the trace of a rollout: their spans are on its time axis, however far their clocks are from its own."""
 
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from numbered_module import NumberedModule
@@ -10,8 +11,10 @@ from shifted_processes import shifted_host
 from traces import Event, arrows, assert_valid, events_of, processes, tracks
 
 from rollflow.nodes import EnvHost, RemoteEnvs, RemoteRollouts, Rollout, RolloutHost
+from rollflow.nodes.env.remote.lane_work import LaneWork
+from rollflow.stream.wire import Step, TraceRequest, Turn
 
-AHEAD_S = 300
+AHEAD_S, BEHIND_S = 300, 30  # the clock of a machine may have begun just now
 LANES, FRAGMENTS, LENGTH = 2, 3, 8
 STAGES = ("env", "env_to_module", "module", "module_to_env")
 
@@ -37,7 +40,7 @@ def clock_of(events: list[Event], process: str) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shift_s", [AHEAD_S, -AHEAD_S])
+@pytest.mark.parametrize("shift_s", [AHEAD_S, -BEHIND_S])
 def test_a_host_of_environments_steps_within_the_steps_that_were_asked_for(tmp_path: Path, shift_s: int) -> None:
     events = traced(tmp_path / "run.trace", EnvHost, shift_s)
     assert_valid(events)
@@ -88,3 +91,30 @@ def _assert_whole_arrows(events: list[Event], host: str, *first: str) -> None:
         assert begins[2] in first
         assert comes_by[:2] == (program, f"lane {lane}")
         assert ends == (program, "caller", f"update {sequence}")
+
+
+@pytest.mark.parametrize("is_rollout", [False, True], ids=["env", "rollout"])
+def test_a_step_that_outlives_its_rollout_is_not_in_the_trace_of_the_next_one(is_rollout: bool) -> None:
+    ended, is_over = threading.Semaphore(0), threading.Event()
+    work = LaneWork([cast(Any, None)], threading.RLock(), lambda request, error: None, ended.release)
+
+    def begin(lane: int) -> None:
+        work.grant([lane])
+        work.spans.answer(TraceRequest(1, True), 0)
+        request = Turn(lane, 1) if is_rollout else Step(lane, 1, None)
+        recorder_of = work.spans.recorder_of(lane)
+
+        def step() -> None:
+            assert is_over.wait(30)
+            if is_rollout and recorder_of is not None:
+                recorder_of("env")(1, 2)
+
+        work.begin(cast(Any, None), request, lambda lane, request: step)
+
+    begin(4)
+    work.begin_anew()
+    begin(7)
+    is_over.set()
+    for _ in range(2):
+        assert ended.acquire(timeout=30)
+    assert set(work.spans.answer(TraceRequest(2, True), 0).lanes.tolist()) == {7}

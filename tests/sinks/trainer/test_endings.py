@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from feeding_rollouts import SHORT, feeding, graph_over, running, sequences_of, trainer, weights
+from feeding_rollouts import SHORT, feeding, graph_over, rollout_of, running, sequences_of, trainer, weights
+from raw_looker import RawLooker
 from remote_rollouts import await_that
 
 from rollflow.nodes import Rollout
-from rollflow.sinks import TrainerStream
+from rollflow.sinks import TrainerStream, feed
 from rollflow.sinks.trainer.rollout_side import uplink
 from rollflow.sinks.trainer.trainer_side.listener import TrainerListener
+from rollflow.sinks.trainer.trainer_side.stream_reader import StreamReader
 from rollflow.stream import LagError, RunError
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire import Goodbye, Limits, encode
@@ -337,3 +339,36 @@ def test_a_goodbye_is_said_while_no_other_thread_serves(monkeypatch: pytest.Monk
     with trainer() as stream, feeding(stream.address, num_fragments=2):
         assert len(list(stream)) == 2
     assert found == [False, False]
+
+
+def test_a_rollout_gets_its_goodbye_behind_a_looker_and_whoever_has_not_said_a_word() -> None:
+    with ThreadPoolExecutor() as threads:
+        with trainer(yields="fragments") as stream:
+            address = str(stream.address)
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            with socket.create_connection((host, int(port))), closing(RawLooker(address)) as looker:
+                fed = threads.submit(feed, rollout_of([0]), address, limits=SHORT, retry_s=5.0)
+                next(iter(stream))
+                assert looker.look()
+                stream.__exit__(None, None, None)
+                assert looker.goodbye() == "the trainer has ended"
+        assert fed.result() == "the trainer has ended"
+
+
+def test_an_error_of_one_connection_keeps_no_other_from_its_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+
+    def tell_rest(reader: StreamReader, source: Any, connection: Any) -> None:
+        if not failed:
+            failed.append(source)
+            raise TypeError("it broke")
+
+    monkeypatch.setattr(StreamReader, "tell_rest", tell_rest)
+    with ThreadPoolExecutor() as threads:
+        with trainer(yields="fragments") as stream, closing(RawLooker(str(stream.address))) as looker:
+            fed = threads.submit(feed, rollout_of([0]), str(stream.address), limits=SHORT, retry_s=5.0)
+            next(iter(stream))
+            looker.welcome()
+            stream.__exit__(None, None, None)
+        assert fed.result() == "the trainer has ended"
+    assert failed == [None]

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -50,6 +51,30 @@ def test_a_log_that_cannot_be_opened_closes_the_socket() -> None:
         with pytest.raises(OSError, match="expected a free port"):
             stream.__enter__()
     assert [each.fileno() for each in stream._listener.sockets] == [-1]
+
+
+def test_a_trace_that_cannot_be_opened_leaves_no_log_behind(tmp_path: Path) -> None:
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    before = set(threading.enumerate())
+    stream = TrainerStream("tcp://127.0.0.1:0", log=f"prometheus:{port}", trace=str(folder / "run.trace"))
+    folder.rmdir()
+    with pytest.raises(FileNotFoundError):
+        stream.__enter__()
+    assert set(threading.enumerate()) <= before
+    with socket.create_server(("127.0.0.1", port)):
+        pass
+
+
+def test_a_log_that_cannot_be_opened_ends_the_trace(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        log, path = f"prometheus:{taken.getsockname()[1]}", str(tmp_path / "run.trace")
+        with pytest.raises(OSError, match="expected a free port"):
+            TrainerStream("tcp://127.0.0.1:0", log=log, trace=path).__enter__()
+    assert set(threading.enumerate()) <= before
 
 
 def test_what_cannot_be_logged_to_is_refused_when_it_is_made() -> None:

@@ -1,7 +1,10 @@
 """A trainer in the trace of the rollout that feeds it, and the trace of a trainer's own loop."""
 
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +16,9 @@ from traces import arrows, assert_valid, events_of, processes, tracks
 
 from rollflow.nodes import RemoteRollouts, Rollout, RolloutHost
 from rollflow.sinks import feed
+from rollflow.sinks.trainer.trainer_side import loop_trace
+from rollflow.sinks.trainer.trainer_side.loop_trace import LoopTrace
+from rollflow.sinks.trainer.trainer_side.stream_reader import UPDATE, UsedItem
 
 ENVS = [partial(NumberedEnv, number) for number in range(4)]
 OPTIONS: dict[str, Any] = {"fragment_length": 8, "num_fragments": 3, "seed": 0}
@@ -24,7 +30,7 @@ def test_arrows_lead_from_a_host_over_the_rollout_to_the_update_of_a_trainer(tmp
     remote: Any = listening(RemoteRollouts)
     path = tmp_path / "run.trace"
     count = 2 if sends == "fragments" else None
-    with shifted_trainer(-420, count) as (address, process), shifted_host(remote.addresses[0], RolloutHost, 300):
+    with shifted_trainer(420, count) as (address, process), shifted_host(remote.addresses[0], RolloutHost, 300):
         feed(Rollout(remote, module=NumberedModule(), **OPTIONS), address, sends=sends, trace=str(path))
         assert process.stdout is not None
         assert process.stdout.read().strip() == "3"
@@ -71,6 +77,53 @@ def test_a_trainer_and_the_rollout_that_feeds_it_write_a_trace_each(tmp_path: Pa
         ("rollflow feed", f"rollout/lane {lane}") for lane in (0, 0, 0, 1, 1, 1)
     ]
     assert {ends for _, ends in ways} == {(loop, "loop", "update")}
+
+
+def item_of(name: str, number: int, token: bytes) -> Any:
+    """An item that has come from a rollout."""
+    source = SimpleNamespace(name=name, called=name, session=SimpleNamespace(token=token))
+    return SimpleNamespace(source=source, number=number, lane=0, num_steps=8)
+
+
+def test_a_rollout_is_not_taken_for_one_that_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever stands in memory where the rollout before stood."""
+    monkeypatch.setattr(loop_trace, "id", lambda what: 0, raising=False)
+    trace = LoopTrace(str(tmp_path / "run.trace"), "loop")
+    first, second = item_of("first", 3, b"first"), item_of("second", 3, b"second")
+    now = perf_counter_ns()
+    for item in (first, second):
+        trace.arrives(item, now, now + 10)
+    for item in (first, second):
+        trace.record(UPDATE, now + 100, now + 200, [UsedItem(item.source, item.number)])
+    trace.end()
+    events = events_of(tmp_path / "run.trace")
+    assert_valid(events)
+    assert [stops[0][1] for stops in arrows(events)] == ["from first", "from second"]
+
+
+def test_items_arrive_while_others_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest item, which is about to be forgotten, is used meanwhile."""
+    monkeypatch.setattr(loop_trace, "_MOST_ITEMS", 1)
+    trace = LoopTrace(str(tmp_path / "run.trace"), "loop")
+    oldest, newest = item_of("first", 0, b"first"), item_of("first", 1, b"first")
+    now = perf_counter_ns()
+    with ThreadPoolExecutor() as threads:
+
+        class Used(dict[Any, Any]):
+            def __iter__(self) -> Any:
+                found = super().__iter__()
+                used = UsedItem(oldest.source, oldest.number)
+                uses.append(threads.submit(trace.record, UPDATE, now + 100, now + 200, [used]))
+                wait(uses, 0.2)  # if it can be used now, it is
+                return found
+
+        uses: list[Future[None]] = []
+        monkeypatch.setattr(trace, "_arrived", Used())
+        for item in (oldest, newest):
+            trace.arrives(item, now, now + 10)
+        assert [use.result() for use in uses] == [None]
+    trace.end()
+    assert_valid(events_of(tmp_path / "run.trace"))
 
 
 def test_a_trace_that_can_not_be_written_is_told_at_once(tmp_path: Path) -> None:

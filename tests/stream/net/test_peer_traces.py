@@ -12,8 +12,9 @@ from rollflow.stream.net.peer_traces import PeerTraces
 from rollflow.stream.net.span_answers import SpanAnswers, clock
 from rollflow.stream.traces.peer_spans import PeerSpans
 from rollflow.stream.wire import MOST_ITEMS, MOST_SPANS, TraceRequest, TraceSpans, encode
+from rollflow.stream.wire.codec.tracing import LATEST_NS
 
-SHIFT_NS = -600 * 10**9
+AHEAD_NS, BEHIND_NS = 600 * 10**9, -(clock() // 2)
 
 
 class Taken:
@@ -57,6 +58,7 @@ def test_spans_come_in_parts_in_their_order_and_once() -> None:
 
 def test_the_oldest_are_dropped_and_counted_where_nobody_asks() -> None:
     answers = SpanAnswers(most=4)
+    answers.answer(asked(), 0)
     for number in range(10):
         answers.record(0, "step", number, number)
     first, second = answers.answer(asked(), 0), answers.answer(asked(), 0)
@@ -66,6 +68,7 @@ def test_the_oldest_are_dropped_and_counted_where_nobody_asks() -> None:
 
 def test_a_full_answer_is_no_larger_than_the_smallest_frame_that_an_end_may_take() -> None:
     answers = SpanAnswers()
+    answers.answer(asked(), 0)
     for number in range(2 * MOST_SPANS):
         answers.record(0, f"{number % 80}".rjust(64), number, number, [number, number])
     spans = answers.answer(asked(), 0)
@@ -75,8 +78,24 @@ def test_a_full_answer_is_no_larger_than_the_smallest_frame_that_an_end_may_take
     assert len(b"".join(encode(spans))) <= 1 << 16
 
 
+def test_items_beyond_those_of_a_message_come_with_the_next_one() -> None:
+    answers = SpanAnswers()
+    answers.answer(asked(), 0)
+    for number in range(3):
+        answers.record(0, "update", number, number, range(number * 600, (number + 1) * 600))
+    answers.record(0, "update", 3, 3, range(MOST_ITEMS + 1))
+    found = [answers.answer(asked(number), 0) for number in range(2, 6)]
+    for spans in found:
+        spans.check()
+    assert [spans.begins.tolist() for spans in found] == [[0], [1], [2], [3]]
+    assert np.concatenate([spans.items for spans in found[:3]]).tolist() == list(range(1800))
+    assert (len(found[3].items), found[3].dropped) == (MOST_ITEMS, 1)  # one that fits no message is cut, and counted
+    assert [spans.has_more for spans in found] == [True, True, True, False]
+
+
 def test_an_end_that_does_not_read_gets_no_spans_but_its_clock() -> None:
     answers = SpanAnswers()
+    answers.answer(asked(), 0)
     answers.record(0, "step", 1, 2)
     busy, then = answers.answer(asked(), 1 << 30), answers.answer(asked(), 0)
     assert (len(busy.begins), busy.has_more, len(then.begins)) == (0, True, 1)
@@ -96,6 +115,30 @@ def test_what_is_left_is_said_once_and_nothing_where_there_is_none() -> None:
     assert answers.rest() is None
 
 
+def test_what_is_under_way_when_the_other_end_goes_is_not_told_the_next_one() -> None:
+    answers = SpanAnswers(most=4)
+    answers.answer(asked(), 0)
+    recorder_of = answers.recorder_of(1)
+    assert recorder_of is not None
+    record = recorder_of("module")
+    answers.forget()
+    answers.answer(asked(), 0)
+    for _ in range(5):
+        record(1, 2)
+    found = answers.answer(asked(2), 0)
+    assert (len(found.lanes), found.dropped) == (0, 0)
+
+
+def test_a_trace_gets_nothing_of_the_one_before() -> None:
+    answers = SpanAnswers()
+    answers.answer(asked(), 0)
+    answers.answer(asked(2, goes_on=False), 0)
+    answers.record(0, "late", 1, 2)
+    answers.answer(asked(3), 0)
+    answers.record(0, "step", 3, 4)
+    assert answers.answer(asked(4), 0).names == ("step",)
+
+
 def round_trip(ends: Ends, traces: PeerTraces, answers: SpanAnswers, by: int) -> int:
     """Carry requests and answers until nothing is under way: how many."""
     for count in range(100):
@@ -111,12 +154,13 @@ def round_trip(ends: Ends, traces: PeerTraces, answers: SpanAnswers, by: int) ->
     raise AssertionError("it is asked again and again")
 
 
-@pytest.mark.parametrize("by", [0, SHIFT_NS])
+@pytest.mark.parametrize("by", [0, AHEAD_NS, BEHIND_NS], ids=["equal", "ahead", "behind"])
 def test_times_are_those_of_the_clock_here_however_far_the_other_one_is(by: int) -> None:
     ends, traces, answers, taken = running(said=hello(answers_trace=True)), PeerTraces(), SpanAnswers(), Taken()
     traces.begin(taken)
     traces.ask(ends.gateway, "host sim", [4, 7])
     assert taken.lanes == [4, 7]
+    answers.answer(asked(), 0)
     begin = clock()
     answers.record(0, "step", begin, end := clock())
     assert round_trip(ends, traces, answers, by) == 8  # at once, until the clocks are aligned
@@ -127,6 +171,27 @@ def test_times_are_those_of_the_clock_here_however_far_the_other_one_is(by: int)
     assert abs(found.offset_ns + by) <= found.uncertainty_ns
     traces.ask(ends.gateway, "host sim")
     assert not ends.to_host()  # not before its time
+
+
+@pytest.mark.parametrize("other_ns", [0, LATEST_NS])
+def test_the_times_of_a_clock_that_is_years_away_are_times_here(other_ns: int) -> None:
+    ends, traces, taken = running(said=hello(answers_trace=True)), PeerTraces(), Taken()
+    traces.begin(taken)
+    traces.ask(ends.gateway, "host sim", [0])
+    ends.to_host()
+    clocks = np.full(2, other_ns)
+    span = {"lanes": np.zeros(1, np.int64), "kinds": np.zeros(1, np.int64)}
+    span |= {"begins": np.array([LATEST_NS - other_ns]), "ends": np.array([LATEST_NS])}
+    spans = dataclasses.replace(SpanAnswers().answer(asked(), 0), clock=clocks, names=("step",), **span)
+    ends.host.tell(spans)
+    (answer,) = ends.to_gateway()
+    assert isinstance(answer, TraceSpans)
+    traces.take(ends.gateway, answer)
+    traces.end()
+    (found,) = taken.spans
+    (written,) = found.spans
+    assert written.end == LATEST_NS + found.offset_ns
+    assert written.begin == LATEST_NS - other_ns + found.offset_ns
 
 
 def test_the_last_request_gets_what_is_left_and_ends_it() -> None:

@@ -94,17 +94,38 @@ def test_a_trainer_is_asked_as_well() -> None:
     [
         ({"clock": np.array([2, 1])}, r"spans.clock is \[2, 1\]"),
         ({"clock": np.array([1])}, r"spans.clock is \[1\]"),
+        (
+            {"clock": np.array([-1, 5])},
+            "spans.clock goes from -1 to 5, expected times from 0 to 4611686018427387904 ns",
+        ),
+        ({"begins": np.array([-(2**63), 2, 3])}, "spans.begins goes from -9223372036854775808 to 3, expected times"),
+        ({"ends": np.array([2**62 + 1] * 3)}, "spans.ends goes from .* expected times from 0 to 4611686018427387904"),
         ({"kinds": np.array([0, 0, 2])}, "spans.kinds goes to 2, expected places of 2 names"),
         ({"kinds": np.array([0, 0])}, "columns of 3 spans are of other lengths"),
         ({"items": np.array([1])}, "columns of 1 items are of other lengths"),
         ({"items": np.array([1]), "item_spans": np.array([3])}, "spans.item_spans goes to 3, expected places of 3"),
         ({"ends": np.array([1, 2, 3])}, "one ends before it begins"),
-        ({"lanes": np.array([0, 1, 9])}, r"lane 9, expected one of \[0, 1\]"),
     ],
-    ids=["clock", "one time", "kind", "kinds", "items", "item", "ends", "lane"],
+    ids=["clock", "one time", "early", "far too early", "late", "kind", "kinds", "items", "item", "ends"],
 )
 def test_spans_that_make_no_sense_are_refused(fields: dict[str, Any], told: str) -> None:
     ends = tracing()
     ends.gateway.trace(goes_on=True)
     with pytest.raises(WireError, match=told):
         raise error_of(ends.gateway.receive(sent(spans_of(1, **fields)), 1.0))
+
+
+def test_spans_of_lanes_that_the_host_does_not_have_are_left_out_and_counted() -> None:
+    ends = tracing()
+    ends.gateway.trace(goes_on=True)
+    items = {"items": np.array([4, 5, 6]), "item_spans": np.array([0, 1, 2])}
+    given = spans_of(1, lanes=np.array([0, 9, 1]), dropped=3, **items)
+    (spans,) = ends.gateway.receive(sent(given), 1.0)
+    assert isinstance(spans, TraceSpans)
+    spans.check()
+    assert (spans.lanes.tolist(), spans.dropped) == ([0, 1], 4)
+    assert (spans.begins.tolist(), spans.kinds.tolist()) == (
+        given.begins[[0, 2]].tolist(),
+        given.kinds[[0, 2]].tolist(),
+    )
+    assert (spans.items.tolist(), spans.item_spans.tolist()) == ([4, 6], [0, 1])
