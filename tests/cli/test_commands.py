@@ -160,7 +160,6 @@ def test_the_command_says_its_version(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == f"rollflow {version('rollflow')}\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", ["--version", "top --help", "doctor --help", "status --help"])
 def test_commands_that_only_look_do_not_wait_for_torch(command: str) -> None:
     program = (
@@ -173,6 +172,7 @@ def test_commands_that_only_look_do_not_wait_for_torch(command: str) -> None:
     assert run.stdout.endswith("False\n")
 
 
+@pytest.mark.slow
 def test_a_host_without_the_rollouts_module_says_so(tmp_path: Path) -> None:
     rollouts = RemoteRollouts.listen(f"unix:{tmp_path}/learner")
     with command("rollout-host", "--env", "CartPole-v1", "--connect", f"unix:{tmp_path}/learner") as process:
