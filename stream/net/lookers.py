@@ -20,7 +20,6 @@ from rollflow.stream.wire.codec.standing import MOST_JSON
 
 logger = logging.getLogger(__name__)
 
-LOOKER = "looker"  # role in a hello
 _ANSWER_S = 10.0  # that the other end has for an answer
 MOST_LOOKERS = 16  # at once
 _END_S = 2.0  # that an answer has which is under way at the end

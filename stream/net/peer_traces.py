@@ -8,8 +8,8 @@ from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from rollflow.stream.data.errors import WireError
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.sockets import quoted
-from rollflow.stream.net.span_answers import clock
 from rollflow.stream.traces.clock_alignment import ClockAlignment, RoundTrip
 from rollflow.stream.traces.peer_spans import PeerSpan, PeerSpans
 from rollflow.stream.wire import Connection, TraceSpans

@@ -3,16 +3,13 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from time import perf_counter_ns
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.traces.trace import Record
 from rollflow.stream.wire.codec.tracing import MOST_ITEMS, MOST_NAME, MOST_NAMES, MOST_SPANS, TraceRequest, TraceSpans
-
-clock: Final = perf_counter_ns
 
 MOST_KEPT = 1 << 16  # spans that wait to be asked for
 _MUCH = 1 << 20  # bytes that wait for the other end: it gets no spans beside them

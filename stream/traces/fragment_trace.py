@@ -9,12 +9,11 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 from rollflow.stream.traces.peer_spans import PeerSpan, PeerSpans, PeerTracks
-from rollflow.stream.traces.trace import Record, Trace
+from rollflow.stream.traces.trace import MOST_ARROWS, Record, Trace
 
 FragmentName = tuple[int, int]  # its lane, and its number there
 FragmentsOf = Callable[[int], Iterable[FragmentName]]
 
-_MOST_FRAGMENTS = 4096  # whose arrows may still begin or end
 _MOST_BEGINS = 1 << 14  # of a lane's spans elsewhere, that fragments may have begun with
 
 
@@ -98,11 +97,11 @@ class FragmentTrace:
         self._trace.span(self._track(lane), f"fragment {sequence}", began - 1, end, args)
         with self._lock:
             cut = self._cuts[name] = _Cut(next(self._trace.arrows), began, end)
-            while len(self._cuts) > _MOST_FRAGMENTS:
+            while len(self._cuts) > MOST_ARROWS:
                 del self._cuts[next(iter(self._cuts))]
             if (there := self._there.get(lane)) is not None:
                 there.open[name] = cut
-                if len(there.open) > _MOST_FRAGMENTS:  # whoever makes them sends no spans
+                if len(there.open) > MOST_ARROWS:  # whoever makes them sends no spans
                     oldest = next(iter(there.open))
                     self._end_all(oldest, there.open.pop(oldest))
                 self._find_first(there)

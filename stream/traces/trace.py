@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 Record = Callable[[int, int], None]  # (begin, end) of a span, in ns on the clock `perf_counter_ns`
 
 MOST_SPANS = 1 << 18  # that wait to be written
+MOST_ARROWS = 4096  # fragments, or items made of them, whose arrows may still begin or end
 MOST_BYTES = 1 << 30  # of a trace, before it is compressed: a browser hardly opens a larger one
 _FIELDS = 3
 _EVERY_S, _END_S = 0.25, 5.0

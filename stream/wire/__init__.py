@@ -25,6 +25,7 @@ from rollflow.stream.wire.codec.acting import MOST_OBSERVATIONS, Act, Acted, Rel
 from rollflow.stream.wire.codec.agent_rows import AgentRows
 from rollflow.stream.wire.codec.frame import Buffer, FrameDecoder, ScatterBytes, bytes_of
 from rollflow.stream.wire.codec.handshake import (
+    LOOKER,
     NONCE_BYTES,
     SESSION_BYTES,
     VERSION,

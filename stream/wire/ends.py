@@ -100,7 +100,7 @@ class Acceptor(Connection):
 
     def welcome_looker(self) -> None:
         """Welcome an end of role "looker". Raises WireError if it is none, or there is none to answer."""
-        if self.hello is None or self.hello.role != "looker":
+        if self.hello is None or self.hello.role != handshake.LOOKER:
             raise WireError("welcome: no looker waits for it", "order")
         self._welcome(self.hello.session, resumed=False, credits=0, lanes=(handshake.LaneGrant(0, 1, 0, 0),))
         self.is_looked_at = True
@@ -142,7 +142,10 @@ class Acceptor(Connection):
             return []
         if isinstance(message, handshake.Proof) and self._unproved is not None and self.hello is None:
             if not handshake.is_proof(message.mac, self._secret, handshake.HOST, self._transcript):
-                me, other = self.roles[0], "looker" if self._unproved.role == "looker" else self.roles[1]
+                me, other = (
+                    self.roles[0],
+                    handshake.LOOKER if self._unproved.role == handshake.LOOKER else self.roles[1],
+                )
                 reason = "proves no secret" if self._secret is not None else f"proves a secret, and this {me} has none"
                 if self._secret is not None and message.mac:
                     reason = "has another secret, or somebody has changed what it said"

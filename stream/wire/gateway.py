@@ -3,7 +3,7 @@
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
 from rollflow.stream.wire.codec.agent_rows import AgentRows
-from rollflow.stream.wire.codec.handshake import ROLLOUTS, Hello, Welcome
+from rollflow.stream.wire.codec.handshake import LOOKER, ROLLOUTS, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.sharing import WeightsComing, WeightsShared, WeightsUnread
@@ -197,7 +197,7 @@ class GatewayConnection(Acceptor):
         return self._session, self._form
 
     def _check(self, hello: Hello) -> None:
-        self._form = None if hello.role == "looker" else form_of(hello)
+        self._form = None if hello.role == LOOKER else form_of(hello)
 
     def _take_running(self, message: Message) -> list[Event]:
         if self._session is None:

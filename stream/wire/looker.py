@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from rollflow.stream.data.errors import WireError
-from rollflow.stream.wire.codec.handshake import NONCE_BYTES, SESSION_BYTES, VERSION, Hello, Welcome
+from rollflow.stream.wire.codec.handshake import LOOKER, NONCE_BYTES, SESSION_BYTES, VERSION, Hello, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.standing import Snapshots
@@ -24,14 +24,14 @@ class LookerConnection(Initiator):
         Goodbye, ConnectionBroken   the end
     """
 
-    roles = "looker", "run"
+    roles = LOOKER, "run"
 
     def __init__(
         self, software: str, token: Callable[[int], bytes], *, secret: bytes | None, limits: Limits, now: float
     ) -> None:
         hello = Hello(
             versions=(VERSION, VERSION),
-            role="looker",
+            role=LOOKER,
             software=software,
             name=software,
             nonce=token(NONCE_BYTES),

@@ -6,7 +6,7 @@ last fragment that it has got; the source goes on after it. So each is taken onc
 
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.wire.codec import messages
-from rollflow.stream.wire.codec.handshake import Hello, LaneGrant, Welcome
+from rollflow.stream.wire.codec.handshake import LOOKER, Hello, LaneGrant, Welcome
 from rollflow.stream.wire.codec.limits import Limits
 from rollflow.stream.wire.codec.message import Message
 from rollflow.stream.wire.codec.standing import Inspect, Standing
@@ -169,7 +169,7 @@ class TrainerConnection(Acceptor):
         session.is_welcomed = True
 
     def _check(self, hello: Hello) -> None:
-        if hello.role not in ("source", "looker"):
+        if hello.role not in ("source", LOOKER):
             raise WireError(f"hello.role is {hello.role!r}, expected 'source': this is a trainer", "role")
 
     def _take_running(self, message: Message) -> list[Event]:

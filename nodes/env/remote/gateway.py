@@ -19,12 +19,13 @@ from rollflow.nodes.env.remote.software import software
 from rollflow.stream.data.errors import WireError
 from rollflow.stream.net.dialler import Dialled
 from rollflow.stream.net.inspections import Inspections
-from rollflow.stream.net.lookers import LOOKER, Lookers
+from rollflow.stream.net.lookers import Lookers
 from rollflow.stream.net.peer_traces import PeerTraces, SpanTaker
 from rollflow.stream.net.socket_loop import SocketLoop
 from rollflow.stream.net.sockets import Peer, quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
 from rollflow.stream.wire import (
+    LOOKER,
     NONCE_BYTES,
     Cut,
     GatewayConnection,

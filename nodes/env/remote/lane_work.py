@@ -11,7 +11,8 @@ from typing import Any
 from rollflow.nodes.env.remote.host_lane import ServedLane, end_lanes, standing_in
 from rollflow.nodes.env.workers.lane_threads import LaneThreads
 from rollflow.stream.data.errors import ColumnError, WireError
-from rollflow.stream.net.span_answers import KeptSpans, SpanAnswers, clock
+from rollflow.stream.graph.meter import clock
+from rollflow.stream.net.span_answers import KeptSpans, SpanAnswers
 from rollflow.stream.wire import (
     SESSION_BYTES,
     Answer,

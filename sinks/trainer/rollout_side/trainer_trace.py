@@ -6,8 +6,7 @@ from typing import Any
 from rollflow.stream.data.loss_ledger import Origin
 from rollflow.stream.traces.fragment_trace import FragmentName, FragmentTrace
 from rollflow.stream.traces.peer_spans import PeerSpans
-
-_MOST_ITEMS = 4096  # that the trainer may still use
+from rollflow.stream.traces.trace import MOST_ARROWS
 
 
 class TrainerTrace:
@@ -28,7 +27,7 @@ class TrainerTrace:
         if self._newest is None:
             return
         self._fragments[number] = [origin.name for origin in origins]
-        while len(self._fragments) > _MOST_ITEMS:
+        while len(self._fragments) > MOST_ARROWS:
             del self._fragments[next(iter(self._fragments))]
 
     def awaits(self, lanes: Iterable[int]) -> None:

@@ -26,7 +26,7 @@ from rollflow.stream.graph.wakeup import Wakeup
 from rollflow.stream.net.backoff import Reminder
 from rollflow.stream.net.descriptor_transport import DescriptorTransport
 from rollflow.stream.net.dialler import Dialled
-from rollflow.stream.net.lookers import LOOKER, Lookers
+from rollflow.stream.net.lookers import Lookers
 from rollflow.stream.net.socket_loop import SocketLoop, look_s
 from rollflow.stream.net.sockets import quoted, refusal_level
 from rollflow.stream.net.transport import transport_for
@@ -289,7 +289,7 @@ class TrainerListener:
         """Take a message of a rollout."""
         source = peer.source
         match event:
-            case wire.Hello() if event.role == LOOKER:
+            case wire.Hello() if event.role == wire.LOOKER:
                 self._lookers.welcome(peer.connection, peer.where)
             case wire.Hello():
                 self._take_in(peer, event)

@@ -4,9 +4,8 @@ from threading import Lock
 from typing import Any
 
 from rollflow.sinks.trainer.trainer_side.stream_reader import UPDATE, UsedItem
-from rollflow.stream.traces.trace import Record, Trace, open_trace
+from rollflow.stream.traces.trace import MOST_ARROWS, Record, Trace, open_trace
 
-_MOST_ITEMS = 4096  # that may still be used
 _LOOP = "loop"
 
 
@@ -52,7 +51,7 @@ class LoopTrace:
             began = max(began, self._ends.get(track, began))
             end = self._ends[track] = max(began, end)
             self._arrived[item.source.session.token, item.number] = track, began
-            while len(self._arrived) > _MOST_ITEMS:
+            while len(self._arrived) > MOST_ARROWS:
                 del self._arrived[next(iter(self._arrived))]
         name = f"item {item.number}, of lane {item.lane}"
         self._trace.span(track, name, began, end, {"steps": item.num_steps})

@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 from rollflow.stream.doctor.rules import median
 from rollflow.stream.doctor.stacks import stack_of_thread
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.inspections import standing_of
-from rollflow.stream.net.span_answers import SpanAnswers, clock
+from rollflow.stream.net.span_answers import SpanAnswers
 from rollflow.stream.wire import ConnectionPhase, Inspect, Standing, TraceRequest, TraceSpans, TrainerConnection
 
 _KEPT = 101  # times

@@ -10,7 +10,7 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from rollflow.stream.wire.codec import field
 
@@ -28,6 +28,7 @@ Role = Annotated[
     Literal["env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank", "looker"],
     field.one_of("env", "agents", "rollout", "agent_rollout", "source", "client", "sampler", "rank", "looker"),
 ]
+LOOKER: Final = "looker"  # role of an end that looks at runs, and does nothing else
 ROLLOUTS = ("rollout", "agent_rollout")  # roles of hosts that run whole rollouts
 WITH_AGENTS = ("agents", "agent_rollout")  # roles of hosts whose environments have several agents each
 Autoreset = Annotated[Literal["NEXT_STEP", "SAME_STEP", "DISABLED"], field.one_of("NEXT_STEP", "SAME_STEP", "DISABLED")]

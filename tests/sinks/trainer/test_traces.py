@@ -103,7 +103,7 @@ def test_a_rollout_is_not_taken_for_one_that_has_left(tmp_path: Path, monkeypatc
 
 def test_items_arrive_while_others_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest item, which is about to be forgotten, is used meanwhile."""
-    monkeypatch.setattr(loop_trace, "_MOST_ITEMS", 1)
+    monkeypatch.setattr(loop_trace, "MOST_ARROWS", 1)
     trace = LoopTrace(str(tmp_path / "run.trace"), "loop")
     oldest, newest = item_of("first", 0, b"first"), item_of("first", 1, b"first")
     now = perf_counter_ns()

@@ -8,8 +8,9 @@ import pytest
 from wire_ends import Ends, running
 from wire_messages import hello
 
+from rollflow.stream.graph.meter import clock
 from rollflow.stream.net.peer_traces import PeerTraces
-from rollflow.stream.net.span_answers import SpanAnswers, clock
+from rollflow.stream.net.span_answers import SpanAnswers
 from rollflow.stream.traces.peer_spans import PeerSpans
 from rollflow.stream.wire import MOST_ITEMS, MOST_SPANS, TraceRequest, TraceSpans, encode
 from rollflow.stream.wire.codec.tracing import LATEST_NS
