@@ -2,13 +2,18 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
+from numbered_agents import NumberedAgents
 from pettingzoo.classic.tictactoe import tictactoe
+from serial_module import SerialModule
 
 from rollflow.nodes import MultiAgentRollout, RandomModule
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
 
@@ -39,3 +44,45 @@ def test_a_first_sink_whose_agents_have_ended_no_step_is_added_to(tmp_path: Path
     source = DatasetSource(tmp_path)
     assert source.num_steps == sum(each.num_env_steps for each in fragments)
     assert sum(each.num_steps for each in source.fragments()) == sum(each.num_steps for each in fragments)
+
+
+def of_modules(*ids: Any) -> MultiAgentFragment:
+    """A fragment of two agents that act by two modules of these ids."""
+    modules = {each: SerialModule() for each in ids}
+
+    def module_of(agent: str, episode: Any) -> Any:
+        return ids[int(agent.split()[1])]
+
+    envs = [partial(NumberedAgents, 0, agents=2, nested=0, at_once=True)]
+    options: dict[str, Any] = {"agent_to_module_mapping_fn": module_of, "fragment_length": 4, "num_fragments": 1}
+    with MultiAgentRollout(envs, module=modules, seed=0, **options) as rollout:
+        (fragment,) = rollout.fragments()
+    return fragment
+
+
+SAME = r"the modules 1 and '1' have one text as their ids, expected another text for each module"
+
+
+def test_modules_whose_ids_have_one_text_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    both, one, other = of_modules(1, "1"), of_modules(1, "plain"), of_modules("plain", "1")
+    with DatasetSink(tmp_path) as sink:
+        with pytest.raises(DatasetError, match=SAME):
+            sink(both)
+        assert not list(tmp_path.rglob("*.parquet"))
+        sink(one)
+        with pytest.raises(DatasetError, match=SAME):
+            sink(other)
+    with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match=SAME):
+        sink(other)
+    source = DatasetSource(tmp_path)
+    assert sum(each.num_steps for each in source.fragments()) == one.num_steps
+    assert len(source.description["runs"]) == 1
+
+
+def test_agents_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
+    fragment = of_modules("first", "second")
+    (part,) = fragment.parts
+    part.part = part.part._replace(agents=("1", 1))
+    with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match=r"the agents '1' and 1 have one text"):
+        sink(fragment)
+    assert not (tmp_path / "dataset.json").exists()
