@@ -50,6 +50,8 @@ class EnvEpisodes:
 
     def __init__(self, folder: DatasetFolder) -> None:
         import_pyarrow()
+        # A sink describes runs and modules before it commits their files: those that are listed first are described.
+        folder = DatasetFolder(folder.path, folder.numbers())
         self.description = folder.read()
         self.agents: list[Any] = self.description["agents"]
         self.index = index = EpisodeIndex(folder, ENV_EPISODES, [_AGENT_STEPS])

@@ -13,6 +13,7 @@ from serial_module import SerialModule
 
 from rollflow.nodes import MultiAgentRollout, RandomModule
 from rollflow.sinks import DatasetSink, DatasetSource
+from rollflow.sinks.datasets.dataset_folder import DatasetFolder
 from rollflow.stream import DatasetError
 from rollflow.stream.multi_agent.multi_agent_fragment import MultiAgentFragment
 
@@ -86,3 +87,37 @@ def test_agents_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
     with DatasetSink(tmp_path) as sink, pytest.raises(DatasetError, match=r"the agents '1' and 1 have one text"):
         sink(fragment)
     assert not (tmp_path / "dataset.json").exists()
+
+
+def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run and a module that come at any moment between a source's look at the files and at the description."""
+    one, other = of_modules("first", "second"), of_modules("first", "third")
+    written([one], tmp_path)
+    looks, late = 0, 0
+    names = "read", "numbers"
+    before = {name: getattr(DatasetFolder, name) for name in names}
+
+    def after_look(name: str, folder: DatasetFolder) -> Any:
+        nonlocal looks
+        found, looks = before[name](folder), looks + 1
+        if looks == late:
+            with monkeypatch.context() as usual:
+                for each in names:
+                    usual.setattr(DatasetFolder, each, before[each])
+                written([other], tmp_path)
+        return found
+
+    for name in names:
+        monkeypatch.setattr(DatasetFolder, name, lambda folder, name=name: after_look(name, folder))
+    count = 1
+    for late in range(1, 8):
+        looks = 0
+        source = DatasetSource(tmp_path)
+        runs = {int(each) for fragment in source.fragments() for each in fragment.runs}
+        assert runs == set(range(len(runs)))
+        assert len(source.description["runs"]) >= len(runs)
+        assert len(runs) in (count, count + 1)
+        count += 1
+    assert set(DatasetSource(tmp_path).columns) == {"first", "second", "third"}
