@@ -121,13 +121,15 @@ class Replay:
 
         wait_s    seconds to wait for other threads' samples, where the rate holds the insert back; None: any time
 
-        Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind.
+        Raises ReplayError where the rate lets it through no sooner, and for fragments of another kind, or that are too
+        large; none of their steps is there then.
         """
         with self._lock:
             if parts := self._announced(fragment):
                 self._wait("insert", lambda: _admit(parts), wait_s)
-                for table, part in parts:
-                    table.insert(part)
+                checked = [(table, table.checked(part)) for table, part in parts]  # all of them before one is written
+                for table, insertion in checked:
+                    table.insert(insertion)
                 self.turns.notify()
 
     async def insert_in_loop(self, fragment: AnyFragment) -> None:

@@ -95,14 +95,14 @@ def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
     """A run and a module that come at any moment between a source's look at the files and at the description."""
     one, other = of_modules("first", "second"), of_modules("first", "third")
     written([one], tmp_path)
-    looks, late = 0, 0
+    left = 0  # looks until the sink comes
     names = "read", "numbers"
     before = {name: getattr(DatasetFolder, name) for name in names}
 
     def after_look(name: str, folder: DatasetFolder) -> Any:
-        nonlocal looks
-        found, looks = before[name](folder), looks + 1
-        if looks == late:
+        nonlocal left
+        found, left = before[name](folder), left - 1
+        if left == 0:
             with monkeypatch.context() as usual:
                 for each in names:
                     usual.setattr(DatasetFolder, each, before[each])
@@ -111,13 +111,11 @@ def test_what_a_sink_adds_while_a_source_is_made_does_not_disturb_it(
 
     for name in names:
         monkeypatch.setattr(DatasetFolder, name, lambda folder, name=name: after_look(name, folder))
-    count = 1
     for late in range(1, 8):
-        looks = 0
+        left = late
         source = DatasetSource(tmp_path)
         runs = {int(each) for fragment in source.fragments() for each in fragment.runs}
         assert runs == set(range(len(runs)))
         assert len(source.description["runs"]) >= len(runs)
-        assert len(runs) in (count, count + 1)
-        count += 1
+        assert len(runs) in (late, late + 1)
     assert set(DatasetSource(tmp_path).columns) == {"first", "second", "third"}

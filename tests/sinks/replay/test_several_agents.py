@@ -1,8 +1,9 @@
 """Replays of several agents: what is sampled of each module is what its agents did."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from held_envs import await_that
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lost_agents import agent_chunks, numbers
+from numbered_agents import NumberedAgents
 from numbered_module import NumberedModule, numbered_envs
 from property_examples import examples
-from serial_module import at_of
+from serial_module import SerialModule, at_of
 
-from rollflow.nodes import Rollout
+from rollflow.nodes import MultiAgentRollout, Rollout
 from rollflow.sinks import (
     Newest,
     Prioritized,
@@ -78,6 +80,7 @@ def test_what_is_sampled_of_a_module_is_what_its_agents_did(drawn: Drawn, is_pri
             replay(fragment)
         except ReplayError as error:
             assert "rows, but the replay has 40" in str(error)
+            assert replay.report().inserted == sum(each.num_steps for each in kept)
             return
         kept.append(fragment)
         expected = steps_by_module(kept)
@@ -156,6 +159,52 @@ def test_an_insert_that_one_module_holds_back_is_refused_as_a_whole() -> None:
             replay(fragment)
             before = replay.report()
     assert replay.report().inserted == before.inserted
+
+
+def of_two_modules(one: Any = "a", other: Any = "b") -> list[MultiAgentFragment]:
+    """Fragments of four steps of an agent that acts by one module, and of three that act by another."""
+    envs = [partial(NumberedAgents, 0, agents=4, nested=0, at_once=True)]
+    modules = {one: SerialModule(), other: SerialModule()}
+    options: dict[str, Any] = {"fragment_length": 4, "num_fragments": 2, "seed": 0}
+
+    def module_of(agent: str, episode: Any) -> Any:
+        return one if agent == "agent 0" else other
+
+    with MultiAgentRollout(envs, module=modules, agent_to_module_mapping_fn=module_of, **options) as rollout:
+        return list(rollout.fragments())
+
+
+def without(output: str, fragment: MultiAgentFragment) -> MultiAgentFragment:
+    """The fragment, whose module "b" has not made an output."""
+    part = fragment.of_module("b")
+    part.columns = {name: column for name, column in part.columns.items() if name != output}
+    whole = fragment.of_module
+    vars(fragment)["of_module"] = lambda module_id: part if module_id == "b" else whole(module_id)
+    return fragment
+
+
+@pytest.mark.parametrize(
+    ("make", "output", "told"),
+    [
+        (lambda: Replay(14), None, r"takes 15 rows, but the replay has 14"),
+        (lambda: Replay(400, storage=Storage(extra=("weight",))), "weight", "no output 'weight', which the replay is"),
+        (lambda: Replay(20, rate=SamplesPerInsert(1.0, 19)), None, r"min_size is 19, but all 20 rows are taken"),
+    ],
+)
+def test_a_fragment_that_one_module_has_no_room_for_is_refused_as_a_whole(
+    make: Callable[[], Replay], output: str | None, told: str
+) -> None:
+    fragments, replay, taken = of_two_modules(), make(), 0
+    if output is not None:
+        fragments = [without(output, fragment) for fragment in fragments]
+    with pytest.raises(ReplayError, match=told):
+        for fragment in fragments:
+            replay(fragment)
+            taken += fragment.num_steps
+    assert replay.report("a").inserted == taken // 4
+    with pytest.raises(ReplayError, match=told):
+        replay(fragment)
+    assert replay.report().inserted == taken
 
 
 def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path) -> None:
