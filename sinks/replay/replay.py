@@ -1,15 +1,11 @@
 """Replay: keeps the steps of fragments, and gives batches of them at a controlled rate."""
 
-import copy
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -17,13 +13,14 @@ from rollflow.nodes.connectors.checked import checked_count
 from rollflow.nodes.connectors.common.tensors import as_array
 from rollflow.nodes.connectors.connector_v2 import ConnectorV2
 from rollflow.sinks.replay.checkpoint import CheckpointFolder
-from rollflow.sinks.replay.rate import RateLimiter, ReplayReport, SamplesPerInsert, StepCounts
+from rollflow.sinks.replay.rate import ReplayReport, SamplesPerInsert, StepCounts
 from rollflow.sinks.replay.removers import Oldest, Remover, check_goes_with
 from rollflow.sinks.replay.replay_table import Batch as Batch
 from rollflow.sinks.replay.replay_table import ReplayTable
 from rollflow.sinks.replay.row_columns import Storage
 from rollflow.sinks.replay.sampled_steps import check_size, detached
 from rollflow.sinks.replay.samplers import Sampler, Uniform
+from rollflow.sinks.replay.table_maker import TableMaker
 from rollflow.sinks.replay.turns import Side, Turns, run_both
 from rollflow.stream.data.errors import ReplayError
 from rollflow.stream.fragments.fragment import Fragment
@@ -89,9 +86,11 @@ class Replay:
             text = f"min_size is {rate.min_size}, but the capacity is {capacity}: nothing could ever be sampled; "
             raise ReplayError(f"{text}expected a min_size below the capacity").see("replay")
         check_goes_with(self.remover, self.sampler, None if rate is None else rate.ratio)
-        self._rate, self._seed = rate, seed
-        self._unused = copy.deepcopy((self.sampler, self.remover))  # of which each module gets copies
-        self._tables: dict[Any, ReplayTable] = {None: self._table(self.sampler, self.remover)}  # None: of one agent
+        self._rate = rate
+        options: dict[str, Any] = {"rate": rate, "batch_size": batch_size, "storage": self._storage, "seed": seed}
+        self._maker = TableMaker(capacity, self.sampler, self.remover, **options)
+        one = self._maker.of_one_agent(self.sampler, self.remover)
+        self._tables: dict[Any, ReplayTable] = {None: one}  # None: of one agent
         self.turns = Turns()
         self._lock = self.turns.lock
         self._folder: CheckpointFolder | None = None  # that was saved to, or loaded from, last
@@ -299,7 +298,7 @@ class Replay:
         with self._lock:
             module_ids = [each for each, _ in state["tables"]]
             if module_ids != [None]:
-                self._tables = {each: self._table_for(each) for each in module_ids}
+                self._tables = self._maker.of_modules(module_ids)
             elif None not in self._tables:
                 raise ReplayError("the replay has steps of several agents, got the state of one").see("replay")
             for each, of_table in state["tables"]:
@@ -326,26 +325,6 @@ class Replay:
 
     # Inside
 
-    def _table(self, sampler: Sampler, remover: Remover, module_id: Any = None) -> ReplayTable:
-        """A new table, of a module or of one agent."""
-        storage, seed = self._storage, self._seed
-        if module_id is not None:
-            if storage.path is not None:
-                storage = replace(storage, path=f"{os.fspath(storage.path)}.{quote(str(module_id), safe=' ')}")
-            seed = None if seed is None else zlib.crc32(str(module_id).encode(), seed & 0xFFFFFFFF)
-        return ReplayTable(
-            self.capacity,
-            sampler,
-            remover,
-            storage=storage,
-            rate=RateLimiter(self._rate, self.batch_size * sampler.steps),
-            generator=np.random.default_rng(seed),
-        )
-
-    def _table_for(self, module_id: Any) -> ReplayTable:
-        """A new table of a module."""
-        return self._table(*copy.deepcopy(self._unused), module_id)
-
     def _table_of(self, module_id: Any) -> ReplayTable:
         if (table := self._tables.get(module_id)) is None:
             text = f"there are no steps of module {module_id!r}, expected one of {self.module_ids}"
@@ -371,11 +350,11 @@ class Replay:
         if None in self._tables:
             if self._tables[None].rows.inserted:
                 raise ReplayError("the replay has steps of one agent, got a fragment of several").see("replay")
-            self._tables = {}
         parts = {each: fragment.of_module(each) for each in fragment.module_ids}
         parts = {each: part for each, part in parts.items() if len(part.chunks.slot)}
-        new = {each: self._table_for(each) for each in parts if each not in self._tables}
-        self._tables |= new
+        tables = {} if None in self._tables else self._tables
+        new = [each for each in parts if each not in tables]
+        self._tables = tables | self._maker.of_modules(new, tables)
         return [(self._tables[each], part) for each, part in parts.items()]
 
     def _admits_sample(self, count: int) -> bool:

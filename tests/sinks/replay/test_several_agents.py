@@ -207,6 +207,20 @@ def test_a_fragment_that_one_module_has_no_room_for_is_refused_as_a_whole(
     assert replay.report().inserted == taken
 
 
+def test_modules_whose_ids_have_one_text_are_refused(tmp_path: Path) -> None:
+    """They would have one seed, and one file."""
+    replay = Replay(400, storage=Storage(path=tmp_path / "steps"), seed=0)
+    told = r"the modules (1 and '1'|'1' and 1) have one text as their ids, expected another text for each module"
+    with pytest.raises(ReplayError, match=told):
+        replay(of_two_modules(1, "1")[0])
+    assert not list(tmp_path.iterdir())
+    (first, *_) = of_two_modules(1, "b")
+    replay(first)
+    with pytest.raises(ReplayError, match=told):
+        replay(of_two_modules("1", "b")[0])
+    assert replay.report().inserted == first.num_steps
+
+
 def test_a_checkpoint_goes_on_with_every_modules_steps_and_draws(tmp_path: Path) -> None:
     fragments = fragments_of()
 
