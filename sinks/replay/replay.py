@@ -290,19 +290,19 @@ class Replay:
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave, of a replay made with the same arguments; it goes on exactly as that one.
 
-        Raises ReplayError where the arguments differ.
+        Raises ReplayError where the arguments differ. Steps of several agents that were there before stay then.
         """
         for name, own in (("capacity", self.capacity), ("frames", self._storage.frames)):
-            if state[name] != own:
-                raise ReplayError(f"the state is of a replay with {name}={state[name]}, expected {own}").see("replay")
+            if (found := state.get(name)) != own:
+                raise ReplayError(f"the state is of a replay with {name}={found}, expected {own}").see("replay")
         with self._lock:
-            module_ids = [each for each, _ in state["tables"]]
-            if module_ids != [None]:
-                self._tables = self._maker.of_modules(module_ids)
-            elif None not in self._tables:
-                raise ReplayError("the replay has steps of several agents, got the state of one").see("replay")
-            for each, of_table in state["tables"]:
-                self._tables[each].set_state(of_table)
+            try:
+                self._tables = self._restored(dict(state["tables"]))
+            except ReplayError:
+                raise
+            except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
+                text = f"the state can't be taken: {error!r}; expected get_state() of a replay with the same arguments"
+                raise ReplayError(text).see("replay") from error
             self._folder = None
             self.turns.notify()
 
@@ -324,6 +324,18 @@ class Replay:
             self._folder = folder
 
     # Inside
+
+    def _restored(self, states: dict[Any, Any]) -> dict[Any, ReplayTable]:
+        """Tables with these states: new ones of modules; the one that is there of one agent."""
+        tables = self._tables
+        if None not in states:
+            tables = self._maker.of_modules(states)
+        elif None not in tables or len(states) > 1:
+            text = "the replay has steps of several agents, got the state of one; expected that of several, or a new Replay"
+            raise ReplayError(text).see("replay")
+        for each, of_table in states.items():
+            tables[each].set_state(of_table)
+        return tables
 
     def _table_of(self, module_id: Any) -> ReplayTable:
         if (table := self._tables.get(module_id)) is None:

@@ -174,14 +174,15 @@ class ReplayTable:
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Take what `get_state` gave with all rows."""
-        self.rows.set_state(state["rows"])
-        if state["columns"] is not None:
-            self._columns = self._make_columns(state["columns"]["items"])
-            self._columns.set_state(state["columns"])
+        # Another sampler or remover is found out first, and columns, whose file is made anew, come last.
         self.sampler.set_state(state["sampler"])
         self.remover.set_state(state["remover"])
         self.rate.set_state(state["rate"])
         self._generator.bit_generator.state = state["generator"]
+        self.rows.set_state(state["rows"])
+        if state["columns"] is not None:
+            self._columns = self._make_columns(state["columns"]["items"])
+            self._columns.set_state(state["columns"])
 
 
 def _tensor(leaf: Any) -> Any:
