@@ -331,14 +331,18 @@ class Replay:
         if None not in states:
             tables = self._maker.of_modules(states)
         elif None not in tables or len(states) > 1:
-            text = "the replay has steps of several agents, got the state of one; expected that of several, or a new Replay"
-            raise ReplayError(text).see("replay")
+            text = "the replay has steps of several agents, got the state of one; expected that of several"
+            raise ReplayError(f"{text}, or a new Replay").see("replay")
         for each, of_table in states.items():
             tables[each].set_state(of_table)
         return tables
 
     def _table_of(self, module_id: Any) -> ReplayTable:
-        if (table := self._tables.get(module_id)) is None:
+        try:
+            table = self._tables.get(module_id)
+        except TypeError:  # it has no hash, so that it is no module's id
+            table = None
+        if table is None:
             text = f"there are no steps of module {module_id!r}, expected one of {self.module_ids}"
             raise ReplayError(text).see("replay")
         return table

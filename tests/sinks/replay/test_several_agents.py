@@ -288,6 +288,8 @@ def test_one_agent_and_several_are_kept_apart() -> None:
         replay.set_state(Replay(400).get_state())
     with pytest.raises(ReplayError, match=r"no steps of module 'nobody', expected one of \["):
         replay.update_priorities(np.zeros(1, np.int64), np.zeros(1), "nobody")
+    with pytest.raises(ReplayError, match=r"no steps of module \['nobody'\], expected one of \["):
+        replay.report(["nobody"])
 
 
 def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path) -> None:
@@ -306,6 +308,12 @@ def test_a_host_takes_several_agents_and_gives_batches_by_module(tmp_path: Path)
             assert client.publish(weights_of_agents(1.0)) > 0
             with pytest.raises(ReplayError, match="no steps of module 'nobody', expected one of"):
                 client.report("nobody")
+            wrong: Any
+            for wrong in (["plain"], {"plain": 1}, b"plain", 1.0, True):
+                with pytest.raises(ReplayError, match=r"module_id is .*, expected text, a whole number, or none"):
+                    client.report(wrong)
+                with pytest.raises(ReplayError, match=r"module_id is .*, expected text, a whole number, or none"):
+                    client.update_priorities(np.zeros(1, np.int64), np.zeros(1), wrong)
         made = running.rollout.num_steps
     assert replay.report().inserted == made
     assert [replay.report(each).inserted for each in ("nested", "plain")] == [made // 2, made // 2]
